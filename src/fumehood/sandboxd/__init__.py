@@ -1,0 +1,1 @@
+"""Isolated execution of model-written Python; imports only `fumehood.protocol.sandbox`."""

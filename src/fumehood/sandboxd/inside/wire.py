@@ -1,0 +1,101 @@
+"""Framing between supervisor and runner over a SOCK_SEQPACKET pair; imports only the standard library.
+
+One packet is one frame: the kernel keeps packets whole, so a frame can neither be torn by an interrupt
+nor trickled byte by byte, and two processes writing at once cannot mix theirs. A message longer than one
+packet is a run of frames of the same kind and call, all but the last flagged `MORE`.
+
+    packet  = kind (1 byte) | flags (1 byte) | call id (16 bytes) | body (0 .. MAX_BODY bytes)
+
+Both ends use this module, but the supervisor trusts nothing it decodes: see `Assembler`.
+"""
+
+import enum
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+CALL_ID_BYTES = 16
+NO_CALL = bytes(CALL_ID_BYTES)
+MAX_BODY = 64 * 1024
+_HEADER = struct.Struct(f"!BB{CALL_ID_BYTES}s")
+MAX_PACKET = _HEADER.size + MAX_BODY
+MORE = 0x01
+
+
+class Kind(enum.IntEnum):
+    # supervisor -> runner
+    CONFIGURE = 1  # JSON, once, before any user code
+    EXECUTE = 2  # JSON {"code": str, …}
+    # runner -> supervisor
+    READY = 16  # JSON, once, carries the data directory's fd
+    CONFIGURED = 17
+    STDOUT = 18  # UTF-8 text
+    STDERR = 19  # UTF-8 text
+    DISPLAY = 20  # JSON {mime type: text or base64}
+    RESULT = 21  # JSON {mime type: text or base64}: the value of the last expression
+    ERROR = 22  # JSON {"name", "value", "traceback"}: the code raised
+    END = 23  # JSON {"exit_code": int, "interrupted": bool}
+
+
+class FrameError(Exception):
+    """The peer broke the framing; the sandbox behind it is no longer to be talked to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    kind: Kind
+    call: bytes
+    body: bytes
+
+
+def packets(message: Message) -> Iterator[bytes]:
+    """The packets that carry one message, in order."""
+    body = memoryview(message.body)
+    start = 0
+    while True:
+        piece = body[start : start + MAX_BODY]
+        start += MAX_BODY
+        last = start >= len(body)
+        yield _HEADER.pack(message.kind, 0 if last else MORE, message.call) + piece
+        if last:
+            return
+
+
+class Assembler:
+    """Turns packets back into messages, refusing whatever `packets` would not have sent.
+
+    `limit` bounds the body of one message; memory held is never more than that.
+    """
+
+    def __init__(self, *, limit: int) -> None:
+        self._limit = limit
+        self._open: tuple[Kind, bytes] | None = None
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def feed(self, packet: bytes) -> Message | None:
+        """The message that this packet completes, or None while more is to come."""
+        if len(packet) < _HEADER.size or len(packet) > MAX_PACKET:
+            raise FrameError(f"a packet of {len(packet)} bytes")
+        number, flags, call = _HEADER.unpack_from(packet)
+        try:
+            kind = Kind(number)
+        except ValueError:
+            raise FrameError(f"unknown frame kind {number}") from None
+        if flags & ~MORE:
+            raise FrameError(f"unknown frame flags {flags:#x}")
+        if self._open is not None and self._open != (kind, call):
+            raise FrameError(f"{kind.name} frame inside an unfinished {self._open[0].name} message")
+        body = packet[_HEADER.size :]
+        self._size += len(body)
+        if self._size > self._limit:
+            raise FrameError(f"a {kind.name} message of more than {self._limit} bytes")
+        if flags & MORE:
+            if len(body) != MAX_BODY:
+                raise FrameError(f"an unfinished {kind.name} frame of {len(body)} bytes")
+            self._open = (kind, call)
+            self._parts.append(body)
+            return None
+        whole = b"".join([*self._parts, body]) if self._parts else body
+        self._open, self._parts, self._size = None, [], 0
+        return Message(kind, call, whole)
