@@ -26,8 +26,11 @@ class Kind(enum.IntEnum):
     # supervisor -> runner
     CONFIGURE = 1  # JSON, once, before any user code
     EXECUTE = 2  # JSON {"code": str, …}
+    # init -> supervisor, before any user code; fds are taken from no other frame
+    FAILED = 14  # UTF-8 text: the jail could not be built, nothing ran
+    JAILED = 15  # carries the data directory and the mount namespace as fds
     # runner -> supervisor
-    READY = 16  # JSON, once, carries the data directory's fd
+    READY = 16  # JSON, once
     CONFIGURED = 17
     STDOUT = 18  # UTF-8 text
     STDERR = 19  # UTF-8 text

@@ -1,0 +1,84 @@
+# Everything a developer needs. Each target sets up .venv first, installing uv privately if there is none.
+#
+#   make test PYTHON=/path/to/python3.13   choose the interpreter
+#   make test ARGS="-k wire -x"            pass options to pytest
+
+SHELL := /bin/sh
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+# The caller's environment must not decide which environment, index or lock mode is used here; how uv reaches the
+# network and where it keeps its cache is the caller's business.
+uv_kept := UV_CACHE_DIR UV_CONCURRENT_% UV_HTTP_% UV_INSECURE_HOST UV_LINK_MODE UV_NATIVE_TLS UV_OFFLINE \
+	UV_PYTHON_DOWNLOADS UV_PYTHON_INSTALL_DIR UV_PYTHON_INSTALL_MIRROR UV_SYSTEM_CERTS \
+	UV_DEFAULT_INDEX UV_INDEX UV_INDEX_% UV_EXTRA_INDEX_URL
+unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX PIP_USER
+unexport $(filter-out $(uv_kept),$(filter UV_%,$(.VARIABLES)))
+ifdef PYTHON
+export PYTHON
+endif
+
+SETUP := tools/setup.sh
+STAMP := .venv/.synced
+# Like `uv run --no-sync`: the environment's programs first.
+RUN := VIRTUAL_ENV="$(CURDIR)/.venv" PATH="$(CURDIR)/.venv/bin:$$PATH"
+
+# An environment that was moved, or whose Python is gone, is made again; so is one for another PYTHON.
+intact := $(shell .venv/bin/python -c 'print(open("$(STAMP)").read())' 2>/dev/null)
+ifneq ($(intact),$(CURDIR))
+.PHONY: $(STAMP)
+endif
+ifdef PYTHON
+.PHONY: $(STAMP)
+endif
+
+$(STAMP): pyproject.toml uv.lock .python-version src/fumehood/__init__.py $(SETUP)
+	@$(SETUP)
+
+.PHONY: help setup demo test test-slow check format-check lint types imports fmt bench lock clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Make .venv with everything in it
+
+demo: $(STAMP) ## Show what Fumehood does, on this machine, without a key
+	@$(RUN) python examples/demo.py
+
+test: $(STAMP) ## Run the tests
+	@$(RUN) python -m pytest $(ARGS)
+
+test-slow: $(STAMP) ## Run the slow tests
+	@$(RUN) python -m pytest -m "slow and not live" $(ARGS) || { [ $$? -eq 5 ] && echo "There are no slow tests yet."; }
+
+check: format-check lint types imports test ## Format, lint, types, imports, tests: run before every commit
+
+format-check: $(STAMP) ## Check that the code is formatted
+	@$(RUN) ruff format --check .
+
+lint: $(STAMP) ## Lint, and check that uv.lock fits pyproject.toml
+	@$(RUN) ruff check .
+	@env -u UV_DEFAULT_INDEX -u UV_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL $(SETUP) uv lock --check --quiet \
+		--python .venv/bin/python
+
+types: $(STAMP) ## Check the types (pyright, strict)
+	@$(RUN) pyright
+
+imports: $(STAMP) ## Check who imports whom (import-linter)
+	@$(RUN) lint-imports --no-logo
+
+fmt: $(STAMP) ## Format the code and fix what can be fixed
+	@$(RUN) ruff check --fix-only --quiet .
+	@$(RUN) ruff format .
+
+bench: $(STAMP) ## Run the benchmarks
+	@set -- benchmarks/*.py; \
+	if [ ! -e "$$1" ]; then echo "There are no benchmarks yet."; exit 0; fi; \
+	for file; do echo "== $$file"; $(RUN) python "$$file" || exit; done
+
+lock: ## Bring uv.lock up to date with pyproject.toml
+	@env -u UV_DEFAULT_INDEX -u UV_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL $(SETUP) uv lock
+
+clean: ## Remove the environment and all caches
+	@rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
+	@find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,492 @@
+"""Bounds memory, processes and CPU of sandboxes with cgroups; imports the standard library and cgroup_places.
+
+    open_tree() ─ CgroupTree          one parent cgroup per supervisor, carries the bounds of all together
+                   ├─ leaf("zygote")  the process the sandboxes are forked from
+                   └─ create("sb1")   one Cgroup per sandbox
+
+On v1 the tree exists once in each hierarchy, below the cgroup that the supervisor itself is in. On v2 a
+cgroup has either processes or children, so the supervisor first moves into a leaf of its own where it must.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from fumehood.sandboxd.cgroup_places import (
+    REQUIRED,
+    CgroupUnavailable,
+    Place,
+    Version,
+    enable,
+    find_mounts,
+    member_pids,
+    places_v1,
+    read,
+    refused,
+    settle_v2,
+    write,
+)
+
+__all__ = ["Cgroup", "CgroupLimits", "CgroupTree", "CgroupUnavailable", "open_tree", "sweep_stale"]
+
+REMOVE_SECONDS = 5.0
+_QUOTA_PERIOD_US = 100_000
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+_TREE_NAME = re.compile(r"fumehood-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}")
+_MEMORY_LIMIT = {"v1": "memory.limit_in_bytes", "v2": "memory.max"}
+_MEMORY_USAGE = {"v1": "memory.usage_in_bytes", "v2": "memory.current"}
+_OOM_COUNTS = {"v1": "memory.oom_control", "v2": "memory.events"}
+_V1_MEMSW = "memory.memsw.limit_in_bytes"
+
+
+@dataclass(frozen=True)
+class CgroupLimits:
+    """The bounds of one sandbox; `cpu_weight` is on v2's scale (1 to 10000), `cpus` a hard quota."""
+
+    memory: int
+    pids: int
+    cpu_weight: int = 100
+    cpus: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory <= 0 or self.pids <= 0 or not 1 <= self.cpu_weight <= 10_000:
+            raise ValueError(f"Limits out of range: {self}")
+
+
+# --- Removing -------------------------------------------------------------------------------------
+
+
+def _rmdir(cgroup: str, dir_fd: int | None = None) -> bool:
+    try:
+        os.rmdir(cgroup, dir_fd=dir_fd)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno in (errno.EBUSY, errno.ENOTEMPTY):
+            return False
+        raise
+    return True
+
+
+def _kill_once(cgroup: str, dir_fd: int | None = None) -> None:
+    """Sends SIGKILL to every member once; forking is shut off first, so that repeating this ends."""
+    with suppress(OSError):
+        write(f"{cgroup}/pids.max", 0, dir_fd)
+    try:
+        write(f"{cgroup}/cgroup.kill", 1, dir_fd)
+    except OSError:  # v1, or v2 before Linux 5.14
+        with suppress(FileNotFoundError):
+            pids = member_pids(cgroup, dir_fd)
+            for start in range(0, len(pids), 64):
+                _kill_batch(pids[start : start + 64], cgroup, dir_fd)
+
+
+def _kill_batch(pids: Sequence[int], cgroup: str, dir_fd: int | None) -> None:
+    # A member may end and its pid be taken by a stranger between our reading and the signal. Therefore pin
+    # the processes first, then signal those whose pid is *still* listed.
+    pinned: dict[int, int] = {}
+    try:
+        for pid in pids:
+            if pid not in (0, os.getpid()):
+                with suppress(ProcessLookupError):
+                    pinned[pid] = os.pidfd_open(pid)
+        for pid in pinned.keys() & set(member_pids(cgroup, dir_fd)):
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pinned[pid], signal.SIGKILL)
+    finally:
+        for fd in pinned.values():
+            os.close(fd)
+
+
+def _retry(attempt: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    pause = 0.0005
+    while not attempt():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(pause * 2, 0.02)
+    return True
+
+
+def _destroy_once(cgroup: Path) -> bool:
+    """Kills and removes a cgroup with everything below it, as far as that goes without waiting."""
+    if _rmdir(str(cgroup)):
+        return True
+    _kill_once(str(cgroup))
+    # Every child is tried even when one of them is still busy.
+    removed = [_destroy_once(child) for child in _children(cgroup)]
+    return all(removed) and _rmdir(str(cgroup))
+
+
+def _children(cgroup: Path) -> list[Path]:
+    try:
+        with os.scandir(cgroup) as entries:
+            return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except (FileNotFoundError, PermissionError):
+        return []
+
+
+# --- One sandbox ----------------------------------------------------------------------------------
+
+
+class Cgroup:
+    """The cgroup of one sandbox, in every hierarchy of its tree. Made by `CgroupTree.create`.
+
+    Methods raise OSError as the kernel reports it (FileNotFoundError once the cgroup is removed), except for
+    `kill`, `try_remove` and `remove`, which may be called at any time and any number of times.
+    """
+
+    __slots__ = ("_memory", "_tree", "name")
+
+    def __init__(self, tree: "CgroupTree", name: str) -> None:
+        self.name = name
+        self._tree = tree
+        self._memory: int | None = None
+
+    def join_fds(self) -> list[int]:
+        """Opens `cgroup.procs` of every hierarchy; a process joins by writing "0" to each. The caller closes.
+
+        The kernel checks the opener's rights, not the writer's (Linux 5.16 and later; before, both), so code
+        from a sandbox must never hold these. On v1 a supervisor that is not root may only move processes of
+        its own uid: there, join before changing the uid.
+        """
+        fds: list[int] = []
+        try:
+            for dir_fd in self._tree.directories():
+                fd = os.open(f"{self.name}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC, dir_fd=dir_fd)
+                fds.append(fd)
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return fds
+
+    def add(self, pid: int) -> None:
+        for dir_fd in self._tree.directories():
+            write(f"{self.name}/cgroup.procs", pid, dir_fd)
+
+    def apply(self, limits: CgroupLimits) -> None:
+        self.set_memory(limits.memory)
+        write(f"{self.name}/pids.max", limits.pids, self._tree.directory("pids"))
+        if self._tree.has_cpu:
+            self._set_cpu(limits)
+
+    def _set_cpu(self, limits: CgroupLimits) -> None:
+        dir_fd = self._tree.directory("cpu")
+        if limits.cpu_weight != 100:
+            if self._tree.version == "v1":
+                # The kernel's own mapping: v2's default of 100 is v1's default of 1024.
+                write(f"{self.name}/cpu.shares", limits.cpu_weight * 1024 // 100, dir_fd)
+            else:
+                write(f"{self.name}/cpu.weight", limits.cpu_weight, dir_fd)
+        if limits.cpus is not None:
+            _set_quota(self.name, limits.cpus, self._tree.version, dir_fd)
+
+    def set_memory(self, limit: int) -> None:
+        """Sets the bound without swap. Below what is in use, v1 raises EBUSY and v2 kills a member."""
+        _set_memory(self.name, limit, self._memory, self._tree)
+        self._memory = limit
+
+    def memory_current(self) -> int:
+        return int(self._value("memory", _MEMORY_USAGE[self._tree.version]))
+
+    def pids_current(self) -> int:
+        """Counts threads and zombies too, as the bound does."""
+        return int(self._value("pids", "pids.current"))
+
+    def oom_kills(self) -> int:
+        """How many members the kernel has killed for want of memory so far."""
+        for line in self._value("memory", _OOM_COUNTS[self._tree.version]).splitlines():
+            key, _, count = line.partition(" ")
+            if key == "oom_kill":
+                return int(count)
+        return 0
+
+    def processes(self) -> list[int]:
+        """The members, by their pids in our pid namespace."""
+        found: set[int] = set()
+        for dir_fd in self._tree.directories():
+            found.update(member_pids(self.name, dir_fd))
+        return sorted(found - {0})
+
+    def kill(self, seconds: float = REMOVE_SECONDS) -> bool:
+        """Kills every member and waits until they are gone; nothing can be forked here afterwards."""
+        return _retry(self._kill_attempt, seconds)
+
+    def _kill_attempt(self) -> bool:
+        empty = True
+        for dir_fd in self._tree.open_directories():
+            with suppress(FileNotFoundError):
+                if member_pids(self.name, dir_fd):
+                    _kill_once(self.name, dir_fd)
+                    empty = False
+        return empty
+
+    def try_remove(self) -> bool:
+        """One step of `remove`, without waiting: kills what is left; True once all is gone."""
+        gone = True
+        for dir_fd in self._tree.open_directories():
+            # Nearly always the sandbox is dead already and rmdir alone is enough.
+            if _rmdir(self.name, dir_fd):
+                continue
+            _kill_once(self.name, dir_fd)
+            gone = _rmdir(self.name, dir_fd) and gone
+        return gone
+
+    def remove(self, seconds: float = REMOVE_SECONDS) -> bool:
+        """Kills and removes; False if the kernel still held a member after that time."""
+        return _retry(self.try_remove, seconds)
+
+    def _value(self, controller: str, file: str) -> str:
+        return read(f"{self.name}/{file}", self._tree.directory(controller))
+
+
+def _set_memory(cgroup: str, limit: int, previous: int | None, tree: "CgroupTree") -> None:
+    dir_fd = tree.directory("memory")
+    files = [_MEMORY_LIMIT[tree.version]]
+    if tree.has_memsw:
+        files.append(_V1_MEMSW)
+        # memory <= memory+swap must hold at every moment; a new cgroup has none: the first is a lowering.
+        if previous is not None and limit > previous:
+            files.reverse()
+    for file in files:
+        write(f"{cgroup}/{file}", limit, dir_fd)
+
+
+def _set_quota(cgroup: str, cpus: float, version: str, dir_fd: int | None) -> None:
+    quota = max(1000, int(cpus * _QUOTA_PERIOD_US))
+    try:
+        if version == "v2":
+            write(f"{cgroup}/cpu.max", f"{quota} {_QUOTA_PERIOD_US}", dir_fd)
+        else:
+            write(f"{cgroup}/cpu.cfs_period_us", _QUOTA_PERIOD_US, dir_fd)
+            write(f"{cgroup}/cpu.cfs_quota_us", quota, dir_fd)
+    except OSError as error:
+        # v1 refuses (EINVAL) a quota above an ancestor's, which holds anyway; a kernel may lack quotas.
+        if error.errno not in (errno.EINVAL, errno.ENOENT):
+            raise
+
+
+# --- All sandboxes of one supervisor --------------------------------------------------------------
+
+
+class CgroupTree:
+    """The parent cgroup of one supervisor's sandboxes. Made by `open_tree`; `close` leaves nothing behind."""
+
+    def __init__(
+        self, version: Version, places: Sequence[Place], name: str, leave: Callable[[], None] | None = None
+    ) -> None:
+        self.version: Version = version
+        self.name = name
+        self.has_memsw = False
+        self._leave = leave
+        self._paths: list[Path] = []
+        self._fds: list[int] = []
+        self._by_controller: dict[str, int] = {}
+        try:
+            for place in places:
+                self._enter(place)
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def has_cpu(self) -> bool:
+        return "cpu" in self._by_controller
+
+    @property
+    def paths(self) -> list[Path]:
+        return list(self._paths)
+
+    def _enter(self, place: Place) -> None:
+        path = place.path / self.name
+        try:
+            os.mkdir(path, 0o755)
+        except OSError:
+            if place.controllers & REQUIRED:
+                raise
+            return
+        self._paths.append(path)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._fds.append(fd)
+        # Tells sweepers in other pid namespaces, who cannot look up our pid, that this tree is in use.
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        self._by_controller |= dict.fromkeys(place.controllers, fd)
+
+    def bound(self, memory: int | None, cpus: float | None, pids: int | None) -> None:
+        """Sets the bounds of all in the tree together and hands the controllers on to the sandboxes."""
+        if self.version == "v1":
+            memory_fd = self.directory("memory")
+            self.has_memsw = os.access(_V1_MEMSW, os.W_OK, dir_fd=memory_fd)
+            with suppress(OSError):  # Gone from new kernels, where children always count in their parents.
+                write("memory.use_hierarchy", 1, memory_fd)
+        else:
+            with suppress(OSError):  # Absent without swap accounting. Holds for all below, so only here.
+                write("memory.swap.max", 0, self.directory("memory"))
+        if memory is not None:
+            _set_memory(".", memory, None, self)
+        if pids is not None:
+            write("pids.max", pids, self.directory("pids"))
+        if cpus is not None and self.has_cpu:
+            _set_quota(".", cpus, self.version, self.directory("cpu"))
+        if self.version == "v2":
+            enabled = enable(self._paths[0], frozenset(self._by_controller))
+            self._by_controller = dict.fromkeys(enabled, self._fds[0])
+
+    def directories(self) -> list[int]:
+        """Fds of the tree's directories, one per hierarchy."""
+        if not self._fds:
+            raise FileNotFoundError(errno.ENOENT, "The cgroup tree is closed", self.name)
+        return self._fds
+
+    def open_directories(self) -> list[int]:
+        return self._fds
+
+    def directory(self, controller: str) -> int:
+        self.directories()
+        return self._by_controller[controller]
+
+    def create(self, name: str, limits: CgroupLimits) -> Cgroup:
+        """Makes the cgroup of one sandbox; raises OSError (FileExistsError) and then leaves nothing."""
+        return self.leaf(name, limits)
+
+    def leaf(self, name: str, limits: CgroupLimits | None = None) -> Cgroup:
+        """Like `create`, but without bounds besides the tree's own if `limits` is None: for the zygote.
+
+        The zygote needs one so that its children join from inside the delegated subtree.
+        """
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"Not a cgroup name: {name!r}")
+        made: list[int] = []
+        cgroup = Cgroup(self, name)
+        try:
+            for dir_fd in self.directories():
+                os.mkdir(name, 0o755, dir_fd=dir_fd)
+                made.append(dir_fd)
+            if limits is not None:
+                cgroup.apply(limits)
+        except OSError:
+            for dir_fd in made:
+                _rmdir(name, dir_fd)
+            raise
+        return cgroup
+
+    def close(self, seconds: float = REMOVE_SECONDS) -> bool:
+        """Kills and removes everything in the tree and the tree; False if the kernel still held some."""
+        removed = _retry(self._close_attempt, seconds)
+        fds, self._fds = self._fds, []
+        self._by_controller.clear()
+        for fd in fds:
+            os.close(fd)
+        if removed and self._leave is not None:
+            leave, self._leave = self._leave, None
+            leave()
+        return removed
+
+    def _close_attempt(self) -> bool:
+        removed = [_destroy_once(path) for path in self._paths]
+        return all(removed)
+
+
+def open_tree(
+    *,
+    memory_total: int | None,
+    cpus: float | None,
+    pids_total: int | None,
+    name: str | None = None,
+    root: Path = Path("/sys/fs/cgroup"),
+    proc: Path = Path("/proc"),
+) -> CgroupTree:
+    """Makes the supervisor's parent cgroup with the bounds of all sandboxes together (None: no such bound).
+
+    A `name` of one's own is for tests: such a tree is not recognised by `sweep_stale`.
+    Raises CgroupUnavailable if memory or pids cannot be bounded; without a cpu controller `has_cpu` is False.
+    """
+    name = name or f"fumehood-{os.getpid()}-{start_time(proc, 'self')}-{secrets.token_hex(4)}"
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"Not a cgroup name: {name!r}")
+    mounts = list(find_mounts(root, proc))
+    unified = next((m for m in mounts if m.version == "v2" and m.controllers >= REQUIRED), None)
+    try:
+        if unified is not None:
+            place, leave = settle_v2(unified)
+            tree = CgroupTree("v2", [place], name, leave)
+        else:
+            tree = CgroupTree("v1", places_v1(mounts, root), name)
+    except OSError as error:
+        raise refused(error, "v1" if unified is None else "v2") from error
+    try:
+        tree.bound(memory_total, cpus, pids_total)
+    except OSError as error:
+        tree.close()
+        raise refused(error, tree.version) from error
+    return tree
+
+
+# --- What dead supervisors left -------------------------------------------------------------------
+
+
+def sweep_stale(
+    *,
+    root: Path = Path("/sys/fs/cgroup"),
+    proc: Path = Path("/proc"),
+    within: Iterable[Path] | None = None,
+    seconds: float = REMOVE_SECONDS,
+) -> list[Path]:
+    """Kills and removes the trees of dead supervisors of our uid and returns their paths.
+
+    Looks through all mounted hierarchies (a supervisor started in another session had another parent cgroup),
+    or only directly in the directories `within`. Safe beside living supervisors and other sweepers.
+    """
+    if within is None:
+        found = [tree for mount in find_mounts(root, proc) for tree in _trees_below(mount.path)]
+    else:
+        found = [child for path in within for child in _children(path) if _TREE_NAME.fullmatch(child.name)]
+    return [tree for tree in found if _sweep(tree, proc, seconds)]
+
+
+def _trees_below(top: Path) -> Iterator[Path]:
+    for child in _children(top):
+        if _TREE_NAME.fullmatch(child.name):
+            yield child
+        else:
+            yield from _trees_below(child)
+
+
+def _sweep(tree: Path, proc: Path, seconds: float) -> bool:
+    match = _TREE_NAME.fullmatch(tree.name)
+    if match is None or start_time(proc, match["pid"]) == int(match["start"]):
+        return False
+    try:
+        fd = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            return False
+        # Held by a supervisor whose pid means something else here, or by another sweeper.
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _retry(lambda: _destroy_once(tree), seconds)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def start_time(proc: Path, pid: str) -> int | None:
+    """When the process was started, in clock ticks after boot; None if it is dead."""
+    try:
+        state, *fields = read(str(proc / pid / "stat")).rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else int(fields[18])

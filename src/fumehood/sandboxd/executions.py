@@ -1,0 +1,123 @@
+"""One call of code in a sandbox: its log of events and who waits for it; imports only `fumehood.protocol.sandbox`."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from fumehood.protocol.sandbox import AnyOutput, Display, End, Note, Raised, Result, Stderr, Stdout
+from fumehood.sandboxd.inside import wire
+from fumehood.sandboxd.inside.wire import Kind
+
+
+class ProtocolBroken(Exception):
+    """The sandbox sent what the runner never sends: code inside has taken hold of the channel."""
+
+
+class _ErrorBody(msgspec.Struct):
+    name: str
+    value: str
+    traceback: str
+
+
+class _EndBody(msgspec.Struct):
+    exit_code: int
+    interrupted: bool
+
+
+_decode_bundle = msgspec.json.Decoder(dict[str, str]).decode
+_decode_error = msgspec.json.Decoder(_ErrorBody).decode
+_decode_end = msgspec.json.Decoder(_EndBody).decode
+
+# What the runner coalesces to is far below this; a peer that sends more is not the runner any more.
+_FRAMES_AT_ONCE = 10_000
+_FRAMES_PER_SECOND = 1_000
+
+
+class Execution:
+    """A call from the moment it is asked for until its `End`; events stay readable from any point.
+
+    The `End` is always the supervisor's: what the sandbox claims about its own end only fills in the exit code.
+    """
+
+    def __init__(self, code: str, timeout: float, *, budget: int) -> None:
+        self.call = os.urandom(wire.CALL_ID_BYTES)  # cannot be guessed by code that runs before the call
+        self.code = code
+        self.timeout = timeout
+        self.log: list[AnyOutput] = []
+        self.claimed_end: asyncio.Future[_EndBody] = asyncio.get_running_loop().create_future()
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.wake = asyncio.Event()  # set when the deadline has moved to now
+        self.interrupted_by_caller = False
+        self._budget = budget
+        self._frames = 0
+        self._began = 0.0
+        self._grown = asyncio.Event()
+
+    def begin(self) -> None:
+        self._began = asyncio.get_running_loop().time()
+
+    @property
+    def elapsed(self) -> float:
+        return asyncio.get_running_loop().time() - self._began
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.log) and isinstance(self.log[-1], End)
+
+    def accept(self, message: wire.Message) -> None:
+        """Take one message of the sandbox; raises ProtocolBroken for anything the runner would not send."""
+        if message.call != self.call:
+            raise ProtocolBroken("a message for a call that is not running")
+        if self.claimed_end.done():
+            raise ProtocolBroken("a message after the end of its call")
+        self._frames += 1
+        if self._frames > _FRAMES_AT_ONCE + _FRAMES_PER_SECOND * self.elapsed:
+            raise ProtocolBroken("more messages than the runner ever sends")
+        self._budget -= len(message.body)
+        if self._budget < 0:
+            raise ProtocolBroken("more output than the runner ever sends")
+        try:
+            self._take(message)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ProtocolBroken(f"a malformed {message.kind.name} message") from error
+
+    def _take(self, message: wire.Message) -> None:
+        match message.kind:
+            case Kind.STDOUT:
+                self.append(Stdout(message.body.decode()))
+            case Kind.STDERR:
+                self.append(Stderr(message.body.decode()))
+            case Kind.DISPLAY:
+                self.append(Display(_decode_bundle(message.body)))
+            case Kind.RESULT:
+                self.append(Result(_decode_bundle(message.body)))
+            case Kind.ERROR:
+                body = _decode_error(message.body)
+                self.append(Raised(body.name, body.value, body.traceback))
+            case Kind.END:
+                self.claimed_end.set_result(_decode_end(message.body))
+            case unexpected:
+                raise ProtocolBroken(f"a {unexpected.name} message during a call")
+
+    def append(self, event: AnyOutput) -> None:
+        self.log.append(event)
+        self._grown.set()
+
+    def note(self, text: str) -> None:
+        self.append(Note(text))
+
+    async def events(self, after: int = -1) -> AsyncIterator[AnyOutput]:
+        """Everything from the event after number `after` up to the `End`, waiting for what is to come."""
+        number = after + 1
+        while True:
+            while number < len(self.log):
+                event = self.log[number]
+                number += 1
+                yield event
+                if isinstance(event, End):
+                    return
+            self._grown.clear()
+            if number >= len(self.log):
+                await self._grown.wait()

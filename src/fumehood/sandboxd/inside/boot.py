@@ -1,0 +1,178 @@
+"""First program in the jail: puts the sandbox's file system together and becomes the zygote; imports only the standard library.
+
+bubblewrap has laid the host's trees out under their own names in a private root. They reach the sandbox as
+read-only overlays instead of plain binds, for two reasons: a mask in front hides what does not belong there
+(everything that is installed beside the sandbox's own packages), and mountinfo then shows neutral names
+rather than where the operator keeps things.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from fumehood.sandboxd.inside import layout, syscalls
+
+_NEW = "/new"
+_MASKS = "/masks"
+_START_ZYGOTE = "import sys; sys.path.insert(0, {guest!r}); from fumehood.sandboxd.inside import zygote; zygote.main({fd})"
+
+_ETC = {
+    "passwd": "root:x:0:0:root:/root:/usr/sbin/nologin\n"
+    f"user:x:{layout.USER_ID}:{layout.USER_ID}:user:{layout.HOME}:/bin/sh\n"
+    "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
+    "group": f"root:x:0:\nuser:x:{layout.USER_ID}:\nnogroup:x:65534:\n",
+    "hosts": f"127.0.0.1 localhost {layout.HOSTNAME}\n::1 localhost\n",
+    "hostname": f"{layout.HOSTNAME}\n",
+    "resolv.conf": "",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trees:
+    """What bubblewrap laid out: `python` is None when the interpreter is the distribution's own."""
+
+    version: str  # "3.12"
+    executable: str  # the interpreter's file name
+    python: str | None
+    site: str
+    site_keep: tuple[str, ...]
+    roots: dict[str, str | None]  # "/lib64" -> target of the link, or None for a real directory
+    certificates: str | None
+
+    @classmethod
+    def decode(cls, body: str) -> "Trees":
+        raw: dict[str, Any] = json.loads(body)
+        return cls(**{**raw, "site_keep": tuple(raw["site_keep"])})
+
+
+def main(body: str, control_fd: int) -> NoReturn:
+    trees = Trees.decode(body)
+    os.umask(0o022)
+    os.mkdir(_NEW)
+    os.mkdir(_MASKS)
+    syscalls.mount("sandbox", _NEW, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=0755,size=64m")
+    neutral = _lay_out(trees)
+    os.chdir(_NEW)
+    syscalls.pivot_root(".", ".")
+    syscalls.unmount(".", syscalls.MNT_DETACH)
+    os.chdir("/")
+    os.environ["FUMEHOOD_NEUTRAL_PATHS"] = "1" if neutral else "0"
+    python = f"{layout.ENVIRONMENT}/bin/python"
+    source = _START_ZYGOTE.format(guest=layout.GUEST, fd=control_fd)
+    os.execv(python, [python, "-c", source])
+
+
+def _lay_out(trees: Trees) -> bool:
+    """Build the new root; False when a tree had to be bound plainly because overlays are not to be had."""
+    directories = (
+        *("/etc", "/opt", "/proc", "/dev", "/mnt", "/home", layout.STAGING),
+        *layout.WRITABLE,
+        layout.CACHE,
+    )
+    for path in directories:
+        os.makedirs(_NEW + path, exist_ok=True)
+    neutral = [_overlay("/usr", "/usr", hidden={"/local", "/src"})]
+    for name, link in trees.roots.items():
+        if link is not None:
+            os.symlink(link, _NEW + name)
+        else:
+            neutral.append(_overlay(name, name, hidden=set()))
+    if trees.python is not None:
+        neutral.append(_overlay(trees.python, layout.PYTHON, hidden=_beside_python(trees)))
+    neutral.append(_environment(trees))
+    guest = "/fumehood/sandboxd/inside"
+    neutral.append(_overlay("/guest" + guest, layout.GUEST + guest, hidden=set()))
+    _etc(trees)
+    _devices()
+    syscalls.mount(
+        "proc", _NEW + "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC
+    )
+    return all(neutral)
+
+
+def _beside_python(trees: Trees) -> set[str]:
+    """What lies in the interpreter's prefix and is not the interpreter."""
+    assert trees.python is not None
+    library = f"python{trees.version}"
+    hidden = {f"/{name}" for name in os.listdir(trees.python) if name not in ("bin", "lib")}
+    hidden |= {f"/bin/{name}" for name in os.listdir(f"{trees.python}/bin") if name != trees.executable}
+    for name in os.listdir(f"{trees.python}/lib"):
+        # Shared libraries stay: a relocatable build keeps its own OpenSSL and the like beside libpython.
+        if name != library and ".so" not in name:
+            hidden.add(f"/lib/{name}")
+    hidden.add(f"/lib/{library}/site-packages")
+    return hidden
+
+
+def _environment(trees: Trees) -> bool:
+    """A virtual environment with the sandbox's packages, so that subprocesses see them as well."""
+    home = f"{layout.PYTHON}/bin" if trees.python is not None else "/usr/bin"
+    binaries = f"{_NEW}{layout.ENVIRONMENT}/bin"
+    os.makedirs(binaries)
+    for name in ("python", "python3", f"python{trees.version}"):
+        os.symlink(f"{home}/{trees.executable}", f"{binaries}/{name}")
+    with open(f"{_NEW}{layout.ENVIRONMENT}/pyvenv.cfg", "w") as file:
+        file.write(f"home = {home}\ninclude-system-site-packages = false\nversion = {trees.version}\n")
+    keep = set(trees.site_keep)
+    hidden = {f"/{name}" for name in os.listdir(trees.site) if name not in keep} if keep else set[str]()
+    return _overlay(
+        trees.site, f"{layout.ENVIRONMENT}/lib/python{trees.version}/site-packages", hidden=hidden
+    )
+
+
+def _overlay(tree: str, target: str, *, hidden: set[str]) -> bool:
+    """Show `tree` at `target`, read-only, without the paths in `hidden`."""
+    os.makedirs(_NEW + target, exist_ok=True)
+    mask = f"{_MASKS}/{len(os.listdir(_MASKS))}"
+    os.mkdir(mask)
+    flags = syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
+    os.chdir("/")
+    try:
+        for path in hidden:
+            if os.path.lexists(tree + path):
+                os.makedirs(os.path.dirname(mask + path), exist_ok=True)
+                os.mknod(mask + path, 0o20000)  # character device 0:0, an overlay's "not here"
+        # Relative names: what is given here is what mountinfo shows.
+        syscalls.mount("sandbox", _NEW + target, "overlay", flags, f"lowerdir={mask[1:]}:{tree[1:]}")
+    except OSError:
+        syscalls.mount(tree, _NEW + target, None, syscalls.MS_BIND | syscalls.MS_REC)
+        syscalls.mount(
+            tree, _NEW + target, None, syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_REC | flags
+        )
+        return False
+    return True
+
+
+def _etc(trees: Trees) -> None:
+    for name, text in _ETC.items():
+        with open(f"{_NEW}/etc/{name}", "w") as file:
+            file.write(text)
+    if os.path.isdir("/alternatives"):  # Debian's awk, editor, … are links through here
+        os.mkdir(f"{_NEW}/etc/alternatives")
+        for entry in os.scandir("/alternatives"):
+            if entry.is_symlink() and os.readlink(entry.path).startswith("/usr/"):
+                os.symlink(os.readlink(entry.path), f"{_NEW}/etc/alternatives/{entry.name}")
+    if trees.certificates is not None:
+        with open(trees.certificates, "rb") as source:
+            bundle = source.read()
+        os.makedirs(f"{_NEW}/etc/ssl/certs")
+        with open(f"{_NEW}/etc/ssl/certs/ca-certificates.crt", "wb") as file:
+            file.write(bundle)
+        os.symlink("certs/ca-certificates.crt", f"{_NEW}/etc/ssl/cert.pem")
+
+
+def _devices() -> None:
+    """The harmless devices only; no terminals: their number is limited for the whole host."""
+    for path in layout.DEVICES:
+        with open(_NEW + path, "w"):
+            pass
+        syscalls.mount(path, _NEW + path, None, syscalls.MS_BIND)
+    for name, target in (("fd", "self/fd"), ("stdin", "self/fd/0"), ("stdout", "self/fd/1"), ("stderr", "self/fd/2")):
+        os.symlink(f"/proc/{target}", f"{_NEW}/dev/{name}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,152 @@
+"""Builds one sandbox around the calling process, step by step; imports only the standard library.
+
+The order matters and is told in docs/security.md: cgroup, mounts and namespaces while the zygote's
+privileges in its own user namespace last, then a nested user namespace in which the mounts are locked,
+then capabilities, limits, Landlock, and the system-call filter last.
+"""
+
+import fcntl
+import json
+import os
+import resource
+import socket
+import struct
+from dataclasses import dataclass
+
+from fumehood.sandboxd.inside import filters, landlock, layout, syscalls
+
+_SIOCSIFFLAGS = 0x8914
+_IFF_UP_RUNNING = 0x1 | 0x40
+_MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the supervisor asks for; `uid` is the sandbox's user in the zygote's user namespace.
+
+    walls: `namespaces`; or `process`, where something outside (a pod, or nothing in degraded mode) is the wall
+    and only limits, Landlock and the filter are put on here.
+    """
+
+    walls: str
+    uid: int
+    data_bytes: int
+    data_inodes: int
+    processes: int
+    open_files: int
+    fresh_interpreter: bool
+    writable: tuple[str, ...]
+    read_only: tuple[str, ...]
+    deny_tcp: bool
+    work_directory: str
+
+    @classmethod
+    def decode(cls, body: str) -> "Plan":
+        raw = json.loads(body)
+        return cls(**{**raw, "writable": tuple(raw["writable"]), "read_only": tuple(raw["read_only"])})
+
+
+def join_cgroups(fds: list[int]) -> None:
+    for fd in fds:
+        os.write(fd, b"0")
+        os.close(fd)
+
+
+def prefer_for_oom() -> None:
+    """Make the kernel choose sandboxes first when the host itself runs out of memory."""
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("900")
+
+
+def build_namespaces(plan: Plan) -> None:
+    """Mounts, namespaces and user of a sandbox; afterwards the caller owns a user namespace of its own."""
+    os.unshare(
+        os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS | os.CLONE_NEWCGROUP,
+    )
+    _mount_data(plan)
+    _mount_proc()
+    _raise_loopback()
+    syscalls.set_hostname(layout.HOSTNAME)
+    _become_user(plan.uid)
+
+
+def _mount_data(plan: Plan) -> None:
+    """One tmpfs, hence one quota of bytes and inodes, seen at every writable place."""
+    staging = layout.STAGING
+    options = f"size={plan.data_bytes},nr_inodes={plan.data_inodes},mode=0755"
+    syscalls.mount("data", staging, "tmpfs", _MOUNT_FLAGS, options)
+    for number, target in enumerate(layout.WRITABLE):
+        source = f"{staging}/{number}"
+        os.mkdir(source)
+        os.chmod(source, 0o1777 if target in (layout.TEMPORARY, layout.SHARED_MEMORY) else 0o755)
+        os.chown(source, plan.uid, plan.uid)
+        syscalls.mount(source, target, None, syscalls.MS_BIND)
+    syscalls.unmount(staging, syscalls.MNT_DETACH)
+
+
+def _mount_proc() -> None:
+    # The kernel grants a new proc only where an old one is in full view, so the old one goes last.
+    staging = layout.STAGING
+    syscalls.mount("proc", staging, "proc", _MOUNT_FLAGS | syscalls.MS_NOEXEC, "subset=pid")
+    syscalls.unmount("/proc", syscalls.MNT_DETACH)
+    syscalls.mount(staging, "/proc", None, syscalls.MS_MOVE)
+
+
+def _raise_loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as control:
+        fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP_RUNNING))
+
+
+def _become_user(uid: int) -> None:
+    """Take the sandbox's own kernel user, then enter a user namespace that knows no other."""
+    if uid:  # 0: an ordinary supervisor without a range, every sandbox is that user
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root after a change of user
+    os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNS)
+    for name, line in (
+        ("setgroups", "deny"),
+        ("gid_map", f"{layout.USER_ID} {uid} 1"),
+        ("uid_map", f"{layout.USER_ID} {uid} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(line)
+    remount = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOEXEC | _MOUNT_FLAGS
+    syscalls.mount("proc", "/proc", None, remount)
+
+
+def limit(plan: Plan) -> None:
+    """Resource limits; after the user namespace, so that RLIMIT_NPROC counts this sandbox only."""
+    for kind, soft, hard in (
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_NPROC, plan.processes, plan.processes),
+        (resource.RLIMIT_NOFILE, min(1024, plan.open_files), plan.open_files),
+        (resource.RLIMIT_MEMLOCK, 1 << 16, 1 << 16),
+        (resource.RLIMIT_MSGQUEUE, 1 << 16, 1 << 16),
+        (resource.RLIMIT_SIGPENDING, 1024, 1024),
+        (resource.RLIMIT_RTPRIO, 0, 0),
+        (resource.RLIMIT_NICE, 0, 0),
+        (resource.RLIMIT_STACK, 8 << 20, 64 << 20),
+    ):
+        _, ceiling = resource.getrlimit(kind)
+        if ceiling != resource.RLIM_INFINITY:
+            soft, hard = min(soft, ceiling), min(hard, ceiling)
+        resource.setrlimit(kind, (soft, hard))
+
+
+def renounce() -> None:
+    """No capability left, and none to be had by executing anything."""
+    syscalls.drop_all_capabilities()
+    syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+
+
+def seal(plan: Plan, program: bytes) -> None:
+    """Landlock, then the system-call filter: the last steps before code that is not ours."""
+    landlock.restrict(
+        read_only=plan.read_only,
+        read_write=plan.writable,
+        devices=layout.DEVICES,
+        deny_tcp=plan.deny_tcp,
+    )
+    filters.install(program)

@@ -1,0 +1,36 @@
+"""Where things lie inside a sandbox, told once for boot, jail and supervisor; imports only the standard library."""
+
+PYTHON = "/opt/python"  # the interpreter's home, unless it is the distribution's own under /usr
+ENVIRONMENT = "/opt/sandbox"  # the virtual environment that user code sees
+GUEST = "/opt/fumehood/guest"  # this package, for the zygote and the runner only
+CACHE = "/opt/fumehood/cache"  # what the zygote prepares at start: matplotlib's font list
+DATA = "/mnt/data"
+TEMPORARY = "/tmp"
+HOME = "/home/user"
+SHARED_MEMORY = "/dev/shm"
+WRITABLE = (DATA, TEMPORARY, HOME, SHARED_MEMORY)
+READ_ONLY = ("/",)  # all that is mounted there was put there for the sandbox
+POD_READ_ONLY = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/opt", "/etc", "/proc", "/dev")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+STAGING = "/run"  # empty before and after; mounts are put together here
+
+USER_ID = 1000  # what the code believes itself to be
+HOSTNAME = "sandbox"
+
+ENVIRON = {
+    "HOME": HOME,
+    "USER": "user",
+    "LOGNAME": "user",
+    "PATH": f"{ENVIRONMENT}/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "TZ": "UTC",
+    "TMPDIR": TEMPORARY,
+    "OUTPUT_DIR": DATA,
+    "MPLBACKEND": "Agg",
+    "MPLCONFIGDIR": CACHE,
+    # One thread per BLAS call: threads made before the fork would be lost in it, and a sandbox has a share of a
+    # machine, not the machine.
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator would start a thread on import
+    "PYTHONDONTWRITEBYTECODE": "1",
+}

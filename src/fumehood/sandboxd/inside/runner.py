@@ -1,0 +1,344 @@
+"""Runs a program's calls one after another in this process; imports only the standard library and its siblings.
+
+Everything the hot path needs is imported and bound here, at import: the zygote imports this module once for
+all sandboxes, and a program may later put a `json.py` of its own into the working directory.
+"""
+
+import asyncio
+import builtins
+import contextlib
+import gc
+import getpass
+import importlib
+import importlib.metadata  # imported by importlib.invalidate_caches(), at the first call else
+import io
+import json
+import mmap
+import multiprocessing.process
+import os
+import platform
+import resource
+import signal
+import socket
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from fumehood.sandboxd.inside import display, streams, tracebacks, wire
+
+globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
+
+_REQUEST_LIMIT = 256 << 20
+_RESERVE = 8 << 20  # address space given back when memory runs out, so that the error can be told
+_LEAST_RECURSION = 1000
+_NO_KEYBOARD = "the code runs without a keyboard; put the value into the code or read it from a file"
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Serve on the descriptor whose number is the only argument; for an interpreter started afresh."""
+    fd = int(argv[0])
+    os.set_inheritable(fd, False)
+    serve(socket.socket(fileno=fd))
+
+
+def serve(channel: socket.socket) -> NoReturn:
+    """Answer requests until the supervisor goes away; the process belongs to the program from here on."""
+    channel.settimeout(None)
+    channel.set_inheritable(False)
+    _Runner(channel).loop()
+
+
+class _Runner:
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._guard = streams.Guard()
+        signal.signal(signal.SIGINT, self._guard.handle)
+        self._output = streams.Output(channel, self._guard)
+        self._stdout = streams.Stream(self._output, wire.Kind.STDOUT)
+        self._stderr = streams.Stream(self._output, wire.Kind.STDERR)
+        self._displays = display.Displays(self._output)
+        self._cells = tracebacks.Cells()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reserve: mmap.mmap | None = None
+        self._stdin: io.TextIOBase = _no_stdin()
+        self._main = types.ModuleType("__main__")
+        self._globals = vars(self._main)
+        self._globals["__builtins__"] = builtins
+        self._furnish()
+
+    def _furnish(self) -> None:
+        """Make the interpreter look like one that a person works in."""
+        sys.modules["__main__"] = self._main
+        sys.argv = [""]
+        if sys.path[:1] != [""]:
+            sys.path.insert(0, "")
+        sys.stdin = sys.__stdin__ = self._stdin  # type: ignore[assignment]
+        sys.__stdout__ = self._stdout  # type: ignore[assignment]
+        sys.__stderr__ = self._stderr  # type: ignore[assignment]
+        self._restore_streams()
+        builtins.input = self._input_unavailable(builtins.input)
+        getpass.getpass = _getpass_unavailable
+        for name in ("exit", "quit"):
+            setattr(builtins, name, _Exit(name))
+        vars(builtins)["display"] = self._displays.display
+        tracebacks.install_shell()
+        display.offer_ipython(self._displays)
+        self._displays.hook_matplotlib()
+        # The pump is a thread, but it never holds a lock that a child could miss.
+        warnings.filterwarnings(
+            "ignore", "This process .* is multi-threaded, use of (fork|forkpty)", DeprecationWarning
+        )
+        # Made at import, so every sandbox of one zygote would have the same.
+        multiprocessing.process.current_process().authkey = os.urandom(32)
+
+    # --- requests -----------------------------------------------------------------------------------
+
+    def loop(self) -> NoReturn:
+        hello = {"pid": os.getpid(), "python": platform.python_version()}
+        self._output.reply(wire.Kind.READY, json.dumps(hello).encode())
+        assembler = wire.Assembler(limit=_REQUEST_LIMIT)
+        while True:
+            try:
+                packet = self._channel.recv(wire.MAX_PACKET)
+            except OSError:
+                packet = b""
+            if not packet:
+                os._exit(0)  # the supervisor is gone; nothing of the program may outlive it
+            message = assembler.feed(packet)
+            if message is None:
+                continue
+            request: dict[str, Any] = json.loads(message.body)
+            if message.kind is wire.Kind.CONFIGURE:
+                self._configure(request)
+                self._output.reply(wire.Kind.CONFIGURED, b"{}")
+            elif message.kind is wire.Kind.EXECUTE:
+                self._execute(message.call, request["code"])
+
+    def _configure(self, request: dict[str, Any]) -> None:
+        os.environ.update(request.get("environment") or {})
+        if cwd := request.get("cwd"):
+            os.chdir(cwd)
+            # Where spawned workers look for modules instead of "".
+            multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
+        self._output.limit = request.get("output_limit") or streams.OUTPUT_LIMIT
+        self._displays.limit = request.get("display_limit") or display.DISPLAY_LIMIT
+        self._displays.count = request.get("displays") or display.DISPLAYS
+        if limit := request.get("data_limit"):
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+    # --- one call -----------------------------------------------------------------------------------
+
+    def _execute(self, call: bytes, source: str) -> None:
+        self._prepare(call)
+        failure = self._guarded(self._perform, source)
+        if isinstance(failure, KeyboardInterrupt):
+            display.close_figures()
+        else:
+            failure = self._guarded(self._settle) or failure
+        if sys.gettrace() is not None:
+            sys.settrace(None)
+        if sys.getprofile() is not None:
+            sys.setprofile(None)
+        if sys.getrecursionlimit() < _LEAST_RECURSION:
+            sys.setrecursionlimit(_LEAST_RECURSION)
+        code = 0
+        interrupted = False
+        if failure is not None:
+            interrupted = self._guard.delivered and isinstance(failure, KeyboardInterrupt)
+            code = self._conclude(failure)
+            failure = None
+        if self._output.forked:
+            self._leave(code)
+        self._finish(code, interrupted)
+
+    def _prepare(self, call: bytes) -> None:
+        """Undo what the last call did to the things that the runner shares with it."""
+        self._output.begin(call)
+        self._displays.begin()
+        self._restore_streams()
+        sys.modules["__main__"] = self._main
+        self._globals.pop("__warningregistry__", None)  # the same line of another cell may warn again
+        if self._reserve is None:
+            with contextlib.suppress(OSError, ValueError):
+                self._reserve = mmap.mmap(-1, _RESERVE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        importlib.invalidate_caches()
+        guard = self._guard
+        guard.delivered = guard.pending = False
+        signal.signal(signal.SIGINT, guard.handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+
+    def _restore_streams(self) -> None:
+        sys.stdout = self._stdout
+        sys.stderr = self._stderr
+        if self._stdin.closed:  # `exit()` of the site module closes it
+            self._stdin = _no_stdin()
+            sys.stdin = self._stdin  # type: ignore[assignment]
+
+    def _guarded(self, function: Callable[..., None], *args: Any) -> BaseException | None:
+        """Run user code; interrupts reach it, and nothing that comes after it."""
+        guard = self._guard
+        try:
+            guard.armed = True
+            function(*args)
+        except BaseException as error:
+            guard.armed = False
+            return error
+        guard.armed = False
+        return None
+
+    def _perform(self, source: str) -> None:
+        cell = self._cells.compile(source)
+        if cell.awaits:
+            value = self._await(cell)
+        else:
+            if cell.body is not None:
+                exec(cell.body, self._globals)
+            value = eval(cell.last, self._globals) if cell.last is not None else None
+        if value is not None:
+            vars(builtins)["_"] = value
+            self._displays.result(value)
+
+    def _settle(self) -> None:
+        """What is user code's as well, after its last line: open figures, wrappers around our streams."""
+        self._displays.show_figures()
+        for stream, own in ((sys.stdout, self._stdout), (sys.stderr, self._stderr)):
+            if stream is not own:
+                with contextlib.suppress(Exception):
+                    stream.flush()
+
+    def _await(self, cell: tracebacks.Cell) -> object:
+        """Run a cell that awaits on the loop which all such cells share."""
+        if self._loop is None or self._loop.is_closed():
+            self._loop = asyncio.new_event_loop()
+        loop = self._loop
+        asyncio.set_event_loop(loop)
+        task = loop.create_task(_run_async(cell, self._globals))
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                return loop.run_until_complete(task)
+            except KeyboardInterrupt as error:
+                if task.done():
+                    raise
+                # It hit the loop, not the cell: pass it on, or the cell would go on in the next call.
+                interrupt = error
+                task.cancel()
+            except asyncio.CancelledError as error:
+                if interrupt is None:
+                    raise
+                raise interrupt.with_traceback(error.__traceback__) from None
+
+    # --- how it ended -------------------------------------------------------------------------------
+
+    def _conclude(self, failure: BaseException) -> int:
+        """Tell how the call failed; the exit code."""
+        if isinstance(failure, MemoryError) and self._reserve is not None:
+            self._reserve.close()
+            self._reserve = None
+        tracebacks.trim(failure)
+        if isinstance(failure, SystemExit):
+            return self._exit_code(failure)
+        report = {"name": type(failure).__name__, "value": "", "traceback": f"{type(failure).__name__}\n"}
+        try:
+            # str() of an exception is user code, unless interrupts have done their work already.
+            self._guard.armed = not isinstance(failure, KeyboardInterrupt)
+            report = tracebacks.describe(failure)
+        except BaseException:
+            self._guard.armed = False
+        self._guard.armed = False
+        if isinstance(failure, MemoryError):
+            # Frames hold what did not fit; a next call needs the room.
+            failure.__traceback__ = failure.__context__ = failure.__cause__ = None
+            gc.collect()
+        else:
+            sys.last_exc = failure
+            sys.last_type, sys.last_value, sys.last_traceback = type(failure), failure, failure.__traceback__
+        if self._output.forked:
+            self._stderr.write(report["traceback"])
+        with contextlib.suppress(MemoryError):
+            self._output.message(wire.Kind.ERROR, json.dumps(report).encode())
+        return 1
+
+    def _exit_code(self, failure: SystemExit) -> int:
+        code: object = failure.code
+        if code is None:
+            return 0
+        if isinstance(code, int):
+            return int(code) & 0xFF
+        try:
+            self._guard.armed = True
+            text = str(code)
+        except BaseException:
+            self._guard.armed = False
+            text = "<exit message cannot be shown>"
+        self._guard.armed = False
+        self._stderr.write(text + "\n")
+        return 1
+
+    def _finish(self, code: int, interrupted: bool) -> None:
+        body = b'{"exit_code":%d,"interrupted":%s}' % (code, b"true" if interrupted else b"false")
+        try:
+            self._output.end(body)
+        except MemoryError:
+            gc.collect()
+            self._output.end(body)
+
+    def _leave(self, code: int) -> NoReturn:
+        """A child that the program forked came to the end of the cell; only the parent goes on."""
+        with contextlib.suppress(BaseException):
+            self._output.flush()
+        os._exit(code)
+
+    def _input_unavailable(self, original: Callable[..., str]) -> Callable[..., str]:
+        def input(prompt: object = "", /) -> str:  # noqa: A001 (it takes that function's place)
+            if sys.stdin is not self._stdin:  # a program may well give itself something to read
+                return original(prompt)
+            raise EOFError(f"input() is not available: {_NO_KEYBOARD}")
+
+        return input
+
+
+async def _run_async(cell: tracebacks.Cell, namespace: dict[str, Any]) -> object:
+    value: Any = None
+    for code in (cell.body, cell.last):
+        if code is not None:
+            value = eval(code, namespace)
+            if code.co_flags & tracebacks.COROUTINE:
+                value = await value
+    return value if cell.last is not None else None
+
+
+def _no_stdin() -> io.TextIOBase:
+    """Descriptor 0 as an empty file."""
+    with contextlib.suppress(OSError):
+        null = os.open("/dev/null", os.O_RDONLY)
+        if null != 0:
+            os.dup2(null, 0)
+            os.close(null)
+    return open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (it stays open)
+
+
+def _getpass_unavailable(*_args: object, **_kwargs: object) -> str:
+    raise EOFError(f"getpass() is not available: {_NO_KEYBOARD}")
+
+
+class _Exit:
+    """`exit` and `quit`; those of the site module are not there in every interpreter, and close stdin."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"Use {self._name}() to end this call; its variables stay"
+
+    def __call__(self, code: Any = None) -> NoReturn:
+        raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    # Under its own name, for `__main__` is about to become the program's.
+    from fumehood.sandboxd.inside import runner
+
+    runner.main(sys.argv[1:])

@@ -1,0 +1,168 @@
+"""Forks sandboxes out of a warm interpreter on the supervisor's request; imports only the standard library.
+
+It holds no secret, no path of the host and no channel to any sandbox: requests come from the supervisor
+alone, and what it reports (started, ended and how) it has seen itself through the kernel.
+"""
+
+import base64
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+from fumehood.sandboxd.inside import files, init, jail, preload, syscalls
+
+_MAX_REQUEST = 256 * 1024
+_MAX_FDS = 16
+
+
+class Zygote:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._children: dict[str, tuple[int, int]] = {}  # sandbox id -> pid, pidfd
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ, None)
+        self._program = b""
+        self._own_pids = -1
+        self._nested = True
+
+    def configure(self) -> None:
+        request, _ = self._receive()
+        self._program = base64.b64decode(request["program"])
+        self._nested = request["nested"]
+        if self._nested:
+            self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        problems = preload.preload(request["preload"])
+        if self._nested:
+            _make_root_read_only()
+        self._send(
+            {
+                "event": "started",
+                "python": sys.version.split()[0],
+                "problems": problems,
+                "threads": preload.threads(),
+                "landlock": syscalls.landlock_abi(),
+                "neutral": os.environ.pop("FUMEHOOD_NEUTRAL_PATHS", "1") == "1",
+            }
+        )
+
+    def serve(self) -> NoReturn:
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    self._handle(*self._receive())
+                else:
+                    self._bury(key.data)
+
+    def _receive(self) -> tuple[dict[str, Any], list[int]]:
+        body, fds, _, _ = socket.recv_fds(self._control, _MAX_REQUEST, _MAX_FDS)
+        if not body:
+            os._exit(0)  # the supervisor is gone, and with this process every sandbox
+        return json.loads(body), fds
+
+    def _send(self, event: dict[str, Any], fds: list[int] | None = None) -> None:
+        body = json.dumps(event).encode()
+        if fds:
+            socket.send_fds(self._control, [body], fds)
+        else:
+            self._control.send(body)
+
+    def _handle(self, request: dict[str, Any], fds: list[int]) -> None:
+        try:
+            match request["op"]:
+                case "spawn":
+                    self._spawn(request["id"], jail.Plan.decode(request["plan"]), fds)
+                case "signal":
+                    self._signal(request["id"], request["number"])
+                case "resize":
+                    self._resize(request, fds)
+                case "files":
+                    self._help(request, fds)
+                case unknown:
+                    raise ValueError(f"unknown request {unknown!r}")
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _spawn(self, name: str, plan: jail.Plan, fds: list[int]) -> None:
+        try:
+            pid = self._fork_into_new_pids() if self._nested else os.fork()
+        except OSError as error:
+            self._send({"event": "refused", "id": name, "error": f"fork: {error}"})
+            return
+        if pid == 0:
+            channel, cgroups = _only_these_fds(fds)
+            init.run(plan, self._program, channel, cgroups)
+        pidfd = os.pidfd_open(pid)
+        self._children[name] = (pid, pidfd)
+        self._selector.register(pidfd, selectors.EVENT_READ, name)
+        self._send({"event": "spawned", "id": name}, [pidfd])
+
+    def _fork_into_new_pids(self) -> int:
+        os.unshare(os.CLONE_NEWPID)
+        pid = -1
+        try:
+            pid = os.fork()
+        finally:
+            if pid != 0:
+                os.setns(self._own_pids, os.CLONE_NEWPID)
+        return pid
+
+    def _signal(self, name: str, number: int) -> None:
+        if name in self._children:
+            signal.pidfd_send_signal(self._children[name][1], number)
+
+    def _bury(self, name: str) -> None:
+        pid, pidfd = self._children.pop(name)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        if not name.startswith(files.HELPER_PREFIX):
+            self._send({"event": "exited", "id": name, "code": os.waitstatus_to_exitcode(status)})
+
+    def _resize(self, request: dict[str, Any], fds: list[int]) -> None:
+        error = None
+        try:
+            syscalls.resize_tmpfs(fds[0], size=request["size"], inodes=request["inodes"])
+        except OSError as problem:
+            error = str(problem)
+        self._send({"event": "resized", "id": request["id"], "error": error})
+
+    def _help(self, request: dict[str, Any], fds: list[int]) -> None:
+        """Work on a sandbox's files as its user and in its cgroup: what is written counts there."""
+        try:
+            pid = os.fork()
+        except OSError:
+            return  # the closed reply socket tells
+        if pid == 0:
+            reply, rest = _only_these_fds(fds)
+            files.help_with(request["task"], request["uid"], self._program, reply, rest[0], rest[1:])
+        name = f"{files.HELPER_PREFIX}{pid}"
+        pidfd = os.pidfd_open(pid)
+        self._children[name] = (pid, pidfd)
+        self._selector.register(pidfd, selectors.EVENT_READ, name)
+
+
+def _only_these_fds(fds: list[int]) -> tuple[socket.socket, list[int]]:
+    """In a fresh fork: close everything else; the first is a socket to the supervisor."""
+    start = 3
+    for fd in sorted(fds):
+        os.closerange(start, fd)
+        start = fd + 1
+    os.closerange(start, 1 << 20)
+    return socket.socket(fileno=fds[0]), fds[1:]
+
+
+def _make_root_read_only() -> None:
+    """From here on nothing outside a sandbox's own tmpfs can be written, by anybody."""
+    flags = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
+    syscalls.mount("sandbox", "/", None, flags)
+
+
+def main(control_fd: int) -> NoReturn:
+    zygote = Zygote(socket.socket(fileno=control_fd))
+    zygote.configure()
+    zygote.serve()

@@ -1,0 +1,53 @@
+"""What an operator may set about sandboxes, with defaults that are safe; imports only `fumehood.protocol.sandbox`."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from fumehood.protocol.sandbox import Limits, Mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """
+    mode: which walls; see docs/security.md.
+    limits: `enforced` refuses to start where memory and processes cannot be bounded by cgroups; `best-effort`
+        goes on with what rlimits can do, which does not bound memory.
+    pool: sandboxes kept ready, each given to one caller only.
+    capacity: how many sandboxes may live at once.
+    memory_total, cpus_total: bounds of all sandboxes together; None means four fifths of the host's memory, and
+        no bound on processors.
+    cpus: processors one sandbox may use at most; under contention all get equal shares.
+    processes, open_files: bounds of one sandbox.
+    inodes: files one sandbox may have in /mnt/data, /tmp, home and /dev/shm together.
+    output_bytes, display_bytes: what one call may print, and show.
+    interrupt_grace: seconds between the first interrupt of code that ran too long and its being killed.
+    uid_base: as root, the first of the users that sandboxes run as.
+    preload: packages imported before any fork, where they are installed.
+    bubblewrap: use this executable.
+    guest_socket: mode `pod`: where the container that runs the code listens.
+    """
+
+    mode: Mode = "namespaces"
+    limits: Limits = "enforced"
+    pool: int = 1
+    capacity: int = 256
+    memory_total: int | None = None
+    cpus_total: float | None = None
+    cpus: float | None = 1.0
+    processes: int = 256
+    open_files: int = 4096
+    inodes: int = 100_000
+    output_bytes: int = 1 << 20
+    display_bytes: int = 32 << 20
+    interrupt_grace: float = 1.5
+    start_timeout: float = 60.0
+    uid_base: int = 2_000_000_000
+    preload: tuple[str, ...] = ("numpy", "pandas", "pyarrow", "matplotlib")
+    bubblewrap: Path | None = None
+    guest_socket: Path | None = None
+
+    def aggregate_memory(self) -> int:
+        if self.memory_total is not None:
+            return self.memory_total
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 4 // 5

@@ -1,0 +1,361 @@
+"""Makes, hands out and ends sandboxes on this host, and keeps to the limits; imports only `fumehood.protocol.sandbox`."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections import deque
+from dataclasses import asdict
+from typing import Any, Self
+
+from fumehood.protocol.sandbox import MEMORY_TIERS, MemoryTier, SandboxSpec
+from fumehood.sandboxd import cgroups, seccomp
+from fumehood.sandboxd.cgroups import Cgroup, CgroupLimits, CgroupTree, CgroupUnavailable
+from fumehood.sandboxd.errors import AtCapacity, IsolationUnavailable, SandboxStartFailed
+from fumehood.sandboxd.inside import jail, layout
+from fumehood.sandboxd.runtime import RuntimeUnavailable, discover_bubblewrap, discover_runtime
+from fumehood.sandboxd.sandbox import LocalSandbox, Place, data_quota
+from fumehood.sandboxd.settings import Settings
+from fumehood.sandboxd.subordinate import subordinate_users
+from fumehood.sandboxd.zygotes import Launch, UserRange, Zygote, reserve_users, root_entries
+
+logger = logging.getLogger(__name__)
+
+_PARKED_MEMORY: MemoryTier = "1g"
+_LIMITS_ADVICE = (
+    "Or set limits to best-effort, which runs code without a bound on memory: one program can then use up the "
+    "host's."
+)
+
+
+class Supervisor:
+    """Use as `async with Supervisor(settings) as supervisor:`; leaving ends every sandbox.
+
+    create raises AtCapacity, SandboxStartFailed, IsolationUnavailable; entering raises IsolationUnavailable.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._tree: CgroupTree | None = None
+        self._users: UserRange | None = None
+        self._free_uids: deque[int] = deque()
+        self._zygote: Zygote | None = None
+        self._zygote_lock = asyncio.Lock()
+        self._zygote_cgroup: Cgroup | None = None
+        self._launch: Launch | None = None
+        self._live: dict[str, LocalSandbox] = {}
+        self._parked: deque[LocalSandbox] = deque()
+        self._starting = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._scratch: str | None = None
+        self._closing = False
+
+    # ---- start and end ----------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._open()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _open(self) -> None:
+        if self._settings.mode == "unsafe-degraded":
+            logger.warning(
+                "Mode unsafe-degraded: no namespaces. Code shares the host's network, processes and kernel user; "
+                "only Landlock and the system-call filter hold it."
+            )
+        if self._settings.mode != "pod":
+            self._open_cgroups()
+            self._users = self._find_users()
+            self._launch = self._prepare_launch()
+        if self._settings.mode == "unsafe-degraded":
+            self._scratch = tempfile.mkdtemp(prefix="fumehood-degraded-")
+            os.chmod(self._scratch, 0o711)
+        await self._living_zygote()
+        self._refill()
+
+    def _open_cgroups(self) -> None:
+        cgroups.sweep_stale()
+        try:
+            self._tree = cgroups.open_tree(
+                memory_total=self._settings.aggregate_memory(),
+                cpus=self._settings.cpus_total,
+                pids_total=max(4096, self._settings.processes * 4),
+            )
+        except CgroupUnavailable as error:
+            if self._settings.limits == "enforced":
+                raise IsolationUnavailable(error.reason, f"{error.advice} {_LIMITS_ADVICE}") from error
+            logger.warning(
+                "Limits are best-effort: %s The memory of sandboxes is not bounded, and processors are shared "
+                "without a limit.",
+                error.reason,
+            )
+            return
+        self._zygote_cgroup = self._tree.leaf("zygote")
+
+    def _find_users(self) -> UserRange | None:
+        """Kernel users for sandboxes: as root a block of our own, else what /etc/subuid grants, else none."""
+        if os.geteuid() == 0:
+            users = reserve_users(self._settings.uid_base)
+        elif self._settings.mode == "namespaces":
+            users = subordinate_users()
+        else:
+            return None
+        if users is not None:
+            self._free_uids.extend(range(1, users.count))
+        return users
+
+    def _prepare_launch(self) -> Launch:
+        namespaces = self._settings.mode == "namespaces"
+        try:
+            runtime = discover_runtime()
+            bubblewrap = discover_bubblewrap(self._settings.bubblewrap) if namespaces else None
+        except RuntimeUnavailable as error:
+            raise IsolationUnavailable(f"A part is missing: {error}.", "Run `fumehood doctor`.") from error
+        return Launch(
+            runtime=runtime,
+            bubblewrap=bubblewrap,
+            program=self._program(),
+            preload=self._settings.preload,
+            users=self._users,
+            cgroup=self._zygote_cgroup,
+            timeout=self._settings.start_timeout,
+        )
+
+    def _program(self) -> bytes:
+        name = "degraded" if self._settings.mode == "unsafe-degraded" else "namespaces"
+        try:
+            return seccomp.load_blob(name, os.uname().machine)
+        except RuntimeError as error:
+            raise IsolationUnavailable(f"{error}.", "Use x86_64 or aarch64.") from error
+
+    async def close(self) -> None:
+        self._closing = True
+        for task in list(self._tasks):
+            task.cancel()
+        for sandbox in [*self._live.values()]:
+            sandbox.kill("the supervisor is shutting down")
+        if self._zygote is not None:
+            await self._zygote.close()
+            self._zygote = None
+        for sandbox in [*self._live.values()]:
+            sandbox.exited(-1)
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tree is not None:
+            await asyncio.to_thread(self._tree.close)
+            self._tree = None
+        if self._users is not None:
+            self._users.close()
+            self._users = None
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    # ---- the zygote -------------------------------------------------------------------------------------------
+
+    async def _living_zygote(self) -> Zygote:
+        async with self._zygote_lock:
+            if self._zygote is not None and self._zygote.alive:
+                return self._zygote
+            if self._zygote is not None:
+                await self._zygote.close()
+            self._zygote = await self._start_zygote()
+            self._zygote.on_event = self._zygote_event
+            self._zygote.on_death = self._zygote_died
+            return self._zygote
+
+    async def _start_zygote(self) -> Zygote:
+        if self._launch is not None:
+            return await Zygote.launch(self._launch)
+        if self._settings.guest_socket is None:
+            raise IsolationUnavailable(
+                "Mode pod needs a container that runs the code.",
+                "Set guest_socket to the socket on which it listens (`python -m fumehood.sandboxd.inside.guest`).",
+            )
+        return await Zygote.connect(
+            self._settings.guest_socket,
+            self._program(),
+            self._settings.preload,
+            self._settings.start_timeout,
+        )
+
+    def _zygote_event(self, event: dict[str, Any], fds: list[int]) -> None:
+        sandbox = self._live.get(event["id"])
+        if sandbox is not None:
+            sandbox.zygote_event(event, fds)
+        for fd in fds:
+            os.close(fd)
+
+    def _zygote_died(self) -> None:
+        """Its sandboxes died with it, by the kernel's doing; the next request starts another one."""
+        logger.error("The zygote ended; %d sandboxes are lost with it.", len(self._live))
+        for sandbox in [*self._live.values()]:
+            sandbox.exited(-1)
+        if self._settings.mode != "pod":
+            self._refill()
+
+    @property
+    def zygote(self) -> Zygote:
+        """For `doctor`, tests and metrics: the zygote that is running."""
+        assert self._zygote is not None
+        return self._zygote
+
+    # ---- sandboxes --------------------------------------------------------------------------------------------
+
+    @property
+    def sandboxes(self) -> dict[str, LocalSandbox]:
+        """Those that were handed out and live."""
+        parked = set(self._parked)
+        return {name: sandbox for name, sandbox in self._live.items() if sandbox not in parked}
+
+    async def create(self, spec: SandboxSpec | None = None) -> LocalSandbox:
+        """A sandbox of one's own: a parked one with the limits asked for, or a new one."""
+        spec = spec or SandboxSpec()
+        sandbox = None
+        while sandbox is None and self._parked and not spec.fresh_interpreter:
+            candidate = self._parked.popleft()
+            sandbox = candidate if candidate.gone is None else None
+        if sandbox is None:
+            self._make_room()
+            sandbox = await self._start(fresh_interpreter=spec.fresh_interpreter)
+        self._refill()
+        await sandbox.hand_over(spec.memory)
+        return sandbox
+
+    def _make_room(self) -> None:
+        capacity = 1 if self._settings.mode == "pod" else self._settings.capacity
+        if len(self._live) + self._starting < capacity:
+            return
+        if not self._parked:
+            raise AtCapacity(f"{capacity} sandboxes are alive, as many as are allowed; delete one or wait.")
+        self._background(self._parked.popleft().destroy())
+
+    def _refill(self) -> None:
+        """Bring the pool back to its size behind the callers' backs."""
+        if self._settings.mode == "pod" or self._closing:
+            return
+        wanted = self._settings.pool - len(self._parked) - self._starting
+        room = self._settings.capacity - len(self._live) - self._starting
+        for _ in range(min(wanted, room)):
+            self._background(self._park())
+
+    async def _park(self) -> None:
+        try:
+            sandbox = await self._start(fresh_interpreter=False)
+        except (SandboxStartFailed, IsolationUnavailable) as error:
+            logger.error("A sandbox for the pool could not be made: %s", error)
+            return
+        self._parked.append(sandbox)
+
+    async def _start(self, *, fresh_interpreter: bool) -> LocalSandbox:
+        self._starting += 1
+        try:
+            zygote = await self._living_zygote()
+            name = secrets.token_hex(8)
+            place = self._take_place(name)
+            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sandbox = LocalSandbox(name, zygote, mine, place, self._settings, self._sandbox_gone)
+            self._live[name] = sandbox
+        finally:
+            self._starting -= 1
+        join = [] if place.cgroup is None else place.cgroup.join_fds()
+        plan = json.dumps(asdict(self._plan(place, fresh_interpreter=fresh_interpreter)))
+        zygote.request({"op": "spawn", "id": name, "plan": plan}, [theirs.fileno(), *join])
+        theirs.close()
+        for fd in join:
+            os.close(fd)
+        try:
+            await sandbox.wait_ready(self._settings.start_timeout)
+        except BaseException:
+            self._background(sandbox.destroy())
+            raise
+        return sandbox
+
+    def _take_place(self, name: str) -> Place:
+        uid = 0
+        if self._free_uids and self._settings.mode == "namespaces":
+            uid = self._free_uids.popleft()
+        cgroup = None
+        if self._tree is not None:
+            limits = CgroupLimits(
+                memory=MEMORY_TIERS[_PARKED_MEMORY], pids=self._settings.processes, cpus=self._settings.cpus
+            )
+            cgroup = self._tree.create(f"sb-{name}", limits)
+        directory = layout.DATA
+        if self._scratch is not None:
+            directory = f"{self._scratch}/{name}"
+            os.mkdir(directory, 0o700)
+            if self._users is not None:
+                os.chown(directory, self._users.zygote, self._users.zygote)
+        readable = self._users is None or os.geteuid() == 0
+        return Place(uid=uid, cgroup=cgroup, work_directory=directory, directly_readable=readable)
+
+    def _plan(self, place: Place, *, fresh_interpreter: bool) -> jail.Plan:
+        namespaces = self._settings.mode == "namespaces"
+        read_only = layout.READ_ONLY
+        writable: tuple[str, ...] = layout.WRITABLE
+        if self._settings.mode == "unsafe-degraded":
+            assert self._launch is not None
+            read_only = degraded_read_only(self._launch)
+            writable = (place.work_directory,)
+        return jail.Plan(
+            walls="namespaces" if namespaces else "process",
+            uid=place.uid,
+            data_bytes=data_quota(_PARKED_MEMORY),
+            data_inodes=self._settings.inodes,
+            processes=self._settings.processes,
+            open_files=self._settings.open_files,
+            fresh_interpreter=fresh_interpreter,
+            writable=writable,
+            read_only=read_only,
+            deny_tcp=self._settings.mode == "unsafe-degraded",
+            work_directory=place.work_directory,
+        )
+
+    def _sandbox_gone(self, sandbox: LocalSandbox) -> None:
+        self._live.pop(sandbox.id, None)
+        with contextlib.suppress(ValueError):
+            self._parked.remove(sandbox)
+        self._background(self._give_back(sandbox), even_when_closing=True)
+
+    async def _give_back(self, sandbox: LocalSandbox) -> None:
+        sandbox.release()
+        place = sandbox.place
+        if place.cgroup is not None:
+            for _ in range(500):
+                if place.cgroup.try_remove():
+                    break
+                await asyncio.sleep(0.01)
+            else:
+                logger.error("The cgroup of sandbox %s could not be removed.", sandbox.id)
+        if self._scratch is not None:
+            await asyncio.to_thread(shutil.rmtree, place.work_directory, ignore_errors=True)
+        if place.uid:
+            self._free_uids.append(place.uid)
+
+    def _background(self, work: Any, *, even_when_closing: bool = False) -> None:
+        if self._closing and not even_when_closing:
+            work.close()
+            return
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def degraded_read_only(launch: Launch) -> tuple[str, ...]:
+    """Without mounts of its own, the trees that code needs are named where the host has them."""
+    runtime = launch.runtime
+    trees = ["/usr", *root_entries(), str(runtime.site)]
+    if runtime.prefix is not None:
+        trees.append(str(runtime.prefix))
+    return tuple(trees)

@@ -1,0 +1,19 @@
+"""Settings for all tests; imports pytest and hypothesis."""
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# Machines are shared: a slow example is not a failure, the suite's own time limit is enough.
+settings.register_profile("fumehood", deadline=None, print_blob=True)
+settings.load_profile("fumehood")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.geteuid() == 0:
+        return
+    skip = pytest.mark.skip(reason="needs uid 0")
+    for item in items:
+        if item.get_closest_marker("root"):
+            item.add_marker(skip)
