@@ -1,4 +1,4 @@
-"""Where a tree is put on v2, on a model of the kernel's rules; test_cgroups.py runs the same code for real."""
+"""Where a tree is put on v2, on a model of the kernel's rules; test_cgroups.py runs that code for real."""
 
 import errno
 import os
@@ -116,7 +116,7 @@ def test_fake_v2_alone_in_its_cgroup(fake: MakeFake) -> None:
     tree = open_fake(kernel)
     (path,) = tree.paths
     assert (tree.version, tree.has_cpu, path.parent) == ("v2", True, own)
-    assert path.name.startswith(f"fumehood-{os.getpid()}-22-")
+    assert path.name.startswith(f"fumehood-{os.getpid()}-22-0-")
     assert (own / "supervisor/cgroup.procs").read_text() == f"{os.getpid()}\n"
     found = {
         name: (path / name).read_text() for name in ("memory.max", "memory.swap.max", "pids.max", "cpu.max")
@@ -190,7 +190,7 @@ def test_fake_v2_not_delegated_says_what_to_do(fake: MakeFake, monkeypatch: pyte
         return False
 
     monkeypatch.setattr(os, "access", never)
-    monkeypatch.setattr(os, "geteuid", lambda: OTHER_UID)
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
     with pytest.raises(CgroupUnavailable, match="not delegated") as caught:
         open_fake(kernel)
     assert "systemd-run --user --scope -p Delegate=yes" in caught.value.advice

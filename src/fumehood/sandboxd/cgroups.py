@@ -40,7 +40,7 @@ __all__ = ["Cgroup", "CgroupLimits", "CgroupTree", "CgroupUnavailable", "open_tr
 REMOVE_SECONDS = 5.0
 _QUOTA_PERIOD_US = 100_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-_TREE_NAME = re.compile(r"fumehood-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}")
+_TREE_NAME = re.compile(r"fumehood-(?P<pid>\d+)-(?P<start>\d+)-(?P<pidns>\d+)-[0-9a-f]{8}")
 _MEMORY_LIMIT = {"v1": "memory.limit_in_bytes", "v2": "memory.max"}
 _MEMORY_USAGE = {"v1": "memory.usage_in_bytes", "v2": "memory.current"}
 _OOM_COUNTS = {"v1": "memory.oom_control", "v2": "memory.events"}
@@ -153,17 +153,20 @@ class Cgroup:
         self._memory: int | None = None
 
     def join_fds(self) -> list[int]:
-        """Opens `cgroup.procs` of every hierarchy; a process joins by writing "0" to each. The caller closes.
+        """Opens the member list of every hierarchy; a process joins by writing "0" to each. The caller closes.
+
+        Only for processes with one thread: on v1 it is the list of threads, since moving a whole process waits
+        for a grace period of the kernel's (10 ms and more), moving the calling thread does not.
 
         The kernel checks the opener's rights, not the writer's (Linux 5.16 and later; before, both), so code
         from a sandbox must never hold these. On v1 a supervisor that is not root may only move processes of
         its own uid: there, join before changing the uid.
         """
+        members = "tasks" if self._tree.version == "v1" else "cgroup.procs"
         fds: list[int] = []
         try:
             for dir_fd in self._tree.directories():
-                fd = os.open(f"{self.name}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC, dir_fd=dir_fd)
-                fds.append(fd)
+                fds.append(os.open(f"{self.name}/{members}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=dir_fd))
         except OSError:
             for fd in fds:
                 os.close(fd)
@@ -318,7 +321,7 @@ class CgroupTree:
         self._paths.append(path)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._fds.append(fd)
-        # Tells sweepers in other pid namespaces, who cannot look up our pid, that this tree is in use.
+        # Tells sweepers in other pid namespaces, for whom our pid means nothing, that this tree is in use.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self._by_controller |= dict.fromkeys(place.controllers, fd)
@@ -412,7 +415,8 @@ def open_tree(
     A `name` of one's own is for tests: such a tree is not recognised by `sweep_stale`.
     Raises CgroupUnavailable if memory or pids cannot be bounded; without a cpu controller `has_cpu` is False.
     """
-    name = name or f"fumehood-{os.getpid()}-{start_time(proc, 'self')}-{secrets.token_hex(4)}"
+    identity = f"{os.getpid()}-{start_time(proc, 'self')}-{_pid_namespace(proc)}"
+    name = name or f"fumehood-{identity}-{secrets.token_hex(4)}"
     if not _NAME.fullmatch(name):
         raise ValueError(f"Not a cgroup name: {name!r}")
     mounts = list(find_mounts(root, proc))
@@ -465,7 +469,10 @@ def _trees_below(top: Path) -> Iterator[Path]:
 
 def _sweep(tree: Path, proc: Path, seconds: float) -> bool:
     match = _TREE_NAME.fullmatch(tree.name)
-    if match is None or start_time(proc, match["pid"]) == int(match["start"]):
+    if match is None:
+        return False
+    same_namespace = int(match["pidns"]) == _pid_namespace(proc)
+    if same_namespace and start_time(proc, match["pid"]) == int(match["start"]):
         return False
     try:
         fd = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -474,13 +481,21 @@ def _sweep(tree: Path, proc: Path, seconds: float) -> bool:
     try:
         if os.fstat(fd).st_uid != os.geteuid():
             return False
-        # Held by a supervisor whose pid means something else here, or by another sweeper.
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Not asked for among our own: children that a dead supervisor forked may still hold it.
+        if not same_namespace:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return _retry(lambda: _destroy_once(tree), seconds)
     except OSError:
         return False
     finally:
         os.close(fd)
+
+
+def _pid_namespace(proc: Path) -> int:
+    try:
+        return os.stat(proc / "self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def start_time(proc: Path, pid: str) -> int | None:

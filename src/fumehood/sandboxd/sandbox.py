@@ -71,6 +71,7 @@ class LocalSandbox:
         self._turn = asyncio.Lock()
         self._running: Execution | None = None
         self._gone: str | None = None
+        self._final_oom_kills: int | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -169,6 +170,7 @@ class LocalSandbox:
         """The zygote has seen the sandbox end, or has ended itself (code -1)."""
         if self._exited.done():
             return
+        self._final_oom_kills = self._oom_kills()  # the cgroup goes with the sandbox
         self._exited.set_result(code)
         self.kill(self._gone or self._describe_end(code))
         self._on_gone(self)
@@ -338,10 +340,9 @@ class LocalSandbox:
         )
 
     def _oom_kills(self) -> int:
-        try:
-            return 0 if self.place.cgroup is None else self.place.cgroup.oom_kills()
-        except OSError:
-            return 0
+        if self._final_oom_kills is not None:
+            return self._final_oom_kills
+        return 0 if self.place.cgroup is None else self.place.cgroup.oom_kills()
 
     # ---- files ------------------------------------------------------------------------------------------------
 

@@ -302,7 +302,7 @@ class Supervisor:
 
     def _plan(self, place: Place, *, fresh_interpreter: bool) -> jail.Plan:
         namespaces = self._settings.mode == "namespaces"
-        read_only = layout.READ_ONLY
+        read_only: tuple[str, ...] = layout.READ_ONLY if namespaces else layout.POD_READ_ONLY
         writable: tuple[str, ...] = layout.WRITABLE
         if self._settings.mode == "unsafe-degraded":
             assert self._launch is not None

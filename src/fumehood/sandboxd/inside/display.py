@@ -1,4 +1,4 @@
-"""Shows objects: MIME bundles, `display()`, matplotlib's figures; imports only the standard library and its siblings.
+"""Shows objects, as MIME bundles, and matplotlib's figures; imports only the standard library and siblings.
 
 numpy, pandas, matplotlib and IPython are never imported here: what a program has not imported it cannot show.
 """
@@ -55,9 +55,9 @@ class Displays:
         """Show each object as the last expression of a cell would be shown, `None` included."""
         for item in objects:
             if raw and isinstance(item, dict):
-                self._send(
-                    {str(kind): _text(value) for kind, value in cast(dict[object, object], item).items()}
-                )
+                bundle: Bundle = {}
+                _merge(bundle, cast(object, item))
+                self._send(bundle)
             else:
                 self._send(self._bundle(item))
 
@@ -114,7 +114,7 @@ class Displays:
         return bundle
 
     def _call(self, value: object, name: str, use: Callable[[Any], None]) -> None:
-        """Use what the object's method gives; looked up in the class, so that proxies and mocks show nothing."""
+        """Use what a method gives; looked up in the class, so that proxies and mocks show nothing."""
         if getattr(type(value), name, None) is None:
             return
         try:
@@ -225,7 +225,7 @@ def _text(value: object) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, bytes | bytearray | memoryview):
-        return base64.b64encode(value).decode()
+        return base64.b64encode(cast(bytes, value)).decode()
     return json.dumps(value)
 
 
@@ -252,7 +252,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                self._wrap(cast(importlib.abc.Loader, spec.loader))
+                self._wrap(spec.loader)
                 return spec
         return None
 

@@ -1,4 +1,4 @@
-"""Runs a program's calls one after another in this process; imports only the standard library and its siblings.
+"""Runs a program's calls one after another in this process; imports only the standard library and siblings.
 
 Everything the hot path needs is imported and bound here, at import: the zygote imports this module once for
 all sandboxes, and a program may later put a `json.py` of its own into the working directory.
@@ -10,7 +10,6 @@ import contextlib
 import gc
 import getpass
 import importlib
-import importlib.metadata  # imported by importlib.invalidate_caches(), at the first call else
 import io
 import json
 import mmap
@@ -33,6 +32,9 @@ globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
 _REQUEST_LIMIT = 256 << 20
 _RESERVE = 8 << 20  # address space given back when memory runs out, so that the error can be told
 _LEAST_RECURSION = 1000
+# signal.signal() without its conversions to enums, which take longer than the system call.
+_set_handler: Callable[[int, Callable[..., None]], object] = importlib.import_module("_signal").signal
+_FORK_WARNING = "This process .* is multi-threaded, use of (fork|forkpty)"
 _NO_KEYBOARD = "the code runs without a keyboard; put the value into the code or read it from a file"
 
 
@@ -66,6 +68,7 @@ class _Runner:
         self._main = types.ModuleType("__main__")
         self._globals = vars(self._main)
         self._globals["__builtins__"] = builtins
+        self._known_paths = len(sys.path_importer_cache)
         self._furnish()
 
     def _furnish(self) -> None:
@@ -74,22 +77,20 @@ class _Runner:
         sys.argv = [""]
         if sys.path[:1] != [""]:
             sys.path.insert(0, "")
-        sys.stdin = sys.__stdin__ = self._stdin  # type: ignore[assignment]
-        sys.__stdout__ = self._stdout  # type: ignore[assignment]
-        sys.__stderr__ = self._stderr  # type: ignore[assignment]
+        sys.stdin = sys.__stdin__ = self._stdin
+        sys.__stdout__ = self._stdout
+        sys.__stderr__ = self._stderr
         self._restore_streams()
         builtins.input = self._input_unavailable(builtins.input)
         getpass.getpass = _getpass_unavailable
         for name in ("exit", "quit"):
             setattr(builtins, name, _Exit(name))
-        vars(builtins)["display"] = self._displays.display
+        builtins.__dict__["display"] = self._displays.display
         tracebacks.install_shell()
         display.offer_ipython(self._displays)
         self._displays.hook_matplotlib()
         # The pump is a thread, but it never holds a lock that a child could miss.
-        warnings.filterwarnings(
-            "ignore", "This process .* is multi-threaded, use of (fork|forkpty)", DeprecationWarning
-        )
+        warnings.filterwarnings("ignore", _FORK_WARNING, DeprecationWarning)
         # Made at import, so every sandbox of one zygote would have the same.
         multiprocessing.process.current_process().authkey = os.urandom(32)
 
@@ -137,10 +138,6 @@ class _Runner:
             display.close_figures()
         else:
             failure = self._guarded(self._settle) or failure
-        if sys.gettrace() is not None:
-            sys.settrace(None)
-        if sys.getprofile() is not None:
-            sys.setprofile(None)
         if sys.getrecursionlimit() < _LEAST_RECURSION:
             sys.setrecursionlimit(_LEAST_RECURSION)
         code = 0
@@ -163,30 +160,50 @@ class _Runner:
         if self._reserve is None:
             with contextlib.suppress(OSError, ValueError):
                 self._reserve = mmap.mmap(-1, _RESERVE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        importlib.invalidate_caches()
+        self._notice_new_modules()
         guard = self._guard
         guard.delivered = guard.pending = False
-        signal.signal(signal.SIGINT, guard.handle)
+        _set_handler(signal.SIGINT, guard.handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+
+    def _notice_new_modules(self) -> None:
+        """As importlib.invalidate_caches(), without the directories that were known before the program began."""
+        cache = sys.path_importer_cache
+        paths = [path or os.getcwd() for path in sys.path] + list(cache)[self._known_paths :]
+        for path in paths:
+            finder = cache.get(path)
+            if finder is not None:
+                finder.invalidate_caches()
+            else:
+                cache.pop(path, None)  # a directory that was not there when it was first looked for
 
     def _restore_streams(self) -> None:
         sys.stdout = self._stdout
         sys.stderr = self._stderr
         if self._stdin.closed:  # `exit()` of the site module closes it
             self._stdin = _no_stdin()
-            sys.stdin = self._stdin  # type: ignore[assignment]
+            sys.stdin = self._stdin
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> BaseException | None:
         """Run user code; interrupts reach it, and nothing that comes after it."""
         guard = self._guard
+        failure: BaseException | None = None
         try:
             guard.armed = True
             function(*args)
         except BaseException as error:
             guard.armed = False
-            return error
+            failure = error
         guard.armed = False
-        return None
+        try:
+            if sys.gettrace() is not None:
+                sys.settrace(None)
+            if sys.getprofile() is not None:
+                sys.setprofile(None)
+        except BaseException:  # the profiler's own; the interpreter takes a function out that raises
+            sys.settrace(None)
+            sys.setprofile(None)
+        return failure
 
     def _perform(self, source: str) -> None:
         cell = self._cells.compile(source)
@@ -197,7 +214,7 @@ class _Runner:
                 exec(cell.body, self._globals)
             value = eval(cell.last, self._globals) if cell.last is not None else None
         if value is not None:
-            vars(builtins)["_"] = value
+            builtins.__dict__["_"] = value
             self._displays.result(value)
 
     def _settle(self) -> None:
@@ -317,7 +334,7 @@ def _no_stdin() -> io.TextIOBase:
         if null != 0:
             os.dup2(null, 0)
             os.close(null)
-    return open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (it stays open)
+    return open(0, encoding="utf-8", closefd=False)
 
 
 def _getpass_unavailable(*_args: object, **_kwargs: object) -> str:
@@ -339,6 +356,4 @@ class _Exit:
 
 if __name__ == "__main__":
     # Under its own name, for `__main__` is about to become the program's.
-    from fumehood.sandboxd.inside import runner
-
-    runner.main(sys.argv[1:])
+    importlib.import_module("fumehood.sandboxd.inside.runner").main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Captures what a program writes, in order, and sends it while it runs; imports only the standard library and `wire`.
+"""Captures what a program writes and sends it while it runs; imports only the standard library and `wire`.
 
 File descriptors 1 and 2 are pipes which this process reads itself, so that child processes and C code are
 captured as well. `sys.stdout` and `sys.stderr` do not go through those pipes: they append to the ordered
@@ -142,7 +142,7 @@ class Output:
         self._sent_at = 0.0
         self._decoders: list[tuple[wire.Kind, codecs.IncrementalDecoder]] = []
         self._raw = {kind: self.decoder(kind) for kind in (wire.Kind.STDOUT, wire.Kind.STDERR)}
-        self._tails = {kind: b"" for kind in _TEXT}  # of a forked child: lines not yet complete
+        self._tails = dict.fromkeys(_TEXT, b"")  # of a forked child: lines not yet complete
         self._ticking = False
         self._carried = threading.local()
         self._pipes = _Pipes()
@@ -171,6 +171,7 @@ class Output:
                 self._queued = 0
                 self._room = self.limit
                 self._truncated = False
+                self._sent_at = 0.0  # the first line of a call never waits
                 self._serial += 1
                 self._call = call
             finally:
@@ -372,22 +373,23 @@ class Output:
         return self._call is not None and (main or self._thread_serial() == self._serial)
 
     def _thread_serial(self) -> int:
-        """The number of the call on whose behalf this thread runs; a foreign thread runs for the current one."""
+        """The number of the call for which this thread runs; a foreign thread runs for the current one."""
         serial = getattr(self._carried, "serial", None)
         if serial is None:
-            active: dict[int, threading.Thread] = threading._active  # type: ignore[attr-defined]
+            active: dict[int, threading.Thread] = getattr(threading, "_active")  # noqa: B009 (private)
             serial = getattr(active.get(threading.get_ident()), _BORN, self._serial)
         return serial
 
     def _follow_threads(self) -> None:
         """Remember for each thread, and for each task of a thread pool, which call it was started by."""
         start = threading.Thread.start
+        thread_serial = self._thread_serial
         submit: Callable[..., Any] = concurrent.futures.thread.ThreadPoolExecutor.submit
 
         @functools.wraps(start)
-        def marked_start(thread: threading.Thread) -> None:
-            setattr(thread, _BORN, self._thread_serial())
-            start(thread)
+        def marked_start(self: threading.Thread) -> None:
+            setattr(self, _BORN, thread_serial())
+            start(self)
 
         def carry(serial: int, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
             before = getattr(self._carried, "serial", None)
@@ -418,7 +420,7 @@ class Output:
         self._pipes.close()
 
     def _write_through(self, kind: wire.Kind, data: bytes, *, whole: bool = False) -> None:
-        """Write to descriptor 1 or 2 itself, line by line, so that processes do not cut each other's lines."""
+        """Write to descriptor 1 or 2 itself, by lines, so that processes do not cut each other's."""
         data = self._tails[kind] + data
         cut = len(data) if whole or len(data) > _FULL else data.rfind(b"\n") + 1
         self._tails[kind] = data[cut:]
@@ -530,6 +532,9 @@ class _Bytes(io.BufferedIOBase):
 class Stream(io.TextIOBase):
     """`sys.stdout` or `sys.stderr` of the program."""
 
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
     def __init__(self, output: Output, kind: wire.Kind) -> None:
         self._output = output
         self._kind = kind
@@ -542,14 +547,6 @@ class Stream(io.TextIOBase):
     @property
     def closed(self) -> bool:
         return False
-
-    @property
-    def encoding(self) -> str:
-        return "utf-8"
-
-    @property
-    def errors(self) -> str:
-        return "backslashreplace"
 
     @property
     def line_buffering(self) -> bool:

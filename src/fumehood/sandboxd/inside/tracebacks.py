@@ -25,16 +25,14 @@ globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _CELL = re.compile(r"<cell \d+>")
-_HEAD, _TAIL = 20, 60  # frames of a deep traceback that are shown
+_HEAD, _TAIL = 8, 32  # frames of a deep traceback that are shown
 _LINKS = 20  # exceptions of a chain
 _VALUE_CHARS = 32 * 1024
 _TRACEBACK_CHARS = 128 * 1024
 _MAGIC_LINES = 100
 _MAGIC = re.compile(r"[ \t\f]*[!%]")
 _SHELL = "__fumehood_shell__"  # in builtins: what a `!command` line is turned into
-_FUTURES = 0
-for _name in __future__.all_feature_names:
-    _FUTURES |= getattr(__future__, _name).compiler_flag
+_FUTURES: int = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 
 # --- cells ----------------------------------------------------------------------------------------------
@@ -81,10 +79,11 @@ class Cells:
         flags = self._flags | ast.PyCF_ONLY_AST
         try:
             return cast(ast.Module, compile(source, name, "exec", flags, dont_inherit=True))
-        except SyntaxError:
-            plain = _without_magics(source, name)
-            if plain is None:
-                raise
+        except SyntaxError as error:
+            failure = error
+        plain = _without_magics(source, name)
+        if plain is None:
+            raise failure
         return cast(ast.Module, compile(plain, name, "exec", flags, dont_inherit=True))
 
     def _code(self, tree: ast.Module | ast.Expression, name: str, mode: str) -> CodeType:
@@ -195,7 +194,7 @@ def trim(error: BaseException) -> None:
 
 
 def describe(error: BaseException) -> dict[str, str]:
-    """Name, text and traceback of an exception, each of bounded length; never raises for the exception's sake."""
+    """Name, text and traceback of an exception, each of bounded length, whatever its own methods do."""
     name = type(error).__name__
     try:
         report = traceback.TracebackException(
