@@ -1,0 +1,38 @@
+"""Mode `pod`: the zygote as the main program of the container that runs the code; imports only the standard library.
+
+    python -m fumehood.sandboxd.inside.guest /run/fumehood/guest.sock
+
+It serves one supervisor, over one connection, and ends with it: the container then starts afresh. The socket
+is removed once the supervisor is connected, so that code in this container cannot pose as one.
+"""
+
+import os
+import socket
+import sys
+from typing import NoReturn
+
+from fumehood.sandboxd.inside import layout, zygote
+
+_SOCKET_MODE = 0o660  # supervisor and code share a group, not a user
+
+
+def main(path: str) -> NoReturn:
+    if os.getuid() == 0 or os.geteuid() == 0:
+        sys.exit("refused: code never runs as root; set runAsUser in the pod's security context")
+    if not os.access(layout.DATA, os.W_OK):
+        sys.exit(f"refused: {layout.DATA} must exist and be writable for uid {os.getuid()}")
+    for name in ("OUTPUT_DIR", "MPLBACKEND", "OPENBLAS_NUM_THREADS", "JE_ARROW_MALLOC_CONF"):
+        os.environ.setdefault(name, layout.ENVIRON[name])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as listener:
+        listener.bind(path)
+        os.chmod(path, _SOCKET_MODE)
+        listener.listen(1)
+        control, _ = listener.accept()
+        os.unlink(path)
+    zygote.main(control.detach())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m fumehood.sandboxd.inside.guest SOCKET")
+    main(sys.argv[1])
