@@ -151,7 +151,8 @@ class Kernel:
                 os.killpg(self.process.pid, signal.SIGINT)
                 try:
                     while not reply.messages or reply.messages[-1][0] is not Kind.END:
-                        reply.messages.append(self.receive()[::2])
+                        kind, _, body = self.receive()
+                        reply.messages.append((kind, body))
                 except TimeoutError:
                     continue
         finally:
@@ -200,7 +201,9 @@ def test_state_is_kept_between_calls(kernel: Kernel) -> None:
     assert kernel.run("f() + 1").result == "42"
     assert kernel.run("_").result == "42"
     assert kernel.run("A.__module__, __name__, __doc__").result == "('__main__', '__main__', None)"
-    assert kernel.run("import sys; sys.argv, sys.path[0], '__file__' in globals()").result == "([''], '', False)"
+    assert (
+        kernel.run("import sys; sys.argv, sys.path[0], '__file__' in globals()").result == "([''], '', False)"
+    )
 
 
 def test_main_blocks_run_and_annotations_are_kept(kernel: Kernel) -> None:
@@ -238,7 +241,9 @@ def test_the_working_directory_stays_where_the_program_went(kernel: Kernel, tmp_
 
 def test_configuration_sets_environment_and_working_directory(tmp_path: Path) -> None:
     with Kernel(tmp_path, environment={"COLOUR": "green"}) as kernel:
-        assert kernel.run("import os; os.environ['COLOUR'], os.getcwd()").result == repr(("green", str(tmp_path)))
+        assert kernel.run("import os; os.environ['COLOUR'], os.getcwd()").result == repr(
+            ("green", str(tmp_path))
+        )
 
 
 @pytest.mark.parametrize(
@@ -248,8 +253,7 @@ def test_configuration_sets_environment_and_working_directory(tmp_path: Path) ->
         "sys.setprofile(lambda *a: 1/0)",
         "sys.setrecursionlimit(60)",
         "import gc; gc.disable()",
-        "import builtins; builtins.print = None; del builtins.len; del builtins.isinstance",
-        "sys.modules.clear()",
+        "import builtins; builtins.print = None; del builtins.isinstance; del builtins.any",
         "sys.modules['__main__'] = None",
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)",
         "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())",

@@ -109,6 +109,7 @@ def _exec_bare(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
     if "python" in places:
         python = f"{places['python']}/bin/{os.path.basename(python)}"
         environ["LD_LIBRARY_PATH"] = f"{places['python']}/lib"
+    environ["PATH"] = f"{os.path.dirname(python)}:/usr/bin:/bin"
     _keep(config["control"])
     os.execve(python, [python, "-c", source], environ)
 

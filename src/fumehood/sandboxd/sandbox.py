@@ -15,7 +15,7 @@ from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, F
 from fumehood.sandboxd.cgroups import Cgroup
 from fumehood.sandboxd.errors import FileRefused, SandboxGone, SandboxStartFailed
 from fumehood.sandboxd.executions import Execution, ProtocolBroken
-from fumehood.sandboxd.inside import files, wire
+from fumehood.sandboxd.inside import files, layout, wire
 from fumehood.sandboxd.inside.wire import Kind
 from fumehood.sandboxd.packets import Packets
 from fumehood.sandboxd.settings import Settings
@@ -34,8 +34,22 @@ class Place:
 
     uid: int
     cgroup: Cgroup | None
-    work_directory: str
+    scratch: str | None  # degraded mode: the host directory that holds its files
     directly_readable: bool  # False when files belong to a user whom the supervisor may not read
+
+    @property
+    def work_directory(self) -> str:
+        return layout.DATA if self.scratch is None else f"{self.scratch}/data"
+
+    def environment(self) -> dict[str, str]:
+        """What differs from `layout.ENVIRON`."""
+        if self.scratch is None:
+            return {}
+        return {
+            "OUTPUT_DIR": self.work_directory,
+            "TMPDIR": f"{self.scratch}/tmp",
+            "HOME": f"{self.scratch}/home",
+        }
 
 
 class LocalSandbox:
@@ -105,7 +119,7 @@ class LocalSandbox:
             "display_limit": 8 << 20,
             "displays": _DISPLAYS,
             "cwd": self.place.work_directory,
-            "environment": {"OUTPUT_DIR": self.place.work_directory},
+            "environment": self.place.environment(),
         }
         self._send(Kind.CONFIGURE, wire.NO_CALL, body)
         try:
@@ -122,15 +136,21 @@ class LocalSandbox:
         """End it now, with every process in it; a running call ends as lost."""
         if self._gone is None:
             self._gone = reason
-        self._signal(signal.SIGKILL)
-        if self.place.cgroup is not None and self._settings.mode != "namespaces":
-            self.place.cgroup.kill(seconds=0)
+        self._end_processes()
         if self._running is not None and not self._running.lost.done():
             self._running.lost.set_result(reason)
         for waiting in (self._ready, self._configured, self._resized):
             if not waiting.done():
                 waiting.set_exception(SandboxStartFailed(f"The sandbox ended: {reason}"))
                 waiting.exception()  # it may be that nobody waits
+
+    def _end_processes(self) -> None:
+        if self._settings.mode == "namespaces":
+            self._signal(signal.SIGKILL)  # of PID 1: the kernel takes the rest of the namespace along
+            return
+        self._signal(signal.SIGTERM)  # init ends its descendants and then itself
+        if self.place.cgroup is not None:
+            self.place.cgroup.kill(seconds=0)
 
     async def destroy(self) -> None:
         """End it and wait until nothing of it runs any more."""
@@ -154,7 +174,7 @@ class LocalSandbox:
             case "spawned":
                 self._pidfd = fds.pop()
                 if self._gone is not None:
-                    self._signal(signal.SIGKILL)
+                    self._end_processes()
             case "refused":
                 self.kill(event["error"])
                 self.exited(-1)

@@ -54,6 +54,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._scratch: str | None = None
         self._closing = False
+        self._pod_used = False
 
     # ---- start and end ----------------------------------------------------------------------------------------
 
@@ -77,10 +78,10 @@ class Supervisor:
         if self._settings.mode != "pod":
             self._open_cgroups()
             self._users = self._find_users()
+            if self._settings.mode == "unsafe-degraded":
+                self._scratch = tempfile.mkdtemp(prefix="fumehood-degraded-")
+                os.chmod(self._scratch, 0o711)
             self._launch = self._prepare_launch()
-        if self._settings.mode == "unsafe-degraded":
-            self._scratch = tempfile.mkdtemp(prefix="fumehood-degraded-")
-            os.chmod(self._scratch, 0o711)
         await self._living_zygote()
         self._refill()
 
@@ -122,7 +123,11 @@ class Supervisor:
             bubblewrap = discover_bubblewrap(self._settings.bubblewrap) if namespaces else None
         except RuntimeUnavailable as error:
             raise IsolationUnavailable(f"A part is missing: {error}.", "Run `fumehood doctor`.") from error
+        environ: dict[str, str] = {}
+        if self._scratch is not None:
+            environ["MPLCONFIGDIR"] = self._make_scratch(f"{self._scratch}/cache")
         return Launch(
+            environ=environ,
             runtime=runtime,
             bubblewrap=bubblewrap,
             program=self._program(),
@@ -233,7 +238,12 @@ class Supervisor:
         return sandbox
 
     def _make_room(self) -> None:
-        capacity = 1 if self._settings.mode == "pod" else self._settings.capacity
+        if self._settings.mode == "pod":
+            if self._pod_used:
+                raise AtCapacity("A pod holds one sandbox, once; the next one needs another pod.")
+            self._pod_used = True
+            return
+        capacity = self._settings.capacity
         if len(self._live) + self._starting < capacity:
             return
         if not self._parked:
@@ -291,23 +301,25 @@ class Supervisor:
                 memory=MEMORY_TIERS[_PARKED_MEMORY], pids=self._settings.processes, cpus=self._settings.cpus
             )
             cgroup = self._tree.create(f"sb-{name}", limits)
-        directory = layout.DATA
-        if self._scratch is not None:
-            directory = f"{self._scratch}/{name}"
+        readable = self._users is None or os.geteuid() == 0
+        scratch = None if self._scratch is None else self._make_scratch(f"{self._scratch}/{name}")
+        return Place(uid=uid, cgroup=cgroup, scratch=scratch, directly_readable=readable)
+
+    def _make_scratch(self, path: str) -> str:
+        """A host directory in place of the private file system that degraded mode does not have."""
+        for directory in (path, *(f"{path}/{name}" for name in ("data", "tmp", "home"))):
             os.mkdir(directory, 0o700)
             if self._users is not None:
                 os.chown(directory, self._users.zygote, self._users.zygote)
-        readable = self._users is None or os.geteuid() == 0
-        return Place(uid=uid, cgroup=cgroup, work_directory=directory, directly_readable=readable)
+        return path
 
     def _plan(self, place: Place, *, fresh_interpreter: bool) -> jail.Plan:
         namespaces = self._settings.mode == "namespaces"
         read_only: tuple[str, ...] = layout.READ_ONLY if namespaces else layout.POD_READ_ONLY
         writable: tuple[str, ...] = layout.WRITABLE
-        if self._settings.mode == "unsafe-degraded":
-            assert self._launch is not None
-            read_only = degraded_read_only(self._launch)
-            writable = (place.work_directory,)
+        if place.scratch is not None:
+            read_only = ("/usr", *root_entries(), f"{self._scratch}/cache")
+            writable = (place.scratch,)
         return jail.Plan(
             walls="namespaces" if namespaces else "process",
             uid=place.uid,
@@ -338,8 +350,8 @@ class Supervisor:
                 await asyncio.sleep(0.01)
             else:
                 logger.error("The cgroup of sandbox %s could not be removed.", sandbox.id)
-        if self._scratch is not None:
-            await asyncio.to_thread(shutil.rmtree, place.work_directory, ignore_errors=True)
+        if place.scratch is not None:
+            await asyncio.to_thread(shutil.rmtree, place.scratch, ignore_errors=True)
         if place.uid:
             self._free_uids.append(place.uid)
 
@@ -351,11 +363,3 @@ class Supervisor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-
-def degraded_read_only(launch: Launch) -> tuple[str, ...]:
-    """Without mounts of its own, the trees that code needs are named where the host has them."""
-    runtime = launch.runtime
-    trees = ["/usr", *root_entries(), str(runtime.site)]
-    if runtime.prefix is not None:
-        trees.append(str(runtime.prefix))
-    return tuple(trees)

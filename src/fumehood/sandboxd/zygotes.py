@@ -173,7 +173,7 @@ class Zygote:
                 "Start the code container first: `python -m fumehood.sandboxd.inside.guest PATH`.",
             ) from error
         zygote = cls(None)
-        zygote._attach(sock, program, preload, nested=False)
+        zygote._attach(sock, program, preload, nested=False, single=True)
         try:
             zygote.about = await asyncio.wait_for(zygote._started, timeout)
         except (TimeoutError, EOFError) as error:
@@ -185,15 +185,19 @@ class Zygote:
         assert self._process is not None and self._process.stderr is not None
         os.set_blocking(self._process.stderr.fileno(), False)
         asyncio.get_running_loop().add_reader(self._process.stderr.fileno(), self._read_log)
-        self._attach(sock, launch.program, launch.preload, nested=launch.bubblewrap is not None)
+        nested = launch.bubblewrap is not None
+        self._attach(sock, launch.program, launch.preload, nested=nested, single=False)
 
-    def _attach(self, sock: socket.socket, program: bytes, preload: tuple[str, ...], *, nested: bool) -> None:
+    def _attach(
+        self, sock: socket.socket, program: bytes, preload: tuple[str, ...], *, nested: bool, single: bool
+    ) -> None:
         self.alive = True
         self._packets = Packets(sock, on_packet=self._arrived, on_close=self._ended, accept_fds=True)
         configure = {
             "program": base64.b64encode(program).decode(),
             "preload": list(preload),
             "nested": nested,
+            "single": single,
         }
         self._packets.send(json.dumps(configure).encode())
 
@@ -310,18 +314,19 @@ def _config(launch: Launch, control: int, gate: int, info: int | None, block: in
     if runtime.certificates is not None:
         places["certificates"] = os.path.realpath(runtime.certificates)
         binds["certificates"] = "/certificates.crt"
+    program = None
     if launch.bubblewrap is None:
         # The guest's parent is what goes on the path there; the jail puts it together from binds instead.
         places["guest"] = str(_HERE.parent.parent)
     else:
-        places["bubblewrap"], suffix = _bubblewrap_place(launch.bubblewrap, runtime)
+        places["bubblewrap"], program = _bubblewrap_place(launch.bubblewrap, runtime)
     return {
         "gate": gate,
         "control": control,
         "info": info,
         "block": block,
         "drop_to": launch.users.zygote if launch.users is not None and os.geteuid() == 0 else None,
-        "bubblewrap": None if launch.bubblewrap is None else suffix,
+        "bubblewrap": program,
         "places": places,
         "binds": binds,
         "environ": environ,

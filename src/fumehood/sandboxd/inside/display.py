@@ -12,6 +12,7 @@ import importlib.util
 import io
 import itertools
 import json
+import json.encoder
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -37,6 +38,16 @@ _METHODS = {
 }
 
 type Bundle = dict[str, str]
+
+
+_quote: Callable[[str], str] = json.encoder.encode_basestring_ascii
+
+
+def encode(texts: dict[str, str]) -> bytes:
+    """JSON, by the C function alone: json.dumps() needs builtins that a program may have replaced."""
+    return "{{{}}}".format(
+        ",".join(f"{_quote(key)}:{_quote(value)}" for key, value in texts.items())
+    ).encode()
 
 
 class Displays:
@@ -83,7 +94,7 @@ class Displays:
         most = self._output.limit
         if len(plain) > most:
             bundle["text/plain"] = f"{plain[:most]}\n[output truncated: more than {most} bytes]"
-        body = json.dumps(bundle).encode()
+        body = encode(bundle)
         while len(body) > self.limit:
             rich = [kind for kind in bundle if kind != "text/plain"]
             if rich:
@@ -93,8 +104,8 @@ class Displays:
             else:
                 # A character takes at most twelve bytes of JSON; the next round is the last.
                 bundle["text/plain"] = bundle["text/plain"][: max(0, self.limit // 12 - 64)] + "\n[truncated]"
-                return json.dumps(bundle).encode()
-            body = json.dumps(bundle).encode()
+                return encode(bundle)
+            body = encode(bundle)
         return body
 
     # --- one object -------------------------------------------------------------------------------

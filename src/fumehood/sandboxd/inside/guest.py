@@ -9,6 +9,7 @@ is removed once the supervisor is connected, so that code in this container cann
 import os
 import socket
 import sys
+import tempfile
 from typing import NoReturn
 
 from fumehood.sandboxd.inside import layout, zygote
@@ -23,6 +24,7 @@ def main(path: str) -> NoReturn:
         sys.exit(f"refused: {layout.DATA} must exist and be writable for uid {os.getuid()}")
     for name in ("OUTPUT_DIR", "MPLBACKEND", "OPENBLAS_NUM_THREADS", "JE_ARROW_MALLOC_CONF"):
         os.environ.setdefault(name, layout.ENVIRON[name])
+    os.environ.setdefault("MPLCONFIGDIR", tempfile.mkdtemp(prefix="matplotlib-"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as listener:
         listener.bind(path)
         os.chmod(path, _SOCKET_MODE)

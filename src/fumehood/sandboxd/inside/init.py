@@ -6,10 +6,12 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn
 
 from fumehood.sandboxd.inside import filters, jail, layout, runner, syscalls, wire
 
+_GUEST = os.path.dirname(__file__).removesuffix("/fumehood/sandboxd/inside")
 _PYTHON = f"{layout.ENVIRONMENT}/bin/python"
 _START_RUNNER = (
     "import sys; sys.path.insert(0, {guest!r}); "
@@ -77,9 +79,12 @@ def _watch(interpreter: int, watched: set[signal.Signals]) -> NoReturn:
     """Reap whatever ends up here until the interpreter itself is gone; its end is the sandbox's."""
     while True:
         received = signal.sigwait(watched)
-        if received != signal.SIGCHLD:
+        if received == signal.SIGINT:
             _signal_group(interpreter, signal.SIGINT)
             continue
+        if received == signal.SIGTERM and os.getpid() != 1:
+            _kill_adopted()  # SIGKILL would end this process alone and leave the others running
+            os._exit(128 + signal.SIGKILL)
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -123,6 +128,10 @@ def _interpret(plan: jail.Plan, program: bytes, channel: socket.socket) -> NoRet
         os.setsid()
         syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)
         os.chdir(plan.work_directory)
+        if plan.walls == "process":
+            plan = replace(plan, read_only=(*plan.read_only, *_own_trees()))
+        else:
+            sys.executable = _PYTHON
         jail.seal(plan, program)
         if plan.fresh_interpreter:
             _become_fresh(channel)
@@ -134,10 +143,15 @@ def _interpret(plan: jail.Plan, program: bytes, channel: socket.socket) -> NoRet
     os._exit(0)
 
 
+def _own_trees() -> list[str]:
+    """Without mounts of its own, a sandbox finds interpreter and packages where the zygote found them."""
+    return [sys.base_prefix, *(entry for entry in sys.path if os.path.isdir(entry))]
+
+
 def _become_fresh(channel: socket.socket) -> NoReturn:
     channel.set_inheritable(True)
-    source = _START_RUNNER.format(guest=layout.GUEST, fd=channel.fileno())
-    os.execv(_PYTHON, [_PYTHON, "-c", source])
+    source = _START_RUNNER.format(guest=_GUEST, fd=channel.fileno())
+    os.execv(sys.executable, [sys.executable, "-c", source])
 
 
 def _forget_the_zygote() -> None:
@@ -146,5 +160,4 @@ def _forget_the_zygote() -> None:
     numpy_random: Callable[[], None] | None = getattr(sys.modules.get("numpy.random"), "seed", None)
     if numpy_random is not None:
         numpy_random()
-    sys.path[:] = [entry for entry in sys.path if entry != layout.GUEST]
-    sys.executable = _PYTHON
+    sys.path[:] = [entry for entry in dict.fromkeys(sys.path) if entry != _GUEST]

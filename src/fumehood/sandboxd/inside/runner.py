@@ -32,6 +32,11 @@ globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
 _REQUEST_LIMIT = 256 << 20
 _RESERVE = 8 << 20  # address space given back when memory runs out, so that the error can be told
 _LEAST_RECURSION = 1000
+# The C function alone: json.loads() needs builtins that a program may have replaced.
+_decode: Callable[[str, int], tuple[dict[str, Any], int]] = getattr(
+    json.JSONDecoder(),
+    "scan_once",  # noqa: B009 (not in the type stubs)
+)
 # signal.signal() without its conversions to enums, which take longer than the system call.
 _set_handler: Callable[[int, Callable[..., None]], object] = importlib.import_module("_signal").signal
 _FORK_WARNING = "This process .* is multi-threaded, use of (fork|forkpty)"
@@ -110,7 +115,7 @@ class _Runner:
             message = assembler.feed(packet)
             if message is None:
                 continue
-            request: dict[str, Any] = json.loads(message.body)
+            request = _decode(message.body.decode(), 0)[0]
             if message.kind is wire.Kind.CONFIGURE:
                 self._configure(request)
                 self._output.reply(wire.Kind.CONFIGURED, b"{}")
@@ -167,11 +172,11 @@ class _Runner:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
     def _notice_new_modules(self) -> None:
-        """As importlib.invalidate_caches(), without the directories that were known before the program began."""
+        """As importlib.invalidate_caches(), but for the directories known before the program began."""
         cache = sys.path_importer_cache
         paths = [path or os.getcwd() for path in sys.path] + list(cache)[self._known_paths :]
         for path in paths:
-            finder = cache.get(path)
+            finder: Any = cache.get(path)
             if finder is not None:
                 finder.invalidate_caches()
             else:
@@ -203,7 +208,10 @@ class _Runner:
         except BaseException:  # the profiler's own; the interpreter takes a function out that raises
             sys.settrace(None)
             sys.setprofile(None)
-        return failure
+        try:
+            return failure
+        finally:
+            del failure  # the frames it holds lead back to this one
 
     def _perform(self, source: str) -> None:
         cell = self._cells.compile(source)
@@ -275,7 +283,7 @@ class _Runner:
         if self._output.forked:
             self._stderr.write(report["traceback"])
         with contextlib.suppress(MemoryError):
-            self._output.message(wire.Kind.ERROR, json.dumps(report).encode())
+            self._output.message(wire.Kind.ERROR, display.encode(report))
         return 1
 
     def _exit_code(self, failure: SystemExit) -> int:

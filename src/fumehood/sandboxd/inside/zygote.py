@@ -28,11 +28,13 @@ class Zygote:
         self._program = b""
         self._own_pids = -1
         self._nested = True
+        self._single = False
 
     def configure(self) -> None:
         request, _ = self._receive()
         self._program = base64.b64decode(request["program"])
         self._nested = request["nested"]
+        self._single = request["single"]
         if self._nested:
             self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         problems = preload.preload(request["preload"])
@@ -122,6 +124,8 @@ class Zygote:
         _, status = os.waitpid(pid, 0)
         if not name.startswith(files.HELPER_PREFIX):
             self._send({"event": "exited", "id": name, "code": os.waitstatus_to_exitcode(status)})
+            if self._single:
+                os._exit(0)  # a pod is never used twice: its container ends with its one sandbox
 
     def _resize(self, request: dict[str, Any], fds: list[int]) -> None:
         error = None
