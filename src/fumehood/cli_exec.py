@@ -1,4 +1,4 @@
-"""Runs one program in one sandbox for `fumehood exec`, with its signals, files and exit code; imports the sandbox server and the modules of the command line."""
+"""Runs one program in one sandbox for `fumehood exec`: signals, files, exit code; imports sandboxd and siblings."""
 
 import ast
 import asyncio
@@ -8,6 +8,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Coroutine
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, override
@@ -74,7 +75,7 @@ class Session:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._loop = asyncio.get_running_loop()
-        self._writer = Writer(lambda error: self._loop.call_soon_threadsafe(self._output_broke, error))
+        self._writer = Writer(self._output_broke)
         self._out = Output(self._writer, json=job.json, quiet=job.quiet)
         self._folder = job.folder
         self._sandbox: LocalSandbox | None = None
@@ -95,14 +96,14 @@ class Session:
         code = await self._cancellable(self._guarded())
         directory = None if self._folder is None else str(self._folder.path)
         self._out.finish(
-            Exit(code=code, reason=self._reason, directory=directory, files=self._saved, skipped=self._skipped)
+            Exit(
+                code=code, reason=self._reason, directory=directory, files=self._saved, skipped=self._skipped
+            )
         )
         if self._leaving is None:
             return await self._cancellable(self._drained(code))
-        try:  # whoever ended us may have stopped reading as well
+        with suppress(TimeoutError):  # whoever ended us may have stopped reading as well
             await asyncio.wait_for(self._writer.drain(), _DRAIN_SECONDS)
-        except TimeoutError:
-            pass
         return code
 
     async def _drained(self, code: int) -> int:
@@ -137,6 +138,9 @@ class Session:
             self._work.cancel()
 
     def _output_broke(self, error: OSError) -> None:
+        self._loop.call_soon_threadsafe(self._leave_broken, error)  # we are on the writer's thread here
+
+    def _leave_broken(self, error: OSError) -> None:
         code = broken_exit_code(error)
         if code == NO_SANDBOX:
             self._out.error(f"Standard output cannot be written: {error.strerror}.")
@@ -164,21 +168,26 @@ class Session:
 
     async def _isolated(self) -> int:
         job = self._job
-        status = self._out.starting()
-        with status:
-            supervisor = await Supervisor(job.settings).__aenter__()
-        async with _Closing(supervisor):
-            self._sandbox = await supervisor.create(job.spec)
+        async with AsyncExitStack() as stack:
+            with self._out.starting():
+                supervisor = await stack.enter_async_context(Supervisor(job.settings))
+                self._sandbox = await supervisor.create(job.spec)
             before = await self._upload(self._sandbox)
             self._execution = self._sandbox.start(job.code, timeout=job.timeout)
-            end = None
-            async for event in self._execution.events():
-                await self._take(event)
-                end = event
-            assert isinstance(end, End)
+            end = await self._follow(self._execution)
             self._reason = end.reason
-            await self._bring_home(self._sandbox, end, before)
+            try:
+                await self._bring_home(self._sandbox, end, before)
+            except SandboxError as error:
+                self._out.warn(f"The files that the code wrote cannot be read: {error}")
             return _EXIT_CODES.get(end.status, (end.exit_code & 0xFF) or int(end.status != "ok"))
+
+    async def _follow(self, execution: Execution) -> End:
+        async for event in execution.events():
+            await self._take(event)
+            if isinstance(event, End):
+                return event
+        raise RuntimeError("an execution without an end")
 
     async def _upload(self, sandbox: LocalSandbox) -> dict[str, FileEntry]:
         for path in self._job.uploads:
@@ -254,25 +263,16 @@ class Session:
         lines: list[str] = []
         for file in self._saved:
             if file.source is not None:
-                other = "" if file.path == file.source else f" ({printable(file.source)} was there with other content)"
+                other = (
+                    ""
+                    if file.path == file.source
+                    else f" ({printable(file.source)} was there with other content)"
+                )
                 lines.append(f"saved: {printable(str(folder.path / file.path))}{other}")
         for line in _few(lines):
             self._out.note(line)
         for line in _few([f"not saved: {file.path}: {file.reason}" for file in self._skipped]):
             self._out.warn(line)
-
-
-class _Closing:
-    """`async with` for a supervisor that has been entered already."""
-
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
-
-    async def __aenter__(self) -> None:
-        return None
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._supervisor.close()
 
 
 def _files(number: int) -> str:

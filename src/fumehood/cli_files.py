@@ -1,4 +1,4 @@
-"""Puts files of untrusted names and content into a directory of the operator's; imports the sandbox server's types and the standard library."""
+"""Puts files of untrusted names and content into a directory of the operator's; imports the standard library."""
 
 import base64
 import binascii
@@ -6,6 +6,7 @@ import os
 import stat
 import unicodedata
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
 
@@ -65,10 +66,8 @@ class Folder:
         here = os.dup(self._fd)
         for part in above:
             try:
-                try:
+                with suppress(FileExistsError):
                     os.mkdir(part, 0o755, dir_fd=here)
-                except FileExistsError:
-                    pass
                 below = os.open(part, _DIRECTORY, dir_fd=here)
             except NotADirectoryError as error:
                 raise NotSaved("a file or a link stands where its directory would be") from error

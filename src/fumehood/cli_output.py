@@ -1,4 +1,4 @@
-"""Shows what happens in a sandbox on standard output and error, for people or as JSON; imports msgspec, rich and `fumehood.protocol.sandbox`."""
+"""Shows what happens in a sandbox, for people or as JSON; imports msgspec, rich and `fumehood.protocol.sandbox`."""
 
 import asyncio
 import errno
@@ -120,10 +120,11 @@ def _visible(match: re.Match[str]) -> str:
     return "\u2421" if char == "\x7f" else f"\\x{ord(char):02x}"
 
 
-class _Feed(io.TextIOBase):
+class _Feed(io.StringIO):
     """What rich writes to: the same queue as everything else."""
 
     def __init__(self, writer: Writer) -> None:
+        super().__init__()
         self._writer = writer
 
     @override
@@ -143,9 +144,11 @@ class Output:
         self._writer = writer
         self._json = json
         self._quiet = quiet
-        self._terminals = {fd: os.isatty(fd) for fd in (STDOUT, STDERR)}
-        self._console = Console(file=_Feed(writer), soft_wrap=True, highlight=False, markup=False, emoji=False)
-        self._open_line = dict.fromkeys((STDOUT, STDERR), False)
+        self._terminals: dict[int, bool] = {fd: os.isatty(fd) for fd in (STDOUT, STDERR)}
+        self._console = Console(
+            file=_Feed(writer), soft_wrap=True, highlight=False, markup=False, emoji=False
+        )
+        self._open_line: dict[int, bool] = {STDOUT: False, STDERR: False}
         self._coloured = False
 
     def starting(self) -> AbstractContextManager[object]:

@@ -20,7 +20,7 @@ from fumehood.sandboxd.inside.wire import Kind
 
 SECONDS = 60  # generous: it bounds a hang, it does not measure
 _START = "from fumehood.sandboxd.inside import runner; runner.main(['{fd}'])"
-_PRELOADED = "import matplotlib; matplotlib.use('Agg'); import matplotlib.pyplot, pandas; " + _START
+PRELOADED = "import matplotlib; matplotlib.use('Agg'); import matplotlib.pyplot, pandas; " + _START
 
 
 class Reply:

@@ -83,6 +83,11 @@ def leave(made: list[Path]) -> None:
         directory.rmdir()
 
 
+def _terminated(number: int, frame: object) -> None:
+    del frame
+    sys.exit(128 + number)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--delegate", action="store_true")
@@ -92,7 +97,7 @@ def main() -> int:
     project = Path(__file__).resolve().parents[2]
     open_up([Path(sys.base_prefix), project])
     made = delegate(arguments.uid) if arguments.delegate else []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _terminated)
     environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/nonexistent", "LANG": "C.UTF-8"}
     try:
         return subprocess.run(

@@ -166,7 +166,8 @@ class Cgroup:
         fds: list[int] = []
         try:
             for dir_fd in self._tree.directories():
-                fds.append(os.open(f"{self.name}/{members}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=dir_fd))
+                fd = os.open(f"{self.name}/{members}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=dir_fd)
+                fds.append(fd)
         except OSError:
             for fd in fds:
                 os.close(fd)

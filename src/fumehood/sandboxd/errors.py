@@ -1,11 +1,11 @@
 """What can go wrong with sandboxes, by audience; imports nothing.
 
-    SandboxError                     the operator's or the caller's to know
-    ├── IsolationUnavailable         this machine cannot isolate; nothing is started
-    ├── SandboxStartFailed           one sandbox could not be made; the next may
-    ├── AtCapacity                   as many sandboxes live as are allowed
-    ├── SandboxGone                  the sandbox ended before or while it was asked for something
-    └── FileRefused                  a name, type or size that is not served
+SandboxError                     the operator's or the caller's to know
+├── IsolationUnavailable         this machine cannot isolate; nothing is started
+├── SandboxStartFailed           one sandbox could not be made; the next may
+├── AtCapacity                   as many sandboxes live as are allowed
+├── SandboxGone                  the sandbox ended before or while it was asked for something
+└── FileRefused                  a name, type or size that is not served
 """
 
 

@@ -1,4 +1,4 @@
-"""Becomes the zygote's outer jail: stages what is needed, drops root, executes bubblewrap; imports only the standard library.
+"""Becomes the zygote's outer jail: stages trees, drops root, starts bubblewrap; imports only the standard library.
 
 A program of its own, executed with an empty environment: nothing of the supervisor's memory, open files or
 variables is carried into the process from which sandboxes are forked. It is given to the interpreter by path
@@ -37,9 +37,9 @@ def _stage(places: dict[str, str]) -> dict[str, str]:
     """Give the trees names that an unprivileged user can reach: parents such as /root are closed to it."""
     libc = ctypes.CDLL(None, use_errno=True)
 
-    def mount(source: str, target: str, kind: str | None, flags: int) -> None:
-        arguments = (source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags))
-        if libc.mount(*arguments, None):
+    def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+        names = (source.encode(), target.encode(), kind.encode() if kind else None)
+        if libc.mount(*names, ctypes.c_ulong(flags), options.encode()):
             number = ctypes.get_errno()
             raise OSError(number, f"mount {target}: {os.strerror(number)}")
 
@@ -48,8 +48,7 @@ def _stage(places: dict[str, str]) -> dict[str, str]:
     # By descriptor, since the stage may cover a place; opened here, since only this namespace's can be bound.
     anchors = {name: os.open(path, os.O_PATH | os.O_CLOEXEC) for name, path in places.items()}
     stage = next(path for path in _STAGES if os.path.isdir(path))
-    mount("stage", stage, "tmpfs", _MS_NOSUID_NODEV)
-    os.chmod(stage, 0o755)
+    mount("stage", stage, "tmpfs", _MS_NOSUID_NODEV, "mode=0755")
     staged: dict[str, str] = {}
     for name, anchor in anchors.items():
         staged[name] = f"{stage}/{name}"

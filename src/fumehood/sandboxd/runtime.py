@@ -1,4 +1,4 @@
-"""Finds what a sandbox is made of on this machine: interpreter, packages, bubblewrap; imports only `packaging` and the standard library."""
+"""Finds what sandboxes are made of: interpreter, packages, bubblewrap; imports `packaging` and the standard library."""
 
 import hashlib
 import importlib.metadata
@@ -55,11 +55,9 @@ class Runtime:
     certificates: Path | None
 
     @property
-    def library_path(self) -> str | None:
-        """Where the loader finds libpython when the build recorded an absolute place for it."""
-        if self.prefix is None or not any((self.prefix / "lib").glob("libpython*.so*")):
-            return None
-        return "lib"
+    def has_shared_library(self) -> bool:
+        """Whether the loader must be told of libpython: builds record an absolute place for it."""
+        return self.prefix is not None and any((self.prefix / "lib").glob("libpython*.so*"))
 
 
 def discover_runtime() -> Runtime:
@@ -176,7 +174,9 @@ def _wheel_path() -> Path | None:
 
 def _version(path: Path) -> str:
     try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, env={}, check=True)
+        answer = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=10, env={}, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise RuntimeUnavailable(f"{path} does not run: {error}") from error
     match = re.search(r"\d+\.\d+\.\d+", answer.stdout)

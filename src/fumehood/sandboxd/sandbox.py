@@ -1,4 +1,4 @@
-"""One live sandbox as the supervisor sees it: calls, deadlines, files, its end; imports only `fumehood.protocol.sandbox`."""
+"""One live sandbox: calls, deadlines, files, its end; imports only `fumehood.protocol.sandbox` and siblings."""
 
 import asyncio
 import contextlib
@@ -376,7 +376,9 @@ class LocalSandbox:
                 listing.seek(0)
                 found = [files.Found(*row) for row in json.load(listing)]
             cut = answer["cut"]
-        return [FileEntry(path=item.path, size=item.size, modified_ns=item.modified_ns) for item in found], cut
+        return [
+            FileEntry(path=item.path, size=item.size, modified_ns=item.modified_ns) for item in found
+        ], cut
 
     async def read_file(self, path: str, *, limit: int) -> bytes:
         """The content of one regular file of at most `limit` bytes; FileRefused otherwise."""

@@ -1,4 +1,4 @@
-"""Makes, hands out and ends sandboxes on this host, and keeps to the limits; imports only `fumehood.protocol.sandbox`."""
+"""Makes, hands out and ends sandboxes, within limits; imports only `fumehood.protocol.sandbox` and siblings."""
 
 import asyncio
 import contextlib
@@ -18,11 +18,12 @@ from fumehood.sandboxd import cgroups, seccomp
 from fumehood.sandboxd.cgroups import Cgroup, CgroupLimits, CgroupTree, CgroupUnavailable
 from fumehood.sandboxd.errors import AtCapacity, IsolationUnavailable, SandboxStartFailed
 from fumehood.sandboxd.inside import jail, layout
+from fumehood.sandboxd.launching import Launch, root_entries
 from fumehood.sandboxd.runtime import RuntimeUnavailable, discover_bubblewrap, discover_runtime
 from fumehood.sandboxd.sandbox import LocalSandbox, Place, data_quota
 from fumehood.sandboxd.settings import Settings
-from fumehood.sandboxd.subordinate import subordinate_users
-from fumehood.sandboxd.zygotes import Launch, UserRange, Zygote, reserve_users, root_entries
+from fumehood.sandboxd.users import UserRange, reserve_users, subordinate_users
+from fumehood.sandboxd.zygotes import Zygote
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Supervisor:
             self._users = self._find_users()
             if self._settings.mode == "unsafe-degraded":
                 self._scratch = tempfile.mkdtemp(prefix="fumehood-degraded-")
-                os.chmod(self._scratch, 0o711)
+                os.chmod(self._scratch, 0o711)  # noqa: S103 - sandboxes may enter, not list it
             self._launch = self._prepare_launch()
         await self._living_zygote()
         self._refill()
@@ -212,7 +213,8 @@ class Supervisor:
     @property
     def zygote(self) -> Zygote:
         """For `doctor`, tests and metrics: the zygote that is running."""
-        assert self._zygote is not None
+        if self._zygote is None:
+            raise IsolationUnavailable("No zygote runs.", "Enter the supervisor first.")
         return self._zygote
 
     # ---- sandboxes --------------------------------------------------------------------------------------------
@@ -315,8 +317,8 @@ class Supervisor:
 
     def _plan(self, place: Place, *, fresh_interpreter: bool) -> jail.Plan:
         namespaces = self._settings.mode == "namespaces"
-        read_only: tuple[str, ...] = layout.READ_ONLY if namespaces else layout.POD_READ_ONLY
-        writable: tuple[str, ...] = layout.WRITABLE
+        read_only = layout.READ_ONLY if namespaces else layout.POD_READ_ONLY
+        writable = layout.WRITABLE
         if place.scratch is not None:
             read_only = ("/usr", *root_entries(), f"{self._scratch}/cache")
             writable = (place.scratch,)
@@ -328,8 +330,8 @@ class Supervisor:
             processes=self._settings.processes,
             open_files=self._settings.open_files,
             fresh_interpreter=fresh_interpreter,
-            writable=writable,
-            read_only=read_only,
+            writable=list(writable),
+            read_only=list(read_only),
             deny_tcp=self._settings.mode == "unsafe-degraded",
             work_directory=place.work_directory,
         )
@@ -362,4 +364,3 @@ class Supervisor:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-

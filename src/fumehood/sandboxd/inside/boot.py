@@ -1,4 +1,4 @@
-"""First program in the jail: puts the sandbox's file system together and becomes the zygote; imports only the standard library.
+"""First program in the jail: lays out the sandbox's files, becomes the zygote; imports only the standard library.
 
 bubblewrap has laid the host's trees out under their own names in a private root. They reach the sandbox as
 read-only overlays instead of plain binds, for two reasons: a mask in front hides what does not belong there
@@ -10,13 +10,16 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from fumehood.sandboxd.inside import layout, syscalls
 
 _NEW = "/new"
 _MASKS = "/masks"
-_START_ZYGOTE = "import sys; sys.path.insert(0, {guest!r}); from fumehood.sandboxd.inside import zygote; zygote.main({fd})"
+_START_ZYGOTE = (
+    "import sys; sys.path.insert(0, {guest!r}); "
+    "from fumehood.sandboxd.inside import zygote; zygote.main({fd})"
+)
 
 _ETC = {
     "passwd": "root:x:0:0:root:/root:/usr/sbin/nologin\n"
@@ -38,14 +41,13 @@ class Trees:
     executable: str  # the interpreter's file name
     python: str | None
     site: str
-    site_keep: tuple[str, ...]
+    site_keep: list[str]
     roots: dict[str, str | None]  # "/lib64" -> target of the link, or None for a real directory
     certificates: str | None
 
     @classmethod
     def decode(cls, body: str) -> "Trees":
-        raw: dict[str, Any] = json.loads(body)
-        return cls(**{**raw, "site_keep": tuple(raw["site_keep"])})
+        return cls(**json.loads(body))
 
 
 def main(body: str, control_fd: int) -> NoReturn:
@@ -81,7 +83,7 @@ def _lay_out(trees: Trees) -> bool:
         else:
             neutral.append(_overlay(name, name, hidden=set()))
     if trees.python is not None:
-        neutral.append(_overlay(trees.python, layout.PYTHON, hidden=_beside_python(trees)))
+        neutral.append(_overlay(trees.python, layout.PYTHON, hidden=_beside_python(trees, trees.python)))
     neutral.append(_environment(trees))
     guest = "/fumehood/sandboxd/inside"
     neutral.append(_overlay("/guest" + guest, layout.GUEST + guest, hidden=set()))
@@ -93,13 +95,12 @@ def _lay_out(trees: Trees) -> bool:
     return all(neutral)
 
 
-def _beside_python(trees: Trees) -> set[str]:
+def _beside_python(trees: Trees, prefix: str) -> set[str]:
     """What lies in the interpreter's prefix and is not the interpreter."""
-    assert trees.python is not None
     library = f"python{trees.version}"
-    hidden = {f"/{name}" for name in os.listdir(trees.python) if name not in ("bin", "lib")}
-    hidden |= {f"/bin/{name}" for name in os.listdir(f"{trees.python}/bin") if name != trees.executable}
-    for name in os.listdir(f"{trees.python}/lib"):
+    hidden = {f"/{name}" for name in os.listdir(prefix) if name not in ("bin", "lib")}
+    hidden |= {f"/bin/{name}" for name in os.listdir(f"{prefix}/bin") if name != trees.executable}
+    for name in os.listdir(f"{prefix}/lib"):
         # Shared libraries stay: a relocatable build keeps its own OpenSSL and the like beside libpython.
         if name != library and ".so" not in name:
             hidden.add(f"/lib/{name}")
@@ -170,7 +171,12 @@ def _devices() -> None:
         with open(_NEW + path, "w"):
             pass
         syscalls.mount(path, _NEW + path, None, syscalls.MS_BIND)
-    for name, target in (("fd", "self/fd"), ("stdin", "self/fd/0"), ("stdout", "self/fd/1"), ("stderr", "self/fd/2")):
+    for name, target in (
+        ("fd", "self/fd"),
+        ("stdin", "self/fd/0"),
+        ("stdout", "self/fd/1"),
+        ("stderr", "self/fd/2"),
+    ):
         os.symlink(f"/proc/{target}", f"{_NEW}/dev/{name}")
 
 

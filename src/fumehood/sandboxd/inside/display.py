@@ -113,9 +113,10 @@ class Displays:
     def _bundle(self, value: object) -> Bundle:
         figure = _figure_class()
         if figure is not None and isinstance(value, figure):
-            bundle = {"text/plain": repr(value), "image/png": _png(value)}
-            _close(value)  # else it would be shown again at the end of the call
-            return bundle
+            try:
+                return _picture(value)
+            finally:
+                _close(value)  # else it would be shown again at the end of the call
         bundle = {"text/plain": repr(value)}
         if not isinstance(value, type):
             self._call(value, "_repr_mimebundle_", lambda found: _merge(bundle, found))
@@ -150,9 +151,9 @@ class Displays:
         managers = _managers()
         try:
             for manager in managers:
-                figure = manager.canvas.figure
-                if figure.axes or figure.lines or figure.texts or figure.images or figure.patches:
-                    self._send({"text/plain": repr(figure), "image/png": _png(figure)})
+                bundle = _picture(manager.canvas.figure)
+                if "image/png" in bundle:
+                    self._send(bundle)
         finally:
             if managers:
                 close_figures()
@@ -216,12 +217,14 @@ def close_figures() -> None:
         gcf.figs.clear()
 
 
-def _png(figure: Any) -> str:
-    buffer = io.BytesIO()
-    figure.canvas.print_figure(
-        buffer, format="png", dpi=figure.dpi, bbox_inches="tight", facecolor=figure.get_facecolor()
-    )
-    return base64.b64encode(buffer.getbuffer()).decode()
+def _picture(figure: Any) -> Bundle:
+    bundle = {"text/plain": repr(figure)}
+    if figure.axes or figure.lines or figure.texts or figure.images or figure.patches:
+        buffer = io.BytesIO()
+        face = figure.get_facecolor()
+        figure.canvas.print_figure(buffer, format="png", dpi=figure.dpi, bbox_inches="tight", facecolor=face)
+        bundle["image/png"] = base64.b64encode(buffer.getbuffer()).decode()
+    return bundle
 
 
 def _merge(bundle: Bundle, found: object) -> None:

@@ -5,6 +5,7 @@ user in its cgroup, for writing: root cannot create files on that tmpfs (its own
 pages must count against the sandbox that asked for them.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -149,10 +150,8 @@ def _make_parents(data: int, raw: bytes) -> int:
     here = syscalls.openat2(data, b".", os.O_RDONLY | os.O_DIRECTORY, resolve=_BENEATH)
     for part in raw.split(b"/")[:-1]:
         try:
-            try:
+            with contextlib.suppress(FileExistsError):
                 os.mkdir(part, 0o755, dir_fd=here)
-            except FileExistsError:
-                pass
             below = syscalls.openat2(here, part, os.O_RDONLY | os.O_DIRECTORY, resolve=_BENEATH)
         finally:
             os.close(here)
@@ -217,7 +216,9 @@ def _perform(task: dict[str, Any], data: int, source: int, opened: list[int]) ->
             # A listing can be longer than a packet.
             found, cut = walk(data)
             listing = os.memfd_create("listing")
-            os.write(listing, json.dumps([[item.path, item.size, item.modified_ns] for item in found]).encode())
+            os.write(
+                listing, json.dumps([[item.path, item.size, item.modified_ns] for item in found]).encode()
+            )
             opened.append(listing)
             return {"cut": cut}
         case unknown:

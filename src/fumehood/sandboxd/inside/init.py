@@ -1,4 +1,4 @@
-"""PID 1 of a sandbox: builds the jail, starts the interpreter, reaps, forwards interrupts; imports only the standard library."""
+"""PID 1 of a sandbox: builds the jail, starts the interpreter, reaps; imports only the standard library."""
 
 import os
 import random
@@ -129,7 +129,7 @@ def _interpret(plan: jail.Plan, program: bytes, channel: socket.socket) -> NoRet
         syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)
         os.chdir(plan.work_directory)
         if plan.walls == "process":
-            plan = replace(plan, read_only=(*plan.read_only, *_own_trees()))
+            plan = replace(plan, read_only=[*plan.read_only, *_own_trees()])
         else:
             sys.executable = _PYTHON
         jail.seal(plan, program)

@@ -35,15 +35,14 @@ class Plan:
     processes: int
     open_files: int
     fresh_interpreter: bool
-    writable: tuple[str, ...]
-    read_only: tuple[str, ...]
+    writable: list[str]
+    read_only: list[str]
     deny_tcp: bool
     work_directory: str
 
     @classmethod
     def decode(cls, body: str) -> "Plan":
-        raw = json.loads(body)
-        return cls(**{**raw, "writable": tuple(raw["writable"]), "read_only": tuple(raw["read_only"])})
+        return cls(**json.loads(body))
 
 
 def join_cgroups(fds: list[int]) -> None:

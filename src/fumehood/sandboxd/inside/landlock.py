@@ -1,4 +1,4 @@
-"""Landlock as the second wall behind the mounts: which trees may be touched, and how; imports only the standard library."""
+"""Landlock, the second wall behind the mounts: which trees may be touched; imports only the standard library."""
 
 import os
 from collections.abc import Iterable

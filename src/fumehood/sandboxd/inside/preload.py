@@ -10,7 +10,17 @@ from typing import Any
 
 # What a first data frame or chart would import lazily, after the modules that bring it.
 _LAZY: dict[str, tuple[str, ...]] = {
-    "": ("asyncio", "ssl", "sqlite3", "decimal", "csv", "zipfile", "subprocess", "concurrent.futures", "hashlib"),
+    "": (
+        "asyncio",
+        "ssl",
+        "sqlite3",
+        "decimal",
+        "csv",
+        "zipfile",
+        "subprocess",
+        "concurrent.futures",
+        "hashlib",
+    ),
     "numpy": ("numpy.fft", "numpy.linalg", "numpy.random", "numpy.ma", "numpy.polynomial"),
     "pandas": ("pandas.plotting._matplotlib", "pandas.io.formats.style", "pandas.io.formats.html"),
     "matplotlib": ("matplotlib.pyplot", "matplotlib.backends.backend_agg", "matplotlib.dates"),

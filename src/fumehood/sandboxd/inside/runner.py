@@ -33,10 +33,8 @@ _REQUEST_LIMIT = 256 << 20
 _RESERVE = 8 << 20  # address space given back when memory runs out, so that the error can be told
 _LEAST_RECURSION = 1000
 # The C function alone: json.loads() needs builtins that a program may have replaced.
-_decode: Callable[[str, int], tuple[dict[str, Any], int]] = getattr(
-    json.JSONDecoder(),
-    "scan_once",  # noqa: B009 (not in the type stubs)
-)
+_decoder: Any = json.JSONDecoder()
+_decode: Callable[[str, int], tuple[dict[str, Any], int]] = _decoder.scan_once
 # signal.signal() without its conversions to enums, which take longer than the system call.
 _set_handler: Callable[[int, Callable[..., None]], object] = importlib.import_module("_signal").signal
 _FORK_WARNING = "This process .* is multi-threaded, use of (fork|forkpty)"

@@ -162,7 +162,9 @@ def _only_these_fds(fds: list[int]) -> tuple[socket.socket, list[int]]:
 
 def _make_root_read_only() -> None:
     """From here on nothing outside a sandbox's own tmpfs can be written, by anybody."""
-    flags = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
+    flags = (
+        syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
+    )
     syscalls.mount("sandbox", "/", None, flags)
 
 

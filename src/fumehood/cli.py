@@ -1,0 +1,305 @@
+"""The command line: `fumehood exec` and `fumehood doctor`; imports typer, and what a command needs when it runs."""
+
+import asyncio
+import math
+import os
+import sys
+import tokenize
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from fumehood import __version__
+
+try:
+    import typer
+except ModuleNotFoundError as error:  # the base install is the client library
+    raise SystemExit("The command line needs an extra: pip install 'fumehood[server]'") from error
+
+if TYPE_CHECKING:
+    from fumehood.protocol.sandbox import SandboxSpec
+    from fumehood.sandboxd.probe import Finding, Report
+    from fumehood.sandboxd.settings import Settings
+
+
+class Memory(StrEnum):
+    ONE = "1g"
+    FOUR = "4g"
+    SIXTEEN = "16g"
+    SIXTY_FOUR = "64g"
+
+
+class Mode(StrEnum):
+    NAMESPACES = "namespaces"
+    POD = "pod"
+    UNSAFE_DEGRADED = "unsafe-degraded"
+
+
+class Limits(StrEnum):
+    ENFORCED = "enforced"
+    BEST_EFFORT = "best-effort"
+
+
+_EXEC_EPILOG = """\b
+Exit codes:
+  0, 1, n  the code's own: it ended, it raised, it called sys.exit(n)
+  2        this command was used wrongly
+  124      the code ran longer than --timeout
+  125      the code could not be isolated, or its sandbox was lost
+  130      the code was interrupted
+  137      the code ran out of memory
+"""
+_DOCTOR_EPILOG = "Exit code: 0 if code can be isolated here, with or without warnings, else 1."
+
+ModeOption = Annotated[
+    Mode,
+    typer.Option(
+        help="Which walls: namespaces is the default; pod talks to a container that is the wall; unsafe-degraded "
+        "has no namespaces and is for code that you trust."
+    ),
+]
+LimitsOption = Annotated[
+    Limits,
+    typer.Option(
+        help="enforced refuses to run where memory cannot be bounded by cgroups; best-effort runs without that bound."
+    ),
+]
+GuestSocketOption = Annotated[
+    Path | None,
+    typer.Option(metavar="PATH", help="With --mode pod: the socket on which the container listens."),
+]
+
+app = typer.Typer(
+    help="An open, self-hosted code interpreter: runs Python that you do not trust in isolated sandboxes.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    _fill_standard_descriptors()
+    app(prog_name="fumehood")
+
+
+def _fill_standard_descriptors() -> None:
+    """If the caller closed one of 0, 1, 2, the next file to be opened would become it."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        print(f"fumehood {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def fumehood(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave."),
+    ] = False,
+) -> None:
+    """The group itself has nothing to do."""
+    del version
+
+
+# ---- exec -----------------------------------------------------------------------------------------------------
+
+
+@app.command("exec", epilog=_EXEC_EPILOG)
+def execute(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FILE|-", show_default=False, help="The file to run; - reads standard input."
+        ),
+    ] = None,
+    code: Annotated[str | None, typer.Option("-c", metavar="CODE", help="The code to run.")] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Interrupt the code after so long, and kill it if need be."),
+    ] = 60.0,
+    memory: Annotated[
+        Memory, typer.Option(help="What the sandbox may use; its files count, and may be half of it.")
+    ] = Memory.ONE,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="Put this file into /mnt/data first; may be given several times."),
+    ] = None,
+    files_out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Save the files that the code wrote to /mnt/data, and the pictures it showed, in DIR. Nothing there "
+            "is replaced: a file that differs from one of its name gets a number.",
+        ),
+    ] = None,
+    mode: ModeOption = Mode.NAMESPACES,
+    limits: LimitsOption = Limits.ENFORCED,
+    guest_socket: GuestSocketOption = None,
+    fresh_interpreter: Annotated[
+        bool,
+        typer.Option(
+            "--fresh-interpreter",
+            help="Start a new Python in the sandbox rather than a copy of a running one: an address-space layout "
+            "and a hash seed of its own, slower.",
+        ),
+    ] = False,
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help='Print one JSON object per line for each event as it comes, then one of the type "exit" with the '
+            "exit code and the saved files.",
+        ),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Say nothing but what the code says, and what went wrong.")
+    ] = False,
+) -> None:
+    """Run Python in a sandbox of its own, show what it prints, and take home what it made.
+
+    The code sees no files, variables or processes of this machine, and no network. It works in /mnt/data.
+    Ctrl-C interrupts it; a second one ends it at once.
+    """
+    if not 0 < timeout < math.inf:
+        raise typer.BadParameter("must be a positive number of seconds", param_hint="--timeout")
+    text = _read_code(source, code)
+    _require_linux()
+    from fumehood.cli_exec import Job, Session, light_preload
+    from fumehood.cli_files import Folder
+    from fumehood.protocol.sandbox import SandboxSpec
+
+    spec = SandboxSpec(memory=memory.value, fresh_interpreter=fresh_interpreter)
+    uploads = _check_uploads(file or [], spec)
+    settings = _settings(mode, limits, guest_socket)
+    try:
+        folder = None if files_out is None else Folder(files_out)
+    except OSError as error:
+        raise typer.BadParameter(f"{files_out}: {error.strerror}", param_hint="--files-out") from error
+    settings = _with_preload(settings, light_preload(text, uploads, settings.preload))
+    job = Job(
+        code=text,
+        timeout=timeout,
+        spec=spec,
+        settings=settings,
+        uploads=uploads,
+        folder=folder,
+        json=json,
+        quiet=quiet,
+    )
+
+    async def run() -> int:
+        return await Session(job).run()
+
+    raise typer.Exit(asyncio.run(run()))
+
+
+def _read_code(source: str | None, code: str | None) -> str:
+    if (source is None) == (code is None):
+        raise typer.BadParameter("give either -c CODE, or a FILE, or - for standard input", param_hint="code")
+    try:
+        if code is not None:
+            code.encode()
+            return code
+        if source == "-":
+            return _decode(sys.stdin.buffer.read())
+        return _decode(Path(str(source)).read_bytes())
+    except OSError as error:
+        raise typer.BadParameter(f"{source}: {error.strerror}", param_hint="FILE") from error
+    except (SyntaxError, UnicodeError, LookupError) as error:
+        raise typer.BadParameter(f"the code is not valid text: {error}", param_hint="code") from error
+
+
+def _decode(content: bytes) -> str:
+    """As Python itself reads a source file: UTF-8, unless the first lines say otherwise."""
+    lines = iter(content.splitlines(keepends=True))
+    encoding, _ = tokenize.detect_encoding(lambda: next(lines, b""))
+    return content.decode(encoding)
+
+
+def _check_uploads(paths: "list[Path]", spec: "SandboxSpec") -> tuple[Path, ...]:
+    from fumehood.cli_exec import check_uploads
+
+    if problem := check_uploads(paths, spec):
+        raise typer.BadParameter(problem, param_hint="--file")
+    return tuple(paths)
+
+
+def _require_linux() -> None:
+    if sys.platform != "linux":
+        print("Sandboxes need Linux.", file=sys.stderr)
+        raise typer.Exit(125)
+
+
+def _settings(mode: Mode, limits: Limits, guest_socket: Path | None) -> "Settings":
+    from fumehood.sandboxd.settings import Settings
+
+    if (mode is Mode.POD) != (guest_socket is not None):
+        raise typer.BadParameter("--mode pod and --guest-socket go together", param_hint="--guest-socket")
+    return Settings(pool=0, capacity=1, mode=mode.value, limits=limits.value, guest_socket=guest_socket)
+
+
+def _with_preload(settings: "Settings", preload: tuple[str, ...]) -> "Settings":
+    from dataclasses import replace
+
+    return replace(settings, preload=preload)
+
+
+# ---- doctor ---------------------------------------------------------------------------------------------------
+
+
+@app.command("doctor", epilog=_DOCTOR_EPILOG)
+def doctor(
+    mode: ModeOption = Mode.NAMESPACES,
+    limits: LimitsOption = Limits.ENFORCED,
+    guest_socket: GuestSocketOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
+) -> None:
+    """Tell whether this machine can isolate code, and what to do about what is missing."""
+    _require_linux()
+    settings = _settings(mode, limits, guest_socket)
+    from fumehood.sandboxd import probe
+
+    report = asyncio.run(probe.examine(settings))
+    if json:
+        import msgspec
+
+        print(msgspec.json.encode(report).decode())
+    else:
+        _render(report)
+    raise typer.Exit(0 if report.works else 1)
+
+
+def _render(report: "Report") -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, emoji=False, width=160)
+    colours = {"ok": "green", "warning": "yellow", "missing": "red"}
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for finding in report.findings:
+        table.add_row(Text(finding.state, style=colours[finding.state]), finding.name, Text(finding.detail))
+    console.print(table)
+    for finding in report.findings:
+        if finding.advice:
+            console.print()
+            console.print(
+                Text(f"{finding.name}: {_one_line(finding)}", style=colours[finding.state]), soft_wrap=True
+            )
+            console.print(Text(finding.advice), soft_wrap=True)
+    console.print()
+    verdict = "Code can be isolated here" if report.works else "Code cannot be isolated here"
+    console.print(Text(f"{verdict} (mode {report.mode}).", style="green" if report.works else "red"))
+
+
+def _one_line(finding: "Finding") -> str:
+    return finding.detail.partition("\n")[0]

@@ -1,0 +1,209 @@
+"""A host as root and as an ordinary user, fresh sandboxes, and what must hold after every attack; imports pytest and `tests.support`.
+
+Each attack gets a sandbox of its own. Beside it, for the whole session, lives a neighbour with a variable and
+a counter: after each attack it is asked whether it is still itself, as are the supervisor and the zygote.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.client import PATIENCE, Driver, DriverError, SandboxClient, Who
+
+PRELUDE = (Path(__file__).parent / "programs" / "prelude.py").read_text()
+_NEIGHBOUR = """
+import threading, time
+mine, count = {token!r}, 0
+def tick():
+    global count
+    while True:
+        count += 1
+        time.sleep(0.05)
+threading.Thread(target=tick, daemon=True).start()
+"""
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20) -> bool:
+    """Whether it became true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@dataclass
+class Neighbour:
+    """The other tenant: knows at once when something of it changed."""
+
+    box: SandboxClient
+    token: str
+    last: int = 0
+
+    def check(self) -> None:
+        def counted() -> bool:
+            mine, count = self.box.ask("import json; print(json.dumps([mine, count]))", timeout=PATIENCE)
+            assert mine == self.token
+            moved = count > self.last
+            self.last = count
+            return moved
+
+        assert wait_for(counted), "the neighbour's counter stands still"
+
+
+@dataclass
+class Host:
+    driver: Driver
+    neighbour: Neighbour
+    zygote: int
+    boxes: list[SandboxClient] = field(default_factory=list[SandboxClient])
+
+    @property
+    def who(self) -> Who:
+        return self.driver.who
+
+    @property
+    def limited(self) -> bool:
+        """Whether memory and processes are bounded by cgroups here."""
+        return bool(self.driver.started["cgroups"])
+
+    def create(self, **spec: Any) -> SandboxClient:
+        box = self.driver.create(**spec)
+        self.boxes.append(box)
+        outcome = box.run(PRELUDE)
+        assert outcome.end.status == "ok", outcome
+        return box
+
+    def check(self) -> None:
+        """Supervisor, zygote and neighbour are what they were."""
+        info = self.driver.info()
+        assert info["supervisor"] == self.driver.started["supervisor"]
+        assert (info["zygote"], info["zygote_alive"]) == (self.zygote, True), "the zygote was replaced"
+        self.neighbour.check()
+
+
+def start_driver(who: Who, **settings: Any) -> Driver:
+    """With limits where this machine has them for us; else as well as it goes."""
+    if who == "ordinary" and os.geteuid() != 0:
+        try:
+            return Driver.start(who, **settings)
+        except DriverError as error:
+            if error.kind != "IsolationUnavailable":
+                raise
+            return Driver.start(who, limits="best-effort", **settings)
+    return Driver.start(who, **settings)
+
+
+# ---- what may be left behind: nothing --------------------------------------------------------------------------
+
+
+def children_of(parents: set[int]) -> set[int]:
+    """All descendants of these processes."""
+    pairs: list[tuple[int, int]] = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                stat = Path(f"/proc/{entry}/stat").read_text()
+            except OSError:
+                continue
+            pairs.append((int(entry), int(stat.rpartition(")")[2].split()[1])))
+    found = set(parents)
+    while more := {pid for pid, parent in pairs if parent in found} - found:
+        found |= more
+    return found
+
+
+def started_at(pid: int) -> str | None:
+    """Tells a process from a later one with the same pid; None when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+
+
+def leftovers() -> set[str]:
+    """Names on the host that only a supervisor makes."""
+    names = {str(path) for place in ("/tmp", "/dev/shm", "/run") for path in Path(place).glob("fumehood-*")}
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    return names | {line for line in mounts if "fumehood" in line or " stage " in line}
+
+
+class Residue:
+    """Looks at one driver's traces, from before its start until after its end."""
+
+    def __init__(self) -> None:
+        self._before = leftovers()
+        self._seen: dict[int, str] = {}
+        self._cgroups: list[Path] = []
+
+    def note(self, driver: Driver) -> None:
+        """Remember what runs for it now."""
+        self._cgroups = [Path(path) for path in driver.started["cgroups"]]
+        for pid in children_of({driver.started["supervisor"]}):
+            if (began := started_at(pid)) is not None:
+                self._seen[pid] = began
+
+    def alive(self) -> set[int]:
+        return {pid for pid, began in self._seen.items() if started_at(pid) == began}
+
+    def assert_none(self) -> None:
+        assert self._seen
+        assert wait_for(lambda: not self.alive()), f"processes outlived their supervisor: {self.alive()}"
+        assert [path for path in self._cgroups if path.exists()] == []
+        assert leftovers() - self._before == set()
+
+
+# ---- fixtures ---------------------------------------------------------------------------------------------------
+
+
+def _everybody() -> list[Who]:
+    return ["root", "ordinary"] if os.geteuid() == 0 else ["ordinary"]
+
+
+@pytest.fixture(scope="session", params=_everybody(), ids=lambda who: who)
+def who(request: pytest.FixtureRequest) -> Who:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def session_host(who: Who) -> Iterator[Host]:
+    residue = Residue()
+    secret = f"planted-{secrets.token_hex(16)}"
+    with start_driver(who, secret=secret) as driver:
+        box = driver.create()
+        neighbour = Neighbour(box, secrets.token_hex(8))
+        assert box.run(_NEIGHBOUR.format(token=neighbour.token)).end.status == "ok"
+        yield Host(driver, neighbour, driver.started["zygote"])
+        residue.note(driver)
+    residue.assert_none()
+
+
+@pytest.fixture
+def host(session_host: Host) -> Iterator[Host]:
+    """The shared host; afterwards the test's sandboxes are gone and everybody else is well."""
+    yield session_host
+    boxes, session_host.boxes = session_host.boxes, []
+    for box in boxes:
+        box.destroy()
+    session_host.check()
+    # One that is being made for the pool counts until it is parked.
+    assert wait_for(lambda: session_host.driver.info()["live"] == 1), "sandboxes outlived their deletion"
+
+
+@pytest.fixture
+def box(host: Host) -> SandboxClient:
+    """A fresh sandbox with the names of programs/prelude.py."""
+    return host.create()
+
+
+@pytest.fixture
+def limited(host: Host) -> None:
+    if not host.limited:
+        pytest.skip("no cgroup is delegated to this user, so memory is not bounded here")

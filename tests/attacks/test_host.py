@@ -1,0 +1,217 @@
+"""Attacks on what the host keeps to itself: files, variables, memory, paths, writes; imports pytest and `tests.support`."""
+
+import os
+import pwd
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.attacks.conftest import Host
+from tests.support.client import PROJECT, SandboxClient
+
+WRITABLE = {"/mnt/data", "/tmp", "/home/user", "/dev/shm"}
+
+
+@pytest.fixture
+def host_file(host: Host) -> Iterator[Path]:
+    """A file that everybody on the host may read."""
+    path = Path("/var/tmp") / f"fumehood-attack-{os.getpid()}"
+    path.write_text(host.driver.secret)
+    path.chmod(0o644)
+    yield path
+    path.unlink()
+
+
+def test_a_host_file_is_not_there(host: Host, box: SandboxClient, host_file: Path) -> None:
+    places = [str(host_file), f"/proc/1/root{host_file}", f"/proc/self/root{host_file}", str(PROJECT)]
+    places += [f"{'../' * 12}{host_file}", "/etc/shadow", "/root", "/var", "/sys", "/work", "/boot"]
+    places += [os.path.realpath(sys.executable), os.path.expanduser("~")]
+    answer = box.ask(f"report({{path: attempt(os.stat, path) for path in {places!r}}})")
+    assert set(answer.values()) <= {"ENOENT", "EACCES"}
+    assert answer[str(host_file)] == "ENOENT"
+
+
+def test_passwd_is_the_sandboxes_own(box: SandboxClient) -> None:
+    lines = box.ask("report(open('/etc/passwd').read().splitlines())")
+    assert [line.split(":")[0] for line in lines] == ["root", "user", "nobody"]
+
+
+def test_the_secret_is_in_no_environment(host: Host, box: SandboxClient) -> None:
+    program = """
+        import glob
+        found = {"os.environ": repr(dict(os.environ)), "env": os.popen("env").read()}
+        for path in glob.glob("/proc/*/environ") + glob.glob("/proc/*/task/*/environ"):
+            try:
+                found[path] = open(path, errors="replace").read()
+            except OSError as error:
+                found[path] = name_of(error.errno)
+        report(found)
+    """
+    found = box.ask(dedent(program))
+    assert found["/proc/1/environ"] == "EACCES"
+    assert "PATH=" in found[f"/proc/{box.ask('report(os.getpid())')}/environ"]
+    assert host.driver.secret not in repr(found)
+    assert {"FUMEHOOD", "PYENV", "VIRTUAL_ENV", "SUDO_USER"}.isdisjoint(repr(found).upper().split("="))
+
+
+HEAP_SCAN = """
+    needle = bytes.fromhex({needle!r})[::-1]  # turned round here, so that this program is not what it finds
+    hits, size, regions = 0, 0, 0
+    own = id(needle)
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+        for line in maps.read().splitlines():
+            span, rights, *_ = line.split()
+            low, high = (int(end, 16) for end in span.split("-"))
+            if "r" not in rights or line.endswith(("[vvar]", "[vsyscall]", "[vvar_vclock]")):
+                continue
+            regions += 1
+            tail = b""
+            for start in range(low, high, 1 << 20):
+                try:
+                    memory.seek(start)
+                    piece = memory.read(min(1 << 20, high - start))
+                except (OSError, OverflowError):
+                    break
+                size += len(piece)
+                at = (tail + piece).find(needle)
+                while at >= 0:
+                    where = start - len(tail) + at
+                    if not own <= where < own + 200:
+                        hits += 1
+                    at = (tail + piece).find(needle, at + 1)
+                tail = piece[-64:]
+                del piece
+    report([hits, size, regions])
+"""
+
+
+def test_the_secret_is_nowhere_in_the_address_space(host: Host, box: SandboxClient) -> None:
+    """The sandbox is forked from a process that was executed afresh, so the supervisor's heap is not in it."""
+    scan = dedent(HEAP_SCAN)
+    absent = host.driver.secret.removeprefix("planted-").encode()[::-1].hex()
+    hits, size, regions = box.ask(scan.format(needle=absent), timeout=60)
+    assert hits == 0
+    assert size > 50 << 20 and regions > 50
+    # The scan is able to find things: what the sandbox itself knows is there.
+    box.run("known = 'needle-' + 'in-the-hay' * 3")
+    hits, _, _ = box.ask(scan.format(needle=("in-the-hay" * 3).encode()[::-1].hex()), timeout=60)
+    assert hits > 0
+
+
+@pytest.mark.parametrize("name", ["mem", "environ", "maps", "fd", "root", "cwd", "exe", "ns/mnt", "syscall"])
+def test_init_is_closed(box: SandboxClient, name: str) -> None:
+    """PID 1 has the code's own user; what keeps it out is that init is not dumpable."""
+    program = f"""
+        path = "/proc/1/{name}"
+        def look():
+            if os.path.isdir(path): return os.listdir(path)
+            with open(path, "rb") as file: return file.read(1)
+        report([attempt(look), attempt(os.readlink, path) if {name!r} not in ("mem", "environ") else "EACCES"])
+    """
+    allowed = {"EACCES", "EPERM", "EINVAL"}
+    if name == "fd":  # the numbers may show where one kernel user is both; what they lead to may not
+        allowed.add("returned ['0', '1', '2']")
+        assert box.ask("report(attempt(os.readlink, '/proc/1/fd/0'))") in ("EACCES", "EPERM")
+    for answer in box.ask(dedent(program)):
+        assert answer in allowed, answer
+
+
+def test_proc_shows_no_path_of_the_host(box: SandboxClient) -> None:
+    program = """
+        files = ("mountinfo", "mounts", "mountstats", "maps", "cgroup", "cmdline", "environ", "status", "stat")
+        report({name: open(f"/proc/self/{name}", errors="replace").read() for name in files})
+    """
+    shown = box.ask(dedent(program))
+    homes = {entry.pw_dir for entry in pwd.getpwall() if entry.pw_dir.count("/") > 1}
+    homes -= {"/home/user"}
+    homes = {home for home in homes if home.startswith(("/home", "/root"))}
+    for words in (str(PROJECT), "pyenv", ".venv", os.path.expanduser("~") + "/", "fumehood-", "/dev/vda", *homes):
+        for name, text in shown.items():
+            assert words not in text, f"{words!r} in /proc/self/{name}"
+    assert {line.rpartition(":")[2] for line in shown["cgroup"].splitlines()} <= {"/"}
+
+
+def test_proc_has_processes_only(box: SandboxClient) -> None:
+    names = box.ask("report(os.listdir('/proc'))")
+    assert [name for name in names if not name.isdigit()] in (["self", "thread-self"], ["thread-self", "self"])
+
+
+WALK = """
+    import stat
+    accepted, refusals, seen = [], {}, 0
+    token = f".attack-{os.getpid()}"
+    for top, directories, files in os.walk("/", followlinks=False):
+        if top.startswith("/proc/") or top.count("/") > 7:
+            directories[:] = []
+            continue
+        seen += 1
+        target = os.path.join(top, token)
+        for make in (lambda: os.close(os.open(target, os.O_CREAT | os.O_WRONLY)), lambda: os.mkdir(target + "d"),
+                     lambda: os.symlink("/", target + "l"), lambda: os.mknod(target + "p", stat.S_IFIFO | 0o600)):
+            try:
+                make()
+                accepted.append(top)
+            except OSError as error:
+                refusals[name_of(error.errno)] = refusals.get(name_of(error.errno), 0) + 1
+        for name in files[:3]:
+            path = os.path.join(top, name)
+            for change in (lambda: os.close(os.open(path, os.O_WRONLY)), lambda: os.chmod(path, 0o777),
+                           lambda: os.truncate(path, 0), lambda: os.rename(path, path + "x"),
+                           lambda: os.unlink(path), lambda: os.link(path, "/tmp/" + token + str(seen))):
+                try:
+                    if not os.path.islink(path) and not path.startswith(("/dev/", "/tmp/", "/proc/")):
+                        change()
+                        accepted.append(path)
+                except OSError as error:
+                    refusals[name_of(error.errno)] = refusals.get(name_of(error.errno), 0) + 1
+    report([sorted(set(accepted)), refusals, seen])
+"""
+
+
+def test_only_the_four_places_can_be_written(box: SandboxClient) -> None:
+    accepted, refusals, seen = box.ask(dedent(WALK), timeout=120)
+    assert set(accepted) == WRITABLE
+    assert seen > 1000
+    assert set(refusals) <= {"EROFS", "EACCES", "EPERM", "EXDEV", "ENOENT"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["oom_score_adj", "oom_adj", "mem", "comm", "coredump_filter", "timerslack_ns", "uid_map", "gid_map",
+     "setgroups", "loginuid", "clear_refs", "attr/current", "autogroup", "sched", "make-it-fail"],
+)  # fmt: skip
+def test_proc_cannot_be_written(box: SandboxClient, path: str) -> None:
+    program = f"report(attempt(lambda: os.write(os.open('/proc/self/{path}', os.O_WRONLY), b'0')))"
+    assert box.ask(program) in ("EROFS", "EACCES", "EPERM", "ENOENT")
+
+
+def test_the_oom_preference_is_set_and_kept(box: SandboxClient) -> None:
+    assert box.ask("report(int(open('/proc/self/oom_score_adj').read()))") == 900
+
+
+def test_hard_links_and_renames_do_not_leave_the_tmpfs(box: SandboxClient) -> None:
+    program = """
+        answers = [attempt(os.link, "/usr/bin/env", "/mnt/data/env"),
+                   attempt(os.rename, "/mnt/data", "/mnt/elsewhere"),
+                   attempt(os.rmdir, "/tmp"), attempt(os.unlink, "/dev/null"),
+                   attempt(os.rename, "/etc/passwd", "/mnt/data/passwd")]
+        report(answers)
+    """
+    for answer in box.ask(dedent(program)):
+        assert answer in ("EXDEV", "EROFS", "EACCES", "EBUSY", "EPERM"), answer
+
+
+def test_a_shared_device_node_cannot_be_changed(box: SandboxClient) -> None:
+    """/dev/null is the host's own inode: neither its mode, owner nor attributes are the sandbox's to set."""
+    program = """
+        before = os.stat("/dev/null").st_mtime_ns
+        answers = [attempt(os.chmod, "/dev/null", 0), attempt(os.chown, "/dev/null", 1000, 1000),
+                   attempt(os.setxattr, "/dev/null", "user.a", b"b"), attempt(os.utime, "/dev/null", (1, 1))]
+        report([answers, attempt(os.utime, "/dev/null"), os.stat("/dev/null").st_mtime_ns == before])
+    """
+    answers, touched, same = box.ask(dedent(program))
+    assert set(answers) <= {"EPERM", "EROFS", "EACCES", "ENOTSUP"}
+    assert same, f"the host's /dev/null was touched: {touched}"
