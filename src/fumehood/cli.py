@@ -115,9 +115,7 @@ def fumehood(
 def execute(
     source: Annotated[
         str | None,
-        typer.Argument(
-            metavar="FILE|-", show_default=False, help="The file to run; - reads standard input."
-        ),
+        typer.Argument(metavar="FILE|-", show_default=False, help="The file to run; - reads standard input."),
     ] = None,
     code: Annotated[str | None, typer.Option("-c", metavar="CODE", help="The code to run.")] = None,
     timeout: Annotated[

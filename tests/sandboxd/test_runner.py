@@ -493,7 +493,7 @@ def test_the_last_exception_is_kept_as_in_a_repl_and_no_other_reference(kernel: 
 
 
 def test_lack_of_memory_is_an_error_and_the_state_survives(tmp_path: Path) -> None:
-    with Kernel(tmp_path, data_limit=300 << 20) as kernel:
+    with Kernel(tmp_path, data_limit=150 << 20) as kernel:
         kernel.run("keep = 5")
         for bomb in (
             "bytearray(10 << 30)",

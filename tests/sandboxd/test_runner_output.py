@@ -112,6 +112,12 @@ def test_children_and_prints_are_interleaved_as_written(kernel: Kernel) -> None:
     assert reply.out == "1\n2\n3\n4\n5\n6\n7"
 
 
+def test_what_c_code_prints_is_captured(kernel: Kernel) -> None:
+    kernel.run("import ctypes; libc = ctypes.CDLL(None)")
+    reply = kernel.run("print(1); libc.printf(b'2\\n'); print(3); libc.printf(b'4');")
+    assert reply.out == "1\n2\n3\n4"
+
+
 def test_output_is_sent_while_the_program_runs(kernel: Kernel, tmp_path: Path) -> None:
     for how in ("print('go')", "import os; os.system('echo go')", "print('go', end='', flush=True)"):
         (tmp_path / "continue").unlink(missing_ok=True)
@@ -205,6 +211,7 @@ def test_redirected_and_wrapped_streams(kernel: Kernel) -> None:
 )
 def test_descriptors_are_there_again_in_the_next_call(kernel: Kernel, damage: str) -> None:
     assert kernel.run(f"import os, sys\nprint('a', flush=True)\n{damage}\nprint('b')").out == "a\nb\n"
+    assert kernel.run("os.system('cat')").result == "0"
     assert kernel.run("os.system('echo raw; echo raw >&2'); print('c')").sequence[:2] in (
         [("STDOUT", "raw\nc\n"), ("STDERR", "raw\n")],
         [("STDOUT", "raw\n"), ("STDERR", "raw\n")],
@@ -366,7 +373,9 @@ def test_no_descriptor_of_the_runner_reaches_another_program(kernel: Kernel) -> 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_multiprocessing(kernel: Kernel, tmp_path: Path, method: str) -> None:
-    (tmp_path / "work.py").write_text("def double(x):\n    print('worker', x)\n    return 2 * x\n")
+    (tmp_path / "work.py").write_text(
+        "import sys\ndef double(x):\n    sys.stdout.write(f'worker {x}\\n')\n    return 2 * x\n"
+    )
     reply = kernel.run(f"""
         import multiprocessing, work
         with multiprocessing.get_context({method!r}).Pool(2) as pool:

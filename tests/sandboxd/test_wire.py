@@ -97,8 +97,12 @@ def test_packets_of_impossible_size_are_refused() -> None:
         Assembler(limit=LIMIT).feed(bytes(_HEADER - 1))
 
 
+def _frame(kind: int, flags: int, call: bytes, body: bytes) -> bytes:
+    return bytes([kind, flags]) + call + body
+
+
 _FRAMELIKE = st.builds(
-    lambda kind, flags, call, body: bytes([kind, flags]) + call + body,
+    _frame,
     st.integers(0, 40),
     st.integers(0, 3),
     st.sampled_from([bytes(CALL_ID_BYTES), b"\x01" * CALL_ID_BYTES]),

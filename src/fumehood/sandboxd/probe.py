@@ -25,8 +25,8 @@ from fumehood.sandboxd.inside import syscalls
 from fumehood.sandboxd.runtime import Bubblewrap, RuntimeUnavailable, discover_bubblewrap, discover_runtime
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.settings import Settings
-from fumehood.sandboxd.users import subordinate_users
 from fumehood.sandboxd.supervisor import Supervisor
+from fumehood.sandboxd.users import subordinate_users
 
 type State = Literal["ok", "warning", "missing"]
 
@@ -458,12 +458,12 @@ def _network(seen: str, settings: Settings) -> Finding:
 
 def _seen_from_outside(supervisor: Supervisor, settings: Settings) -> Iterator[Finding]:
     about, pid = supervisor.zygote.about, supervisor.zygote.pid
-    if about is not None and about.problems:
+    if about.problems:
         names = ", ".join(f"{name} ({why})" for name, why in about.problems.items())
         yield Finding(
             "preload", "warning", names, "Install these packages for sandboxes, or do not preload them."
         )
-    if about is not None and not about.neutral:
+    if not about.neutral:
         advice = "Load overlayfs (`modprobe overlay`), or use Linux 5.11 or later."
         yield Finding("neutral paths", "warning", "code can see where this machine keeps its Python", advice)
     if pid is None or settings.mode == "pod":

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,7 +255,7 @@ class LocalSandbox:
         self._spawn(self._run(execution))
         return execution
 
-    async def execute(self, code: str, *, timeout: float = 60.0) -> AsyncIterator[AnyOutput]:
+    async def execute(self, code: str, *, timeout: float = 60.0) -> AsyncGenerator[AnyOutput]:
         """Run code and yield its events; abandoning the iterator interrupts the code."""
         execution = self.start(code, timeout=timeout)
         try:

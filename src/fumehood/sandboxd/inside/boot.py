@@ -171,6 +171,9 @@ def _devices() -> None:
         with open(_NEW + path, "w"):
             pass
         syscalls.mount(path, _NEW + path, None, syscalls.MS_BIND)
+        # The node is the host's own: read-only still lets data through, but its times and mode stay.
+        flags = syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NOEXEC
+        syscalls.mount(path, _NEW + path, None, syscalls.MS_REMOUNT | syscalls.MS_BIND | flags)
     for name, target in (
         ("fd", "self/fd"),
         ("stdin", "self/fd/0"),

@@ -7,6 +7,7 @@ all sandboxes, and a program may later put a `json.py` of its own into the worki
 import asyncio
 import builtins
 import contextlib
+import ctypes
 import gc
 import getpass
 import importlib
@@ -15,7 +16,7 @@ import json
 import mmap
 import multiprocessing.process
 import os
-import platform
+import re
 import resource
 import signal
 import socket
@@ -38,6 +39,10 @@ _decode: Callable[[str, int], tuple[dict[str, Any], int]] = _decoder.scan_once
 # signal.signal() without its conversions to enums, which take longer than the system call.
 _set_handler: Callable[[int, Callable[..., None]], object] = importlib.import_module("_signal").signal
 _FORK_WARNING = "This process .* is multi-threaded, use of (fork|forkpty)"
+re.compile(_FORK_WARNING, re.IGNORECASE)  # into the cache of `re`, where the filter will find it
+_libc = ctypes.CDLL(None)
+_flush_c: Callable[[None], int] = _libc.fflush
+_LINE_BUFFERED = 1  # _IOLBF of stdio.h
 _NO_KEYBOARD = "the code runs without a keyboard; put the value into the code or read it from a file"
 
 
@@ -94,13 +99,15 @@ class _Runner:
         self._displays.hook_matplotlib()
         # The pump is a thread, but it never holds a lock that a child could miss.
         warnings.filterwarnings("ignore", _FORK_WARNING, DeprecationWarning)
+        # Output of C code goes by lines, too; by default libc would keep it back.
+        _libc.setvbuf(ctypes.c_void_p.in_dll(_libc, "stdout"), None, _LINE_BUFFERED, 0)
         # Made at import, so every sandbox of one zygote would have the same.
         multiprocessing.process.current_process().authkey = os.urandom(32)
 
     # --- requests -----------------------------------------------------------------------------------
 
     def loop(self) -> NoReturn:
-        hello = {"pid": os.getpid(), "python": platform.python_version()}
+        hello = {"pid": os.getpid(), "python": sys.version.split()[0]}
         self._output.reply(wire.Kind.READY, json.dumps(hello).encode())
         assembler = wire.Assembler(limit=_REQUEST_LIMIT)
         while True:
@@ -166,6 +173,7 @@ class _Runner:
         self._notice_new_modules()
         guard = self._guard
         guard.delivered = guard.pending = False
+        guard.depth = 0
         _set_handler(signal.SIGINT, guard.handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
@@ -224,12 +232,13 @@ class _Runner:
             self._displays.result(value)
 
     def _settle(self) -> None:
-        """What is user code's as well, after its last line: open figures, wrappers around our streams."""
+        """What is user code's as well, after its last line: open figures, streams that hold something back."""
         self._displays.show_figures()
         for stream, own in ((sys.stdout, self._stdout), (sys.stderr, self._stderr)):
             if stream is not own:
                 with contextlib.suppress(Exception):
                     stream.flush()
+        _flush_c(None)
 
     def _await(self, cell: tracebacks.Cell) -> object:
         """Run a cell that awaits on the loop which all such cells share."""
@@ -237,10 +246,14 @@ class _Runner:
             self._loop = asyncio.new_event_loop()
         loop = self._loop
         asyncio.set_event_loop(loop)
+        guard = self._guard
+        guard.depth += 1  # a task that nobody knows of would run in a later call
         task = loop.create_task(_run_async(cell, self._globals))
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
+                if guard.depth:
+                    guard.leave()
                 return loop.run_until_complete(task)
             except KeyboardInterrupt as error:
                 if task.done():
@@ -252,6 +265,9 @@ class _Runner:
                 if interrupt is None:
                     raise
                 raise interrupt.with_traceback(error.__traceback__) from None
+            except BaseException:  # another task's SystemExit
+                task.cancel()
+                raise
 
     # --- how it ended -------------------------------------------------------------------------------
 

@@ -104,7 +104,12 @@ class _Pipes:
         return poller
 
     def restore(self) -> None:
-        """Point 1 and 2 at the pipes again, if the program closed or replaced them."""
+        """Point 1 and 2 at the pipes again, if the program closed or replaced them, and 0 at nothing."""
+        try:
+            os.fstat(0)
+        except OSError:
+            os.open("/dev/null", os.O_RDONLY)  # the lowest number that is free
+            os.set_inheritable(0, True)
         for fd in (1, 2):
             try:
                 same = os.fstat(fd).st_ino == self._inodes[fd - 1]

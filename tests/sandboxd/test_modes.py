@@ -1,0 +1,214 @@
+"""The other modes and the refusals: pod, unsafe-degraded, no cgroup, wrong machine; imports `fumehood.sandboxd`."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Generator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from fumehood.sandboxd import cgroups, seccomp, supervisor
+from fumehood.sandboxd.cgroups import CgroupUnavailable
+from fumehood.sandboxd.errors import AtCapacity, IsolationUnavailable
+from fumehood.sandboxd.runtime import discover_bubblewrap
+from fumehood.sandboxd.sandbox import LocalSandbox
+from fumehood.sandboxd.settings import Settings
+from fumehood.sandboxd.supervisor import Supervisor
+from tests.support.sandboxes import run, settings
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+_PROJECT = Path(__file__).parents[2]
+
+
+# ---- unsafe-degraded --------------------------------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def degraded() -> AsyncIterator[LocalSandbox]:
+    async with Supervisor(settings(mode="unsafe-degraded")) as running:
+        yield await running.create()
+
+
+async def test_degraded_is_loud(caplog: pytest.LogCaptureFixture) -> None:
+    async with Supervisor(settings(mode="unsafe-degraded", preload=())):
+        assert "no namespaces" in caplog.text
+
+
+async def test_degraded_runs_code_and_keeps_files(degraded: LocalSandbox) -> None:
+    outcome = await run(
+        degraded, "import pandas as pd\nopen('x.txt', 'w').write('hi')\npd.Series([1, 2]).sum()"
+    )
+    assert outcome.result == "np.int64(3)"
+    assert await degraded.read_file("x.txt", limit=10) == b"hi"
+    assert (await run(degraded, "import tempfile; tempfile.mkstemp() and 1")).result == "1"
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("open('/etc/passwd')", "PermissionError"),
+        (f"open({str(_PROJECT / 'pyproject.toml')!r})", "PermissionError"),
+        ("open('/tmp/escaped', 'w')", "PermissionError"),
+        ("import os; os.listdir('/proc')", "PermissionError"),
+        ("import socket; socket.socket()", "PermissionError"),
+        ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
+        ("import os; os.unshare(os.CLONE_NEWUSER)", "PermissionError"),
+    ],
+)
+async def test_degraded_still_holds(degraded: LocalSandbox, code: str, error: str) -> None:
+    outcome = await run(degraded, code)
+    assert outcome.raised is not None
+    assert outcome.raised.name == error
+
+
+@pytest.mark.root
+async def test_degraded_is_not_root_either(degraded: LocalSandbox) -> None:
+    assert (await run(degraded, "import os; os.getuid() >= 1_000_000_000")).result == "True"
+
+
+async def test_degraded_takes_everything_along() -> None:
+    async with Supervisor(settings(mode="unsafe-degraded", preload=())) as running:
+        sandbox = await running.create()
+        code = "import subprocess; subprocess.Popen(['sleep', '4711'], start_new_session=True).pid"
+        pid = int((await run(sandbox, code)).result or 0)
+        scratch = sandbox.place.scratch
+        assert pid
+        await sandbox.destroy()
+        async with asyncio.timeout(5):
+            while os.path.exists(f"/proc/{pid}"):
+                await asyncio.sleep(0.01)
+    assert scratch is not None
+    assert not os.path.exists(scratch)
+
+
+# ---- pod --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _code_container(socket: Path) -> Generator[subprocess.Popen[bytes]]:
+    """A neighbouring container as far as this matters: another user, another PID namespace, its own /mnt/data."""
+    command = [
+        *(str(discover_bubblewrap().path), "--dev-bind", "/", "/", "--tmpfs", "/mnt", "--dir", "/mnt/data"),
+        *("--unshare-pid", "--proc", "/proc", "--die-with-parent"),
+        *(sys.executable, "-m", "fumehood.sandboxd.inside.guest", str(socket)),
+    ]
+    if os.geteuid() == 0:
+        command = [sys.executable, str(_PROJECT / "tests/support/ordinary_user.py"), "--", *command]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@pytest.fixture
+def socket_directory(tmp_path: Path) -> Path:
+    """The emptyDir that both containers mount."""
+    for path in (tmp_path, *tmp_path.parents[:3]):
+        if path.stat().st_uid == os.geteuid():
+            path.chmod(path.stat().st_mode | 0o011)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    return shared
+
+
+async def _until_listening(process: subprocess.Popen[bytes], path: Path) -> None:
+    async with asyncio.timeout(30):
+        while not path.exists():
+            assert process.poll() is None
+            await asyncio.sleep(0.02)
+
+
+async def test_pod_holds_one_sandbox_once(socket_directory: Path) -> None:
+    path = socket_directory / "guest.sock"
+    with _code_container(path) as process:
+        await _until_listening(process, path)
+        async with Supervisor(Settings(mode="pod", guest_socket=path, preload=())) as pod:
+            sandbox = await pod.create()
+            assert not path.exists(), "code in the pod must not be able to pose as the supervisor"
+            assert (await run(sandbox, "import os; os.getuid() != 0 and os.getcwd()")).result == "'/mnt/data'"
+            await sandbox.write_file("a.txt", b"a")
+            await run(sandbox, "open('b.txt', 'w').write('b')")
+            assert [item.path for item in (await sandbox.list_files())[0]] == ["a.txt", "b.txt"]
+            assert (await run(sandbox, "while True: pass", timeout=0.5)).end.state_kept
+            with pytest.raises(AtCapacity, match="one sandbox"):
+                await pod.create()
+            stubborn = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
+            end = (await run(sandbox, stubborn, timeout=0.5)).end
+            assert (end.status, end.state_kept) == ("timeout", False)
+            with pytest.raises(AtCapacity, match="another pod"):
+                await pod.create()
+        await asyncio.to_thread(process.wait, 10)  # the container ends with its sandbox
+
+
+async def test_pod_without_a_code_container_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(IsolationUnavailable, match="Start the code container first"):
+        async with Supervisor(Settings(mode="pod", guest_socket=tmp_path / "none.sock")):
+            pass
+    with pytest.raises(IsolationUnavailable, match="guest_socket"):
+        async with Supervisor(Settings(mode="pod")):
+            pass
+
+
+@pytest.mark.root
+async def test_the_guest_never_runs_as_root(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fumehood.sandboxd.inside.guest", str(tmp_path / "s")]
+    answer = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=30)
+    assert answer.returncode == 1
+    assert "never runs as root" in answer.stderr
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------
+
+
+async def test_without_cgroups_it_refuses_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unavailable(**_: object) -> None:
+        raise CgroupUnavailable("Nothing is delegated.", "Delegate something.")
+
+    monkeypatch.setattr(cgroups, "open_tree", unavailable)
+    with pytest.raises(IsolationUnavailable, match=r"Delegate something\. Or set limits to best-effort"):
+        async with Supervisor(Settings(pool=0)):
+            pass
+    async with Supervisor(Settings(pool=0, limits="best-effort", preload=())) as lax:
+        assert "memory of sandboxes is not bounded" in caplog.text
+        assert (await run(await lax.create(), "1 + 1")).result == "2"
+
+
+async def test_a_machine_without_a_filter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str, machine: str) -> bytes:
+        raise RuntimeError(f"no seccomp program {name!r} for {machine!r}")
+
+    monkeypatch.setattr(seccomp, "load_blob", unknown)
+    with pytest.raises(IsolationUnavailable, match="no seccomp program"):
+        async with Supervisor(settings()):
+            pass
+
+
+async def test_a_damaged_filter_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(name: str, machine: str) -> bytes:
+        return bytes(8 * 4)
+
+    monkeypatch.setattr(seccomp, "load_blob", damaged)
+    async with Supervisor(settings(preload=())) as broken:
+        with pytest.raises(supervisor.SandboxStartFailed, match="seccomp"):
+            await broken.create()
+
+
+async def test_a_bubblewrap_that_fails_is_quoted(tmp_path: Path) -> None:
+    fake = tmp_path / "bwrap"
+    fake.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo bubblewrap 0.9.9 && exit\necho "no namespaces here" >&2\nexit 1\n'
+    )
+    fake.chmod(0o755)
+    tmp_path.chmod(0o755)  # as root it is run by a user who must reach it
+    with pytest.raises(IsolationUnavailable, match="no namespaces here"):
+        async with Supervisor(settings(bubblewrap=fake, preload=())):
+            pass

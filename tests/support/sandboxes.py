@@ -1,0 +1,65 @@
+"""Sandboxes for tests in one process: settings that work here, and a call's outcome; imports `fumehood.sandboxd`."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from fumehood.protocol.sandbox import AnyOutput, Display, End, Note, Raised, Result, Stderr, Stdout
+from fumehood.sandboxd import cgroups
+from fumehood.sandboxd.sandbox import LocalSandbox
+from fumehood.sandboxd.settings import Settings
+
+
+@functools.cache
+def has_cgroups() -> bool:
+    """Whether this user may bound memory here; an ordinary one often may not."""
+    try:
+        cgroups.open_tree(memory_total=None, cpus=None, pids_total=None).close()
+    except cgroups.CgroupUnavailable:
+        return False
+    return True
+
+
+def settings(**changes: Any) -> Settings:
+    defaults: dict[str, Any] = {"pool": 0, "limits": "enforced" if has_cgroups() else "best-effort"}
+    return Settings(**{**defaults, **changes})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    events: list[AnyOutput]
+
+    @property
+    def stdout(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, Stdout))
+
+    @property
+    def stderr(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, Stderr))
+
+    @property
+    def result(self) -> str | None:
+        return next((event.data["text/plain"] for event in self.events if isinstance(event, Result)), None)
+
+    @property
+    def displays(self) -> list[dict[str, str]]:
+        return [event.data for event in self.events if isinstance(event, Display)]
+
+    @property
+    def raised(self) -> Raised | None:
+        return next((event for event in self.events if isinstance(event, Raised)), None)
+
+    @property
+    def notes(self) -> list[str]:
+        return [event.text for event in self.events if isinstance(event, Note)]
+
+    @property
+    def end(self) -> End:
+        last = self.events[-1]
+        assert isinstance(last, End)
+        assert not any(isinstance(event, End) for event in self.events[:-1])
+        return last
+
+
+async def run(sandbox: LocalSandbox, code: str, *, timeout: float = 60) -> Outcome:
+    return Outcome([event async for event in sandbox.execute(code, timeout=timeout)])
