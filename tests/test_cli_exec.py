@@ -25,7 +25,7 @@ from fumehood.cli import app
 from fumehood.cli_exec import light_preload
 from fumehood.cli_files import Folder, NotSaved, checked_parts, pictures
 from fumehood.cli_output import neutral
-from fumehood.protocol.sandbox import AnyOutput, End
+from fumehood.protocol.sandbox import AnyOutput, End, Stdout
 
 ROOT = Path(__file__).resolve().parent.parent
 FUMEHOOD = Path(sys.executable).parent / "fumehood"
@@ -243,18 +243,19 @@ def test_hostile_files_through_standard_input(tmp_path: Path) -> None:
     assert dict(skipped).keys() == {
         "n\\x0al",
         "e\\x1b[31m",
-        "\\xdcff\\xdcfe",
+        "…",
         "\\x202egnp.exe",
         "link/inside",
         "sparse",
     }
     assert "10737418240 bytes" in dict(skipped)["sparse"]
+    assert "names that are not text" in dict(skipped)["…"]
     assert "a link stands" in dict(skipped)["link/inside"]
 
 
 def test_json(tmp_path: Path) -> None:
     code = (
-        "import sys, matplotlib.pyplot as plt\nprint('out'); print('err', file=sys.stderr)\n"
+        "import sys, matplotlib.pyplot as plt\nprint('out\\x9b'); print('err', file=sys.stderr)\n"
         "plt.plot([1, 2]); plt.show()\nopen('made.txt', 'w').write('x')\nraise KeyError('no')"
     )
     done = run("exec", "--json", "--files-out", tmp_path / "out", "-c", code)
@@ -262,6 +263,8 @@ def test_json(tmp_path: Path) -> None:
     *lines, last = done.stdout.splitlines()
     events = [msgspec.json.decode(line, type=AnyOutput) for line in lines]
     assert [type(event).__name__ for event in events] == ["Stdout", "Stderr", "Display", "Raised", "End"]
+    assert events[0] == Stdout("out\x9b\n")
+    assert "\x9b" not in done.stdout
     assert isinstance(events[-1], End)
     picture = (tmp_path / "out/figure-1.png").stat().st_size
     assert json.loads(last) == {

@@ -51,6 +51,12 @@ Exit codes:
 """
 _DOCTOR_EPILOG = "Exit code: 0 if code can be isolated here, with or without warnings, else 1."
 
+_VERDICTS = {
+    "namespaces": "Code can be isolated here",
+    "pod": "Code can be run in the container, which is its wall",
+    "unsafe-degraded": "Code can be run here, held by Landlock and a system-call filter only",
+}
+
 ModeOption = Annotated[
     Mode,
     typer.Option(
@@ -295,7 +301,7 @@ def _render(report: "Report") -> None:
             )
             console.print(Text(finding.advice), soft_wrap=True)
     console.print()
-    verdict = "Code can be isolated here" if report.works else "Code cannot be isolated here"
+    verdict = _VERDICTS[report.mode] if report.works else "Code cannot be isolated here"
     console.print(Text(f"{verdict} (mode {report.mode}).", style="green" if report.works else "red"))
 
 

@@ -237,7 +237,7 @@ class Session:
         for entry in written:
             room -= await self._bring(sandbox, folder, entry, room)
         if cut:
-            self._skip("…", "there are more files than are listed")
+            self._skip("…", "some files are not listed: too many, too deep, or of names that are not text")
         self._tell(folder)
 
     async def _bring(self, sandbox: LocalSandbox, folder: Folder, entry: FileEntry, room: int) -> int:

@@ -120,6 +120,12 @@ def _visible(match: re.Match[str]) -> str:
     return "\u2421" if char == "\x7f" else f"\\x{ord(char):02x}"
 
 
+def _json_line(value: msgspec.Struct) -> str:
+    """JSON leaves DEL and the second set of control characters as they are, and terminals obey those too."""
+    text = msgspec.json.encode(value).decode()
+    return re.sub(r"[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
+
+
 class _Feed(io.StringIO):
     """What rich writes to: the same queue as everything else."""
 
@@ -160,7 +166,7 @@ class Output:
     def event(self, event: AnyOutput, *, pictured: bool = False) -> None:
         """Show one step; `pictured` says that a picture in it has been saved and stands for it."""
         if self._json:
-            self._writer.put(STDOUT, msgspec.json.encode(event).decode() + "\n")
+            self._writer.put(STDOUT, _json_line(event))
             return
         match event:
             case Stdout(text):
@@ -223,7 +229,7 @@ class Output:
 
     def finish(self, last: Exit) -> None:
         if self._json:
-            self._writer.put(STDOUT, msgspec.json.encode(last).decode() + "\n")
+            self._writer.put(STDOUT, _json_line(last))
         for fd, terminal in self._terminals.items():
             if self._coloured and terminal:
                 self._writer.put(fd, _RESET)

@@ -190,8 +190,8 @@ def host(session_host: Host) -> Iterator[Host]:
     """The shared host; afterwards the test's sandboxes are gone and everybody else is well."""
     yield session_host
     boxes, session_host.boxes = session_host.boxes, []
-    for box in boxes:
-        box.destroy()
+    for ending in [session_host.driver.send("destroy", sandbox=box.name) for box in boxes]:
+        ending.wait()
     session_host.check()
     # One that is being made for the pool counts until it is parked.
     assert wait_for(lambda: session_host.driver.info()["live"] == 1), "sandboxes outlived their deletion"

@@ -192,11 +192,11 @@ def test_hostile_names_are_listed_as_they_are(data: tuple[Path, int]) -> None:
     for name in (b"new\nline", b"\x1b[31mred", b"\xff\xfe", "tück.txt".encode(), b"-rf"):
         with open(os.fsencode(here) + b"/" + name, "wb"):
             pass
-    found, _ = files.walk(fd)
+    found, cut = files.walk(fd)
+    assert cut, "a name that is no text is left out"
     assert {os.fsencode(item.path) for item in found} == {
         b"new\nline",
         b"\x1b[31mred",
-        b"\xff\xfe",
         "tück.txt".encode(),
         b"-rf",
     }

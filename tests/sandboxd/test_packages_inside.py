@@ -154,7 +154,8 @@ CASES: dict[str, tuple[str, str]] = {  # name: (repr of the last expression, pro
         "'3\\n'",
         """
         import subprocess, sys
-        subprocess.run([sys.executable, '-c', 'import numpy; print(numpy.arange(3).sum())'], capture_output=True, text=True).stdout
+        code = 'import numpy; print(numpy.arange(3).sum())'
+        subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout
         """,
     ),
     "threads": (

@@ -150,6 +150,8 @@ def test_missing_overlays_and_packages_are_warnings(tmp_path: Path) -> None:
 
 def test_users(tmp_path: Path) -> None:
     assert find(play(tmp_path, uid=0), probe.check_users).state == "ok"
+    degraded = Settings(mode="unsafe-degraded")
+    assert find(play(tmp_path, uid=0), probe.check_users, degraded).state == "warning"
     finding = find(play(tmp_path, uid=1000), probe.check_users)
     assert finding.state == "warning"
     assert "usermod --add-subuids" in finding.advice

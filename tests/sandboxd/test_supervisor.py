@@ -13,7 +13,7 @@ from fumehood.protocol.sandbox import MemoryTier, SandboxSpec
 from fumehood.sandboxd.errors import AtCapacity, FileRefused, SandboxGone
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.supervisor import Supervisor
-from tests.support.sandboxes import has_cgroups, run, settings
+from tests.support.sandboxes import Outcome, has_cgroups, run, settings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 needs_cgroups = pytest.mark.skipif(not has_cgroups(), reason="memory cannot be bounded as this user")
@@ -125,6 +125,82 @@ async def test_abandoned_iterator_stops_the_code(sandbox: LocalSandbox) -> None:
         break
     await stream.aclose()
     assert (await run(sandbox, "1 + 1", timeout=10)).result == "2"
+
+
+async def test_interrupting_a_waiting_call_leaves_the_running_one_alone(sandbox: LocalSandbox) -> None:
+    running = sandbox.start("import time\ntime.sleep(0.5)\n'done'", timeout=10)
+    waiting = sandbox.start("ran = True", timeout=10)
+    await asyncio.sleep(0.1)
+    sandbox.interrupt(waiting)
+    assert Outcome([event async for event in running.events()]).result == "'done'"
+    end = Outcome([event async for event in waiting.events()]).end
+    assert (end.status, end.reason) == ("interrupted", "The code was interrupted before it started.")
+    assert (await run(sandbox, "'ran' in globals()")).result == "False"
+
+
+async def test_a_listing_never_strays_into_a_neighbour(supervisor: Supervisor) -> None:
+    """A sandbox that ends during a walk gives its descriptor's number to the next one."""
+    for _ in range(3):
+        ending = await supervisor.create()
+        await run(ending, "for i in range(3000): open(f'mine{i}', 'w').close()")
+        listing = asyncio.create_task(ending.list_files())
+        await asyncio.sleep(0)
+        await ending.destroy()
+        neighbour = await supervisor.create()
+        await run(neighbour, "for i in range(300): open(f'theirs{i}', 'w').close()")
+        found, _ = await listing
+        await neighbour.destroy()
+        assert not [item for item in found if item.path.startswith("theirs")]
+
+
+async def test_a_cancelled_creation_leaves_nothing(supervisor: Supervisor) -> None:
+    before = set(supervisor.sandboxes)
+    for pause in range(12):
+        creation = asyncio.create_task(supervisor.create())
+        await asyncio.sleep(pause * 0.004)
+        creation.cancel()
+        made = (await asyncio.gather(creation, return_exceptions=True))[0]
+        if isinstance(made, LocalSandbox):
+            await made.destroy()
+    async with asyncio.timeout(10):
+        while set(supervisor.sandboxes) != before:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_crowd_stays_within_the_capacity() -> None:
+    async with Supervisor(settings(pool=2, capacity=5)) as small:
+        answers = await asyncio.gather(*(small.create() for _ in range(20)), return_exceptions=True)
+        made = [answer for answer in answers if isinstance(answer, LocalSandbox)]
+        assert len(made) == 5
+        assert all(isinstance(answer, (LocalSandbox, AtCapacity)) for answer in answers)
+
+
+async def test_neighbours_leave_no_trace_in_the_heap(supervisor: Supervisor) -> None:
+    """What the zygote has handled, every later fork could read."""
+    first = await supervisor.create()
+    await first.write_file("patient-0815.csv", b"content-of-the-file")
+    await first.delete_file("patient-0815.csv")
+    later = await supervisor.create()
+    code = (
+        "import re\n"
+        "def scan(needles):\n"
+        "    found = set()\n"
+        "    with open('/proc/self/maps') as maps, open('/proc/self/mem', 'rb', 0) as memory:\n"
+        "        for line in maps:\n"
+        "            low, high, rights = re.match('([0-9a-f]+)-([0-9a-f]+) (..)', line).groups()\n"
+        "            if rights[0] != 'r' or 'vsyscall' in line or 'vvar' in line: continue\n"
+        "            memory.seek(int(low, 16))\n"
+        "            try: block = memory.read(int(high, 16) - int(low, 16))\n"
+        "            except OSError: continue\n"
+        "            found |= {n for n in needles if n[::-1].encode() in block}\n"
+        "    return sorted(found)\n"
+    )
+    # Backwards, so that the program itself is no find.
+    needles = [text[::-1] for text in ("patient-0815", "content-of-the-file", first.id, str(Path.cwd()))]
+    outcome = await run(later, code + f"scan({needles!r} + ['nohtyp/tpo/'])")
+    await first.destroy()
+    await later.destroy()
+    assert outcome.result == "['nohtyp/tpo/']", "the scan sees the heap, and none of the others' secrets"
 
 
 @pytest.mark.parametrize(
@@ -356,7 +432,7 @@ def _left_behind() -> list[str]:
 
 def _memory_limit(sandbox: LocalSandbox) -> int:
     for name in ("memory.limit_in_bytes", "memory.max"):
-        for path in Path("/sys/fs/cgroup").glob(f"**/sb-{sandbox.id}/{name}"):
+        for path in Path("/sys/fs/cgroup").glob(f"**/fumehood-{os.getpid()}-*/sb-{sandbox.number}/{name}"):
             return int(path.read_text())
     raise AssertionError("the sandbox has no cgroup")
 

@@ -45,6 +45,8 @@ _MEMORY_LIMIT = {"v1": "memory.limit_in_bytes", "v2": "memory.max"}
 _MEMORY_USAGE = {"v1": "memory.usage_in_bytes", "v2": "memory.current"}
 _OOM_COUNTS = {"v1": "memory.oom_control", "v2": "memory.events"}
 _V1_MEMSW = "memory.memsw.limit_in_bytes"
+_V1_TCP = "memory.kmem.tcp.limit_in_bytes"
+_V1_TCP_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,10 @@ class Cgroup:
     def apply(self, limits: CgroupLimits) -> None:
         self.set_memory(limits.memory)
         write(f"{self.name}/pids.max", limits.pids, self._tree.directory("pids"))
+        if self._tree.version == "v1":
+            # There, and only there, the buffers of TCP sockets are not part of the memory limit.
+            with suppress(FileNotFoundError):
+                write(f"{self.name}/{_V1_TCP}", _V1_TCP_BYTES, self._tree.directory("memory"))
         if self._tree.has_cpu:
             self._set_cpu(limits)
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from typing import Annotated
 
 import msgspec
 
@@ -15,20 +16,30 @@ class ProtocolBroken(Exception):
     """The sandbox sent what the runner never sends: code inside has taken hold of the channel."""
 
 
-class _ErrorBody(msgspec.Struct):
+class _ErrorBody(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     value: str
     traceback: str
 
 
-class _EndBody(msgspec.Struct):
-    exit_code: int
+class _EndBody(msgspec.Struct, forbid_unknown_fields=True):
+    exit_code: Annotated[int, msgspec.Meta(ge=0, le=255)]
     interrupted: bool
 
 
 _decode_bundle = msgspec.json.Decoder(dict[str, str]).decode
 _decode_error = msgspec.json.Decoder(_ErrorBody).decode
 _decode_end = msgspec.json.Decoder(_EndBody).decode
+
+_MIME_TYPES = 64
+
+
+def _bundle(body: bytes) -> dict[str, str]:
+    """MIME types and their data; how many there are is bounded before time is spent on decoding them."""
+    if body.count(b'"') - body.count(b'\\"') > 4 * _MIME_TYPES:
+        raise ProtocolBroken("a display in more forms than the runner ever sends")
+    return _decode_bundle(body)
+
 
 # What the runner coalesces to is far below this; a peer that sends more is not the runner any more.
 _FRAMES_AT_ONCE = 10_000
@@ -80,7 +91,7 @@ class Execution:
             raise ProtocolBroken("more output than the runner ever sends")
         try:
             self._take(message)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolBroken(f"a malformed {message.kind.name} message") from error
 
     def _take(self, message: wire.Message) -> None:
@@ -90,9 +101,9 @@ class Execution:
             case Kind.STDERR:
                 self.append(Stderr(message.body.decode()))
             case Kind.DISPLAY:
-                self.append(Display(_decode_bundle(message.body)))
+                self.append(Display(_bundle(message.body)))
             case Kind.RESULT:
-                self.append(Result(_decode_bundle(message.body)))
+                self.append(Result(_bundle(message.body)))
             case Kind.ERROR:
                 body = _decode_error(message.body)
                 self.append(Raised(body.name, body.value, body.traceback))

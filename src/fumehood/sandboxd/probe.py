@@ -308,10 +308,14 @@ def check_cgroups(settings: Settings, host: Host) -> Iterator[Finding]:
 
 def check_users(settings: Settings, host: Host) -> Iterator[Finding]:
     name = "users of sandboxes"
+    if settings.mode == "unsafe-degraded":
+        advice = "Sandboxes of this mode can disturb each other: use it for one at a time, or use --mode namespaces."
+        yield Finding(name, "warning", "all sandboxes share one", advice)
+        return
     if host.uid == 0:
         yield Finding(name, "ok", f"one for each, from {settings.uid_base} on")
         return
-    users = subordinate_users(host.root / "etc") if settings.mode == "namespaces" else None
+    users = subordinate_users(host.root / "etc")
     if users is not None:
         yield Finding(name, "ok", f"one for each, {users.count} from {users.first} on (newuidmap)")
         return

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import signal
 import socket
 from collections.abc import AsyncGenerator, Callable
@@ -57,19 +58,22 @@ class LocalSandbox:
 
     def __init__(
         self,
-        name: str,
+        number: int,
         zygote: Zygote,
         channel: socket.socket,
         place: Place,
         settings: Settings,
         on_gone: Callable[["LocalSandbox"], None],
+        next_number: Callable[[], int],
     ) -> None:
-        self.id = name
+        self.id = secrets.token_hex(8)
+        self.number = number  # between supervisor and zygote
         self.place = place
         self.memory: MemoryTier = "1g"
         self._settings = settings
         self._zygote = zygote
         self._on_gone = on_gone
+        self._next_number = next_number
         self._assembler = wire.Assembler(limit=_MESSAGE_LIMIT)
         self._packets = Packets(
             channel, on_packet=self._packet, on_close=self._channel_closed, accept_fds=True
@@ -110,7 +114,7 @@ class LocalSandbox:
             self.place.cgroup.set_memory(size)
         if self._settings.mode == "namespaces":
             quota = {"size": data_quota(memory), "inodes": self._settings.inodes}
-            self._zygote.request({"op": "resize", "id": self.id, **quota}, [self._data])
+            self._zygote.request({"op": "resize", "number": self.number, **quota}, [self._data])
         else:
             self._resized.set_result(None)
         body = {
@@ -205,6 +209,8 @@ class LocalSandbox:
 
     def _packet(self, packet: bytes, fds: list[int]) -> None:
         try:
+            if self._running is None and self._configured.done():
+                raise ProtocolBroken("it spoke while nothing ran")
             message = self._assembler.feed(packet)
             if message is not None:
                 self._message(message, fds)
@@ -263,23 +269,28 @@ class LocalSandbox:
                 yield event
         finally:
             if not execution.ended:
-                self.interrupt()
+                self.interrupt(execution)
 
-    def interrupt(self) -> None:
-        """Stop the running call as a keyboard interrupt would; does nothing when none runs."""
-        if self._running is not None:
-            self._running.timeout = min(self._running.timeout, self._running.elapsed)
-            self._running.interrupted_by_caller = True
-            self._running.wake.set()
+    def interrupt(self, execution: Execution | None = None) -> None:
+        """Stop a call as a keyboard interrupt would, or the running one; one that still waits never starts."""
+        if execution is None:
+            execution = self._running
+        if execution is not None and not execution.ended:
+            execution.interrupted_by_caller = True
+            execution.wake.set()
 
     async def _run(self, execution: Execution) -> None:
         async with self._turn:
+            execution.begin()
             if self._gone is not None:
-                execution.begin()
-                execution.append(self._end(execution, "lost", -1, reason=self._gone))
+                reason = f"The sandbox was lost before the code started: {self._gone}."
+                execution.append(self._end(execution, "lost", -1, reason=reason))
+                return
+            if execution.interrupted_by_caller:
+                reason = "The code was interrupted before it started."
+                execution.append(self._end(execution, "interrupted", -1, reason=reason))
                 return
             kills_before = self._oom_kills()
-            execution.begin()
             self._running = execution
             self._send(Kind.EXECUTE, execution.call, {"code": execution.code})
             end = await self._outcome(execution, kills_before)
@@ -369,7 +380,9 @@ class LocalSandbox:
     async def list_files(self) -> tuple[list[FileEntry], bool]:
         """Regular files below the data directory, and whether there were more than are listed."""
         if self.place.directly_readable:
-            found, cut = await asyncio.to_thread(files.walk, self._live_data())
+            # A descriptor of its own: should the sandbox end meanwhile, its number may become a neighbour's.
+            data = os.dup(self._live_data())
+            found, cut = await asyncio.to_thread(_walk_and_close, data)
         else:
             answer, opened = await self._help({"do": "walk"})
             with os.fdopen(opened.pop(), "rb") as listing:
@@ -417,12 +430,13 @@ class LocalSandbox:
         data = self._live_data()
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         cgroups = [] if self.place.cgroup is None else self.place.cgroup.join_fds()
-        request = {"op": "files", "task": task, "uid": self.place.uid}
-        self._zygote.request(request, [theirs.fileno(), data, *extra, *cgroups])
+        request = {"op": "files", "number": self._next_number(), "uid": self.place.uid}
+        self._zygote.request(request, [theirs.fileno(), data, *cgroups])
         theirs.close()
         for fd in cgroups:
             os.close(fd)
         mine.setblocking(False)
+        socket.send_fds(mine, [json.dumps(task).encode()], extra)
         try:
             body, opened = await asyncio.wait_for(_receive(mine), 60)
         except TimeoutError:
@@ -460,7 +474,7 @@ class LocalSandbox:
             return
         except OSError:  # another user's process, or another PID namespace's: its parent may
             pass
-        self._zygote.request({"op": "signal", "id": self.id, "number": int(number)})
+        self._zygote.request({"op": "signal", "number": self.number, "signal": int(number)})
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -477,6 +491,13 @@ def printable(name: str) -> str:
     """A name from a sandbox, fit for messages and logs: bounded, no control or bidirectional characters."""
     shown = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in name[:200])
     return shown if len(name) <= 200 else shown + "…"
+
+
+def _walk_and_close(data: int) -> tuple[list[files.Found], bool]:
+    try:
+        return files.walk(data)
+    finally:
+        os.close(data)
 
 
 def _feed(writer: int, content: bytes) -> None:

@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
-import secrets
 import shutil
 import socket
 import tempfile
@@ -49,9 +49,12 @@ class Supervisor:
         self._zygote_lock = asyncio.Lock()
         self._zygote_cgroup: Cgroup | None = None
         self._launch: Launch | None = None
-        self._live: dict[str, LocalSandbox] = {}
+        self._live: dict[int, LocalSandbox] = {}
         self._parked: deque[LocalSandbox] = deque()
-        self._starting = 0
+        self._starting = 0  # asked for, and neither alive nor failed yet
+        self._parking = 0  # those of them that are meant for the pool
+        self._park_ended = asyncio.Event()
+        self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._scratch: str | None = None
         self._closing = False
@@ -196,7 +199,7 @@ class Supervisor:
         )
 
     def _zygote_event(self, event: dict[str, Any], fds: list[int]) -> None:
-        sandbox = self._live.get(event["id"])
+        sandbox = self._live.get(event["number"])
         if sandbox is not None:
             sandbox.zygote_event(event, fds)
         for fd in fds:
@@ -223,21 +226,35 @@ class Supervisor:
     def sandboxes(self) -> dict[str, LocalSandbox]:
         """Those that were handed out and live."""
         parked = set(self._parked)
-        return {name: sandbox for name, sandbox in self._live.items() if sandbox not in parked}
+        return {sandbox.id: sandbox for sandbox in self._live.values() if sandbox not in parked}
 
     async def create(self, spec: SandboxSpec | None = None) -> LocalSandbox:
         """A sandbox of one's own: a parked one with the limits asked for, or a new one."""
         spec = spec or SandboxSpec()
-        sandbox = None
-        while sandbox is None and self._parked and not spec.fresh_interpreter:
-            candidate = self._parked.popleft()
-            sandbox = candidate if candidate.gone is None else None
+        sandbox = None if spec.fresh_interpreter else await self._take_parked()
         if sandbox is None:
             self._make_room()
+            self._starting += 1
             sandbox = await self._start(fresh_interpreter=spec.fresh_interpreter)
         self._refill()
-        await sandbox.hand_over(spec.memory)
+        try:
+            await sandbox.hand_over(spec.memory)
+        except BaseException:  # whoever asked has gone away: nobody else would end it
+            self._background(sandbox.destroy())
+            raise
         return sandbox
+
+    async def _take_parked(self) -> LocalSandbox | None:
+        """One that is ready; at capacity also one that is just being made for the pool."""
+        while True:
+            while self._parked:
+                candidate = self._parked.popleft()
+                if candidate.gone is None:
+                    return candidate
+            if not self._parking or len(self._live) + self._starting < self._settings.capacity:
+                return None
+            self._park_ended.clear()
+            await self._park_ended.wait()
 
     def _make_room(self) -> None:
         if self._settings.mode == "pod":
@@ -256,33 +273,38 @@ class Supervisor:
         """Bring the pool back to its size behind the callers' backs."""
         if self._settings.mode == "pod" or self._closing:
             return
-        wanted = self._settings.pool - len(self._parked) - self._starting
+        wanted = self._settings.pool - len(self._parked) - self._parking
         room = self._settings.capacity - len(self._live) - self._starting
         for _ in range(min(wanted, room)):
+            self._parking += 1
+            self._starting += 1
             self._background(self._park())
 
     async def _park(self) -> None:
         try:
-            sandbox = await self._start(fresh_interpreter=False)
+            self._parked.append(await self._start(fresh_interpreter=False))
         except (SandboxStartFailed, IsolationUnavailable) as error:
             logger.error("A sandbox for the pool could not be made: %s", error)
-            return
-        self._parked.append(sandbox)
+        finally:
+            self._parking -= 1
+            self._park_ended.set()
 
     async def _start(self, *, fresh_interpreter: bool) -> LocalSandbox:
-        self._starting += 1
+        """Make one; the caller has counted it in `_starting`."""
         try:
             zygote = await self._living_zygote()
-            name = secrets.token_hex(8)
-            place = self._take_place(name)
+            number = next(self._numbers)
+            place = self._take_place(number)
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            sandbox = LocalSandbox(name, zygote, mine, place, self._settings, self._sandbox_gone)
-            self._live[name] = sandbox
+            sandbox = LocalSandbox(
+                number, zygote, mine, place, self._settings, self._sandbox_gone, self._numbers.__next__
+            )
+            self._live[number] = sandbox
         finally:
             self._starting -= 1
         join = [] if place.cgroup is None else place.cgroup.join_fds()
         plan = json.dumps(asdict(self._plan(place, fresh_interpreter=fresh_interpreter)))
-        zygote.request({"op": "spawn", "id": name, "plan": plan}, [theirs.fileno(), *join])
+        zygote.request({"op": "spawn", "number": number, "plan": plan}, [theirs.fileno(), *join])
         theirs.close()
         for fd in join:
             os.close(fd)
@@ -293,7 +315,7 @@ class Supervisor:
             raise
         return sandbox
 
-    def _take_place(self, name: str) -> Place:
+    def _take_place(self, number: int) -> Place:
         uid = 0
         if self._free_uids and self._settings.mode == "namespaces":
             uid = self._free_uids.popleft()
@@ -302,9 +324,9 @@ class Supervisor:
             limits = CgroupLimits(
                 memory=MEMORY_TIERS[_PARKED_MEMORY], pids=self._settings.processes, cpus=self._settings.cpus
             )
-            cgroup = self._tree.create(f"sb-{name}", limits)
+            cgroup = self._tree.create(f"sb-{number}", limits)
         readable = self._users is None or os.geteuid() == 0
-        scratch = None if self._scratch is None else self._make_scratch(f"{self._scratch}/{name}")
+        scratch = None if self._scratch is None else self._make_scratch(f"{self._scratch}/{number}")
         return Place(uid=uid, cgroup=cgroup, scratch=scratch, directly_readable=readable)
 
     def _make_scratch(self, path: str) -> str:
@@ -337,7 +359,7 @@ class Supervisor:
         )
 
     def _sandbox_gone(self, sandbox: LocalSandbox) -> None:
-        self._live.pop(sandbox.id, None)
+        self._live.pop(sandbox.number, None)
         with contextlib.suppress(ValueError):
             self._parked.remove(sandbox)
         self._background(self._give_back(sandbox), even_when_closing=True)

@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 
 from fumehood.sandboxd.inside import filters, jail, syscalls
 
-HELPER_PREFIX = "files-"
 MAX_DEPTH = 32
 MAX_ENTRIES = 10_000
 _CHUNK = 1 << 20
+_MAX_TASK = 64 * 1024
 _BENEATH = syscalls.RESOLVE_BENEATH | syscalls.RESOLVE_NO_SYMLINKS | syscalls.RESOLVE_NO_XDEV
 _BUSY_TRIES = 5
 
@@ -70,7 +70,7 @@ def open_regular(data: int, path: str) -> int:
 
 
 def walk(data: int) -> tuple[list[Found], bool]:
-    """Regular files below `data`, sorted by path, and whether a bound cut the listing short.
+    """Regular files below `data`, sorted by path, and whether some are left out: too many, too deep, no text.
 
     Iterative, by descriptors: a directory moved or replaced meanwhile leads nowhere else.
     """
@@ -91,6 +91,9 @@ def walk(data: int) -> tuple[list[Found], bool]:
                     if entries > MAX_ENTRIES:
                         return sorted(found, key=lambda item: item.path), True
                     path = f"{prefix}{entry.name}"
+                    if not _is_text(entry.name):
+                        cut = True  # nobody could ask for it: the wire speaks UTF-8
+                        continue
                     if entry.is_dir(follow_symlinks=False):
                         deep = path.count("/") + 1 >= MAX_DEPTH
                         cut |= deep
@@ -104,6 +107,14 @@ def walk(data: int) -> tuple[list[Found], bool]:
         finally:
             os.close(directory)
     return sorted(found, key=lambda item: item.path), cut
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _open_directory(data: int, prefix: str) -> int:
@@ -170,27 +181,20 @@ def delete(data: int, path: str) -> None:
         os.close(directory)
 
 
-def help_with(
-    task: dict[str, Any],
-    uid: int,
-    program: bytes,
-    reply: socket.socket,
-    data: int,
-    rest: list[int],
-) -> NoReturn:
-    """The helper's whole life: become the sandbox's user in its cgroup, do one thing, answer, end."""
+def help_with(uid: int, program: bytes, supervisor: socket.socket, data: int, cgroups: list[int]) -> NoReturn:
+    """The helper's whole life: become the sandbox's user in its cgroup, hear the task, do it, answer, end."""
     answer: dict[str, Any]
     opened: list[int] = []
     try:
-        source = rest.pop(0) if task["do"] == "write" else -1
-        jail.join_cgroups(rest)
+        jail.join_cgroups(cgroups)
         if uid:
             os.setgroups([])
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
         jail.renounce()
         filters.install(program)
-        answer = _perform(task, data, source, opened)
+        body, fds, _, _ = socket.recv_fds(supervisor, _MAX_TASK, 1)
+        answer = _perform(json.loads(body), data, fds[0] if fds else -1, opened)
     except UnsafePath as error:
         answer = {"error": str(error), "errno": errno.EINVAL}
     except OSError as error:
@@ -198,7 +202,7 @@ def help_with(
     except BaseException as error:
         answer = {"error": f"{type(error).__name__}: {error}", "errno": errno.EIO}
     body = json.dumps(answer).encode()
-    socket.send_fds(reply, [body], opened)
+    socket.send_fds(supervisor, [body], opened)
     os._exit(0)
 
 

@@ -22,7 +22,9 @@ _MAX_FDS = 16
 class Zygote:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._children: dict[str, tuple[int, int]] = {}  # sandbox id -> pid, pidfd
+        # By the supervisor's number, never by a name: what this process knows, every later fork can read.
+        self._children: dict[int, tuple[int, int]] = {}  # number -> pid, pidfd
+        self._helpers: set[int] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
         self._program = b""
@@ -76,9 +78,9 @@ class Zygote:
         try:
             match request["op"]:
                 case "spawn":
-                    self._spawn(request["id"], jail.Plan.decode(request["plan"]), fds)
+                    self._spawn(request["number"], jail.Plan.decode(request["plan"]), fds)
                 case "signal":
-                    self._signal(request["id"], request["number"])
+                    self._signal(request["number"], request["signal"])
                 case "resize":
                     self._resize(request, fds)
                 case "files":
@@ -89,19 +91,22 @@ class Zygote:
             for fd in fds:
                 os.close(fd)
 
-    def _spawn(self, name: str, plan: jail.Plan, fds: list[int]) -> None:
+    def _spawn(self, number: int, plan: jail.Plan, fds: list[int]) -> None:
         try:
             pid = self._fork_into_new_pids() if self._nested else os.fork()
         except OSError as error:
-            self._send({"event": "refused", "id": name, "error": f"fork: {error}"})
+            self._send({"event": "refused", "number": number, "error": f"fork: {error}"})
             return
         if pid == 0:
             channel, cgroups = _only_these_fds(fds)
             init.run(plan, self._program, channel, cgroups)
+        self._send({"event": "spawned", "number": number}, [self._watch(number, pid)])
+
+    def _watch(self, number: int, pid: int) -> int:
         pidfd = os.pidfd_open(pid)
-        self._children[name] = (pid, pidfd)
-        self._selector.register(pidfd, selectors.EVENT_READ, name)
-        self._send({"event": "spawned", "id": name}, [pidfd])
+        self._children[number] = (pid, pidfd)
+        self._selector.register(pidfd, selectors.EVENT_READ, number)
+        return pidfd
 
     def _fork_into_new_pids(self) -> int:
         os.unshare(os.CLONE_NEWPID)
@@ -113,19 +118,21 @@ class Zygote:
                 os.setns(self._own_pids, os.CLONE_NEWPID)
         return pid
 
-    def _signal(self, name: str, number: int) -> None:
-        if name in self._children:
-            signal.pidfd_send_signal(self._children[name][1], number)
+    def _signal(self, number: int, which: int) -> None:
+        if number in self._children:
+            signal.pidfd_send_signal(self._children[number][1], which)
 
-    def _bury(self, name: str) -> None:
-        pid, pidfd = self._children.pop(name)
+    def _bury(self, number: int) -> None:
+        pid, pidfd = self._children.pop(number)
         self._selector.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
-        if not name.startswith(files.HELPER_PREFIX):
-            self._send({"event": "exited", "id": name, "code": os.waitstatus_to_exitcode(status)})
-            if self._single:
-                os._exit(0)  # a pod is never used twice: its container ends with its one sandbox
+        if number in self._helpers:
+            self._helpers.discard(number)
+            return
+        self._send({"event": "exited", "number": number, "code": os.waitstatus_to_exitcode(status)})
+        if self._single:
+            os._exit(0)  # a pod is never used twice: its container ends with its one sandbox
 
     def _resize(self, request: dict[str, Any], fds: list[int]) -> None:
         error = None
@@ -133,21 +140,22 @@ class Zygote:
             syscalls.resize_tmpfs(fds[0], size=request["size"], inodes=request["inodes"])
         except OSError as problem:
             error = str(problem)
-        self._send({"event": "resized", "id": request["id"], "error": error})
+        self._send({"event": "resized", "number": request["number"], "error": error})
 
     def _help(self, request: dict[str, Any], fds: list[int]) -> None:
-        """Work on a sandbox's files as its user and in its cgroup: what is written counts there."""
+        """Work on a sandbox's files as its user and in its cgroup: what is written counts there.
+
+        What is to be done, names above all, the helper hears over its own socket after the fork.
+        """
         try:
             pid = os.fork()
         except OSError:
             return  # the closed reply socket tells
         if pid == 0:
             reply, rest = _only_these_fds(fds)
-            files.help_with(request["task"], request["uid"], self._program, reply, rest[0], rest[1:])
-        name = f"{files.HELPER_PREFIX}{pid}"
-        pidfd = os.pidfd_open(pid)
-        self._children[name] = (pid, pidfd)
-        self._selector.register(pidfd, selectors.EVENT_READ, name)
+            files.help_with(request["uid"], self._program, reply, rest[0], rest[1:])
+        self._helpers.add(request["number"])
+        self._watch(request["number"], pid)
 
 
 def _only_these_fds(fds: list[int]) -> tuple[socket.socket, list[int]]:
