@@ -244,7 +244,7 @@ def test_hostile_files_through_standard_input(tmp_path: Path) -> None:
         "n\\x0al",
         "e\\x1b[31m",
         "…",
-        "\\x202egnp.exe",
+        "\\u202egnp.exe",
         "link/inside",
         "sparse",
     }

@@ -1,4 +1,4 @@
-"""A host as root and as an ordinary user, fresh sandboxes, and what must hold after every attack; imports pytest and `tests.support`.
+"""Hosts, fresh sandboxes, and what must hold after every attack; imports pytest and `tests.support`.
 
 Each attack gets a sandbox of its own. Beside it, for the whole session, lives a neighbour with a variable and
 a counter: after each attack it is asked whether it is still itself, as are the supervisor and the zygote.
@@ -89,18 +89,6 @@ class Host:
         self.neighbour.check()
 
 
-def start_driver(who: Who, **settings: Any) -> Driver:
-    """With limits where this machine has them for us; else as well as it goes."""
-    if who == "ordinary" and os.geteuid() != 0:
-        try:
-            return Driver.start(who, **settings)
-        except DriverError as error:
-            if error.kind != "IsolationUnavailable":
-                raise
-            return Driver.start(who, limits="best-effort", **settings)
-    return Driver.start(who, **settings)
-
-
 # ---- what may be left behind: nothing --------------------------------------------------------------------------
 
 
@@ -121,25 +109,32 @@ def children_of(parents: set[int]) -> set[int]:
 
 
 def started_at(pid: int) -> str | None:
-    """Tells a process from a later one with the same pid; None when it is gone."""
+    """Tells a process from a later one with the same pid; None when it is gone, or waits to be reaped."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+    return None if state == "Z" else rest[18]
 
 
-def leftovers() -> set[str]:
-    """Names on the host that only a supervisor makes."""
-    names = {str(path) for place in ("/tmp", "/dev/shm", "/run") for path in Path(place).glob("fumehood-*")}
-    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    return names | {line for line in mounts if "fumehood" in line or " stage " in line}
+def mounts() -> set[str]:
+    """Those of the host that look like a supervisor's."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return {line for line in lines if "fumehood" in line or " stage " in line}
 
 
 class Residue:
-    """Looks at one driver's traces, from before its start until after its end."""
+    """Looks at one driver's traces, from before its start until after its end.
 
-    def __init__(self) -> None:
-        self._before = leftovers()
+    temporary: the driver's TMPDIR, its alone: other supervisors may run on this machine.
+    """
+
+    def __init__(self, temporary: Path) -> None:
+        self.temporary = temporary
+        temporary.chmod(0o1777)
+        for parent in temporary.parents[:2]:  # pytest's own, closed to other users
+            parent.chmod(0o755)
+        self._mounts = mounts()
         self._seen: dict[int, str] = {}
         self._cgroups: list[Path] = []
 
@@ -157,7 +152,20 @@ class Residue:
         assert self._seen
         assert wait_for(lambda: not self.alive()), f"processes outlived their supervisor: {self.alive()}"
         assert [path for path in self._cgroups if path.exists()] == []
-        assert leftovers() - self._before == set()
+        assert mounts() - self._mounts == set()
+        assert list(self.temporary.iterdir()) == []
+
+
+def start_driver(who: Who, residue: Residue, **settings: Any) -> Driver:
+    """With limits where this machine has them for us; else as well as it goes."""
+    if who == "ordinary" and os.geteuid() != 0:
+        try:
+            return Driver.start(who, temporary=residue.temporary, **settings)
+        except DriverError as error:
+            if error.kind != "IsolationUnavailable":
+                raise
+            settings["limits"] = "best-effort"
+    return Driver.start(who, temporary=residue.temporary, **settings)
 
 
 # ---- fixtures ---------------------------------------------------------------------------------------------------
@@ -173,10 +181,10 @@ def who(request: pytest.FixtureRequest) -> Who:
 
 
 @pytest.fixture(scope="session")
-def session_host(who: Who) -> Iterator[Host]:
-    residue = Residue()
+def session_host(who: Who, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    residue = Residue(tmp_path_factory.mktemp(who))
     secret = f"planted-{secrets.token_hex(16)}"
-    with start_driver(who, secret=secret) as driver:
+    with start_driver(who, residue, secret=secret) as driver:
         box = driver.create()
         neighbour = Neighbour(box, secrets.token_hex(8))
         assert box.run(_NEIGHBOUR.format(token=neighbour.token)).end.status == "ok"
@@ -201,6 +209,11 @@ def host(session_host: Host) -> Iterator[Host]:
 def box(host: Host) -> SandboxClient:
     """A fresh sandbox with the names of programs/prelude.py."""
     return host.create()
+
+
+@pytest.fixture
+def residue(tmp_path: Path) -> Residue:
+    return Residue(tmp_path)
 
 
 @pytest.fixture

@@ -32,11 +32,27 @@ def test_only_regular_files_are_read(host: Host, box: SandboxClient, plant: str)
     assert refusal.value.kind == "FileRefused"
     assert time.monotonic() - began < 20, "a special file held the reader up"
     files, _ = box.list_files()
-    assert "x" not in files and not any(path.startswith("d/") for path in files)
+    assert "x" not in files
+    assert not any(path.startswith("d/") for path in files)
 
 
-NAMES = ["../etc/passwd", "/etc/passwd", "a/../../etc/passwd", "..", ".", "", "a//b", "./a", "a/", "a\0b", "a/./b"]
-NAMES += ["x" * 256, "/".join("d" * 40), "x" * 5000, "\udcff\ud800"]
+NAMES = [
+    "../etc/passwd",
+    "/etc/passwd",
+    "a/../../etc/passwd",
+    "..",
+    ".",
+    "",
+    "a//b",
+    "./a",
+    "a/",
+    "a\0b",
+    "a/./b",
+    "x" * 256,
+    "/".join("d" * 40),
+    "x" * 5000,
+    "\udcff\ud800",
+]
 
 
 @pytest.mark.parametrize("path", NAMES, ids=range(len(NAMES)))
@@ -50,7 +66,8 @@ def test_names_that_mean_something_else(box: SandboxClient, do: str, path: str) 
     with pytest.raises(DriverError) as refusal:
         actions[do]()
     assert refusal.value.kind == "FileRefused"
-    assert "\0" not in refusal.value.text and len(refusal.value.text) < 1000
+    assert "\0" not in refusal.value.text
+    assert len(refusal.value.text) < 1000
     assert box.ask("report(os.listdir('/mnt/data'))") == []
 
 
@@ -92,6 +109,11 @@ def test_writing_over_a_fifo_and_into_a_directory(box: SandboxClient) -> None:
     assert [name for name in box.ask("report(os.listdir('/mnt/data'))") if name.startswith(".")] == []
 
 
+def read_until_too_large(box: SandboxClient) -> None:
+    for _ in range(1000):
+        box.read_file("growing", limit=5 << 20)
+
+
 def test_sparse_and_growing_files(host: Host, box: SandboxClient) -> None:
     """The bound on a read counts bytes that come, not what the file says of itself."""
     grow = """
@@ -109,8 +131,7 @@ def test_sparse_and_growing_files(host: Host, box: SandboxClient) -> None:
     files, _ = box.list_files()
     assert files["sparse"] == 1 << 45
     with pytest.raises(DriverError, match="larger than"):
-        for _ in range(1000):
-            box.read_file("growing", limit=5 << 20)
+        read_until_too_large(box)
 
 
 def test_leases_and_locks_do_not_hold_a_reader_up(box: SandboxClient) -> None:
@@ -137,10 +158,10 @@ RACES = {
         os.mkdir("x.d"); open("x.d/passwd", "w").write("mine"); os.symlink("/etc", "y.d")
         while True: libc.renameat2(-100, b"x.d", -100, b"y.d", 2)
     """,
-    "directory moved out": """
+    "directory moved up": """
         os.makedirs("a/b/c"); open("a/b/c/passwd", "w").write("mine")
         while True:
-            os.rename("a/b", "/tmp/b") if os.path.exists("a/b") else os.rename("/tmp/b", "a/b")
+            os.rename("a/b", "b"); os.rename("b", "a/b")
     """,
     "fifo and file": """
         os.mkfifo("x"); open("y", "w").write("mine")
@@ -165,9 +186,12 @@ def test_swaps_during_reads_and_walks(host: Host, box: SandboxClient, race: str)
                 refusals.add(error.kind)
         if number % 10 == 0:
             box.list_files()
-            for action in (box.write_file, lambda path, _: box.delete_file(path)):
+            for action in (
+                lambda: box.write_file("y.d/written", b"mine"),
+                lambda: box.delete_file("y.d/written"),
+            ):
                 try:
-                    action("y.d/written", b"mine")
+                    action()
                 except DriverError as error:
                     refusals.add(error.kind)
     assert seen <= {b"mine", b""}
@@ -179,17 +203,19 @@ def test_swaps_during_reads_and_walks(host: Host, box: SandboxClient, race: str)
 
 def test_hostile_names_in_a_listing(box: SandboxClient) -> None:
     program = r"""
-        names = [b"new\nline", b"\x1b[31mred", b"\xff\xfe", b"\xe2\x80\xaetxt.exe", b"a" * 255, b"tab\t", b"-rf", b"\\", b"%00"]
+        names = [b"new\nline", b"\x1b[31mred", b"\xff\xfe", b"\xe2\x80\xaetxt.exe", b"a" * 255]
+        names += [b"tab\t", b"-rf", b"\\", b"%00"]
         for name in names: open(b"/mnt/data/" + name, "w").write("x")
-        report(len(names))
+        report([name.decode() for name in names if name != b"\xff\xfe"])
     """
-    count = box.ask(dedent(program))
+    names = box.ask(dedent(program))
     files, cut = box.list_files()
-    assert len(files) == count and not cut
+    assert set(files) == set(names)
+    assert cut  # one cannot be told in UTF-8
     for path in files:
         assert box.read_file(path) == b"x"
         box.delete_file(path)
-    assert box.list_files() == ({}, False)
+    assert box.list_files() == ({}, True)
 
 
 def test_every_listed_name_can_be_told_in_json(box: SandboxClient) -> None:
@@ -203,7 +229,8 @@ def test_refusals_are_fit_for_a_log(box: SandboxClient) -> None:
     for name in ("a\nb", "\x1b[31m", "\u202egpj.exe", "x" * 250):
         with pytest.raises(DriverError) as refusal:
             box.read_file(name)
-        assert refusal.value.text.isprintable() and len(refusal.value.text) < 400
+        assert refusal.value.text.isprintable()
+        assert len(refusal.value.text) < 400
 
 
 def test_deep_and_wide_trees(host: Host, box: SandboxClient) -> None:
@@ -218,7 +245,8 @@ def test_deep_and_wide_trees(host: Host, box: SandboxClient) -> None:
     """
     box.ask(dedent(program), timeout=60)
     files, cut = box.list_files()
-    assert cut and len(files) <= 10_000
+    assert cut
+    assert len(files) <= 10_000
     assert max(path.count("/") for path in files) < 40
 
 
@@ -235,12 +263,12 @@ def test_a_vanishing_file_does_not_hide_the_others(box: SandboxClient) -> None:
         for number in range(300): open(f"/mnt/data/lasting{number}", "w").write("x")
         print("on", flush=True)
         while True:
-            for number in range(300):
-                name = f"/mnt/data/brief{number}"; os.close(os.open(name, os.O_CREAT | os.O_WRONLY)); os.unlink(name)
+            for number in range(300): os.close(os.open(f"/mnt/data/brief{number}", os.O_CREAT | os.O_WRONLY))
+            for number in range(300): os.unlink(f"/mnt/data/brief{number}")
     """
     running = box.start(dedent(program), timeout=60)
     running.until_stdout("on")
-    for _ in range(60):
+    for _ in range(100):
         files, cut = box.list_files()
         assert cut or sum(path.startswith("lasting") for path in files) == 300
     box.interrupt()
@@ -248,7 +276,13 @@ def test_a_vanishing_file_does_not_hide_the_others(box: SandboxClient) -> None:
 
 
 def test_uploads_cannot_exceed_the_sandboxes_quota(host: Host, box: SandboxClient) -> None:
-    box.run("f = open('/tmp/full', 'wb', 0)\ntry:\n    while True: f.write(b'x' * (1 << 20))\nexcept OSError: pass", timeout=60)
+    program = """
+        with open("/tmp/full", "wb", 0) as file:
+            try:
+                while True: file.write(b"x" * (1 << 20))
+            except OSError: pass
+    """
+    box.run(dedent(program), timeout=60)
     with pytest.raises(DriverError) as refusal:
         box.write_file("late", b"x" * (4 << 20))
     assert "quota" in refusal.value.text or "memory" in refusal.value.text
@@ -261,7 +295,12 @@ def test_uploads_belong_to_the_sandbox(box: SandboxClient) -> None:
     box.write_file("sub/dir/file", b"x")
     stat = "s = os.stat('/mnt/data/sub/dir/file'); report([s.st_uid, s.st_gid, oct(s.st_mode & 0o7777)])"
     assert box.ask(stat) == [1000, 1000, "0o644"]
-    assert box.ask("open('/mnt/data/sub/dir/file', 'a').write('y'); os.rmdir('/mnt/data/sub') if 0 else report(1)") == 1
+    assert (
+        box.ask(
+            "open('/mnt/data/sub/dir/file', 'a').write('y'); os.rmdir('/mnt/data/sub') if 0 else report(1)"
+        )
+        == 1
+    )
 
 
 def test_files_while_the_code_fights_them(host: Host, box: SandboxClient) -> None:
@@ -296,6 +335,11 @@ def test_many_requests_at_once(host: Host, box: SandboxClient) -> None:
 
 def test_files_of_a_sandbox_that_is_gone(box: SandboxClient) -> None:
     box.run("os._exit(0)")
-    for action in (box.list_files, lambda: box.read_file("x"), lambda: box.write_file("x", b""), lambda: box.delete_file("x")):
+    for action in (
+        box.list_files,
+        lambda: box.read_file("x"),
+        lambda: box.write_file("x", b""),
+        lambda: box.delete_file("x"),
+    ):
         with pytest.raises(DriverError, match="SandboxGone"):
             action()

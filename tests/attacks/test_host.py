@@ -1,4 +1,4 @@
-"""Attacks on what the host keeps to itself: files, variables, memory, paths, writes; imports pytest and `tests.support`."""
+"""Attacks on what the host keeps to itself: files, memory, paths, writes; imports pytest and `tests.support`."""
 
 import os
 import pwd
@@ -94,7 +94,8 @@ def test_the_secret_is_nowhere_in_the_address_space(host: Host, box: SandboxClie
     absent = host.driver.secret.removeprefix("planted-").encode()[::-1].hex()
     hits, size, regions = box.ask(scan.format(needle=absent), timeout=60)
     assert hits == 0
-    assert size > 50 << 20 and regions > 50
+    assert size > 50 << 20
+    assert regions > 50
     # The scan is able to find things: what the sandbox itself knows is there.
     box.run("known = 'needle-' + 'in-the-hay' * 3")
     hits, _, _ = box.ask(scan.format(needle=("in-the-hay" * 3).encode()[::-1].hex()), timeout=60)
@@ -128,7 +129,15 @@ def test_proc_shows_no_path_of_the_host(box: SandboxClient) -> None:
     homes = {entry.pw_dir for entry in pwd.getpwall() if entry.pw_dir.count("/") > 1}
     homes -= {"/home/user"}
     homes = {home for home in homes if home.startswith(("/home", "/root"))}
-    for words in (str(PROJECT), "pyenv", ".venv", os.path.expanduser("~") + "/", "fumehood-", "/dev/vda", *homes):
+    for words in (
+        str(PROJECT),
+        "pyenv",
+        ".venv",
+        os.path.expanduser("~") + "/",
+        "fumehood-",
+        "/dev/vda",
+        *homes,
+    ):
         for name, text in shown.items():
             assert words not in text, f"{words!r} in /proc/self/{name}"
     assert {line.rpartition(":")[2] for line in shown["cgroup"].splitlines()} <= {"/"}
@@ -136,7 +145,10 @@ def test_proc_shows_no_path_of_the_host(box: SandboxClient) -> None:
 
 def test_proc_has_processes_only(box: SandboxClient) -> None:
     names = box.ask("report(os.listdir('/proc'))")
-    assert [name for name in names if not name.isdigit()] in (["self", "thread-self"], ["thread-self", "self"])
+    assert [name for name in names if not name.isdigit()] in (
+        ["self", "thread-self"],
+        ["thread-self", "self"],
+    )
 
 
 WALK = """

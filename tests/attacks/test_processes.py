@@ -56,7 +56,8 @@ def test_kill_everybody_ends_only_itself(host: Host, box: SandboxClient) -> None
         report([answer, child.wait(10)])
     """
     answer, code = box.ask(dedent(program))
-    assert answer == "returned None" and code == -9
+    assert answer == "returned None"
+    assert code == -9
     host.neighbour.check()
 
 
@@ -250,12 +251,13 @@ def test_typing_into_a_terminal(box: SandboxClient) -> None:
     program = """
         import fcntl, pty, termios
         report([attempt(fcntl.ioctl, 0, termios.TIOCSTI, b"x"), attempt(fcntl.ioctl, 1, 0x541C, b"\\2"),
-                attempt(fcntl.ioctl, 2, 0x5423, b"\\0\\0\\0\\0"), attempt(pty.openpty)[:8], attempt(os.open, "/dev/tty", 2),
-                call(16, 0, 0x5412 | 1 << 32, 0)])
+                attempt(fcntl.ioctl, 2, 0x5423, b"\\0\\0\\0\\0"), attempt(pty.openpty)[:8],
+                attempt(os.open, "/dev/tty", 2), call(16, 0, 0x5412 | 1 << 32, 0)])
     """
     *typed, opened, terminal, wide = box.ask(dedent(program))
     assert [*typed, wide] == ["EPERM"] * 4
-    assert not opened.startswith("returned") and terminal == "ENOENT"
+    assert not opened.startswith("returned")
+    assert terminal == "ENOENT"
 
 
 def test_it_cannot_hide_from_the_supervisor(host: Host, box: SandboxClient) -> None:
@@ -277,4 +279,5 @@ def test_it_cannot_hide_from_the_supervisor(host: Host, box: SandboxClient) -> N
     box.ask(dedent(hidden))
     assert box.read_file("here") == b"still read"
     outcome = box.run("while True: pass", timeout=1)
-    assert outcome.end.status == "timeout" and outcome.end.state_kept
+    assert outcome.end.status == "timeout"
+    assert outcome.end.state_kept

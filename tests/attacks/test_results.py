@@ -60,10 +60,13 @@ REFUSED = {
     "END that is no JSON": ("channel.send(frame(END, current(), b'{'))", "malformed END"),
     "END of the wrong type": ("channel.send(frame(END, current(), b'[1]'))", "malformed END"),
     "END with a text": (
-        "channel.send(frame(END, current(), b'{\\\"exit_code\\\":\\\"0\\\",\\\"interrupted\\\":false}'))",
+        'channel.send(frame(END, current(), b\'{\\"exit_code\\":\\"0\\",\\"interrupted\\":false}\'))',
         "malformed END",
     ),
-    "RESULT of the wrong type": ("channel.send(frame(RESULT, current(), b'{\\\"a\\\":1}'))", "malformed RESULT"),
+    "RESULT of the wrong type": (
+        "channel.send(frame(RESULT, current(), b'{\\\"a\\\":1}'))",
+        "malformed RESULT",
+    ),
     "ERROR without fields": ("channel.send(frame(ERROR, current(), b'{}'))", "malformed ERROR"),
     "deeply nested": ("channel.send(frame(DISPLAY, current(), b'[' * 60000))", "malformed DISPLAY"),
     "half a surrogate": (
@@ -82,7 +85,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("attack", "words"), REFUSED.values(), ids=REFUSED)
-def test_frames_that_the_runner_never_sends(host: Host, forger: SandboxClient, attack: str, words: str) -> None:
+def test_frames_that_the_runner_never_sends(
+    host: Host, forger: SandboxClient, attack: str, words: str
+) -> None:
     """They end the sandbox, and the reason names what was wrong."""
     outcome = forger.run(f"{attack}\ntime.sleep(20)", timeout=30)
     assert lost(outcome, "broke the protocol"), outcome.end
@@ -111,8 +116,10 @@ def test_a_forged_end_ends_only_its_own_call(host: Host, forger: SandboxClient) 
 )
 def test_a_forged_exit_code_stays_in_range(forger: SandboxClient, code: str) -> None:
     """-1 means time-out or loss, and these are the supervisor's to say."""
-    body = '{"exit_code":%s,"interrupted":false}' % code
-    outcome = forger.run(f"channel.send(frame(END, current(), {body!r}.encode()))\ntime.sleep(20)", timeout=30)
+    body = f'{{"exit_code":{code},"interrupted":false}}'
+    outcome = forger.run(
+        f"channel.send(frame(END, current(), {body!r}.encode()))\ntime.sleep(20)", timeout=30
+    )
     assert lost(outcome, "") or 0 <= outcome.end.exit_code <= 255, outcome.end
 
 
@@ -135,7 +142,8 @@ def test_frames_after_the_end(host: Host, forger: SandboxClient) -> None:
     assert forger.run(dedent(program)).end.status == "ok"
     outcome = forger.run("time.sleep(5)\nprint('reached')")
     assert lost(outcome, "broke the protocol")
-    assert "late" not in outcome.stdout and "reached" not in outcome.stdout
+    assert "late" not in outcome.stdout
+    assert "reached" not in outcome.stdout
 
 
 def test_an_id_of_an_old_call_is_worthless(forger: SandboxClient) -> None:
@@ -153,7 +161,8 @@ def test_a_trickle_does_not_outlast_the_deadline(host: Host, forger: SandboxClie
             channel.send(frame(DISPLAY, current(), b" " * 65536, 1)); time.sleep(0.2)
     """
     outcome = forger.run(dedent(program), timeout=2)
-    assert outcome.end.status == "timeout" and not outcome.end.state_kept
+    assert outcome.end.status == "timeout"
+    assert not outcome.end.state_kept
     assert outcome.end.duration_ms >= 2000
 
 
@@ -162,10 +171,13 @@ def test_an_unfinished_message_does_not_poison_the_next_call(forger: SandboxClie
     assert lost(outcome, "inside an unfinished")
 
 
-@pytest.mark.parametrize("close", ["os.close(fd); channel.close()", "channel.shutdown(2)", "os.closerange(3, 100)"])
+@pytest.mark.parametrize(
+    "close", ["os.close(fd); channel.close()", "channel.shutdown(2)", "os.closerange(3, 100)"]
+)
 def test_a_closed_channel_ends_the_sandbox(host: Host, forger: SandboxClient, close: str) -> None:
     outcome = forger.run(f"{close}\ntime.sleep(20)", timeout=30)
-    assert outcome.end.status == "lost" and not outcome.end.state_kept
+    assert outcome.end.status == "lost"
+    assert not outcome.end.state_kept
     assert outcome.end.exit_code == -1
 
 

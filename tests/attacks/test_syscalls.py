@@ -1,4 +1,4 @@
-"""Attacks through the system-call table: each call is made for real and must be refused; imports pytest and `tests.support`."""
+"""Attacks through the system-call table: each call is made for real; imports pytest and `tests.support`."""
 
 import os
 from textwrap import dedent
@@ -93,9 +93,10 @@ KERNEL = {
 
 @pytest.mark.parametrize("flags", UNSHARE.values(), ids=UNSHARE)
 def test_unshare(box: SandboxClient, flags: int) -> None:
-    assert box.ask(f"report([call(272, {flags}), call(272, {flags} | 1 << 32), attempt(os.unshare, {flags})])") == [
-        "EPERM"
-    ] * 3
+    assert (
+        box.ask(f"report([call(272, {flags}), call(272, {flags} | 1 << 32), attempt(os.unshare, {flags})])")
+        == ["EPERM"] * 3
+    )
 
 
 @pytest.mark.parametrize("flags", CLONE.values(), ids=CLONE)
@@ -183,7 +184,7 @@ FOREIGN = {
 I386 = """
     import mmap
     def i386(number):
-        page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 7)  # readable, writable, executable
         # push rbx; mov eax, number; xor ebx, ebx; xor ecx, ecx; xor edx, edx; int 0x80; pop rbx; ret
         page.write(b"\\x53\\xb8" + number.to_bytes(4, "little") + bytes.fromhex("31db31c931d2cd805bc3"))
         address = ctypes.addressof(ctypes.c_char.from_buffer(page))

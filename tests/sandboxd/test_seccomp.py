@@ -363,15 +363,21 @@ def refusals(name: str) -> list[tuple[str, tuple[int, ...], int]]:
         ("personality", (0x40000,), errno.ENOSYS),
         ("mknodat", (0, 0, 0o020666, 0x103), errno.EPERM),
         ("sched_setscheduler", (0, 1, 0), errno.EPERM),
+        ("setrlimit", (4, 0), errno.EPERM),
+        ("prlimit64", (0, 4, 0, 0), errno.EPERM),
+        ("inotify_init1", (0,), errno.ENOSYS),
     ]
-    if name == "namespaces":
+    if name != "namespaces":
+        found += [("prlimit64", (1, 7, 0, 0), errno.ENOSYS), ("setpriority", (0, 1, 0), errno.ENOSYS)]
+        found += [("sched_setaffinity", (1, 0, 0), errno.ENOSYS), ("sched_setscheduler", (1, 5, 0), errno.ENOSYS)]
+    if name != "degraded":
         found += [("socket", (family, 3, 0), errno.EAFNOSUPPORT) for family in (16, 17, 38, 40)]
         found += [("socket", (2, 3, 6), errno.EPERM), ("socket", (2, 1, 132), errno.EPROTONOSUPPORT)]
         found += [("setsockopt", (0, 1, 26, 0, 0), errno.ENOSYS), ("shmget", (0, 4096, 0xA00), errno.ENOMEM)]
     else:
         found += [("socket", (family, 1, 0), errno.EACCES) for family in (1, 2, 10, 16)]
         found += [("connect", SIX, errno.EACCES), ("shmget", (0, 4096, 0o1600), errno.ENOSYS)]
-        found += [("socketpair", (1, 2, 0, 0), errno.ENOSYS), ("prlimit64", (1, 7, 0, 0), errno.ENOSYS)]
+        found += [("socketpair", (1, 2, 0, 0), errno.ENOSYS)]
     return found
 
 
@@ -508,7 +514,7 @@ assert sqlite3.connect("w.db").execute("select sum(a) from t").fetchone()[0] == 
 """,
     "system": """
 import ctypes, faulthandler, locale, os, platform, resource, signal, time, uuid, zoneinfo
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); resource.getrlimit(7); os.sched_getaffinity(0); os.nice(1)
+resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)); os.sched_getaffinity(0); os.nice(1)
 os.sched_setaffinity(0, os.sched_getaffinity(0)); os.setuid(os.getuid()); platform.platform(); os.cpu_count()
 signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 0.01); time.sleep(0.05)
 signal.pidfd_send_signal(os.pidfd_open(os.getpid()), 0); uuid.uuid4(); os.urandom(8)

@@ -186,9 +186,12 @@ class Driver:
         self.started: dict[str, Any] = self._waiting[0].wait()
 
     @classmethod
-    def start(cls, who: Who, *, secret: str = "none", **settings: Any) -> Self:
+    def start(
+        cls, who: Who, *, secret: str = "none", temporary: Path = Path("/tmp"), **settings: Any
+    ) -> Self:
         command = [sys.executable, str(SUPPORT / "driver.py"), "--settings", json.dumps(settings)]
-        command = ["env", f"FUMEHOOD_TEST_SECRET={secret}", f"PYTHONPATH={PROJECT / 'src'}", *command]
+        variables = {"FUMEHOOD_TEST_SECRET": secret, "PYTHONPATH": PROJECT / "src", "TMPDIR": temporary}
+        command = ["env", *(f"{name}={value}" for name, value in variables.items()), *command]
         if who == "ordinary" and os.geteuid() == 0:
             delegate = [sys.executable, str(SUPPORT / "ordinary_user.py"), "--delegate", "--"]
             command = delegate + command
@@ -238,8 +241,9 @@ class Driver:
         return self.ask("info")
 
     def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(OSError):
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError):  # BrokenPipeError: it is dead already
             self._process.stdin.close()
         self._process.wait(PATIENCE)
         self._reader.join(PATIENCE)

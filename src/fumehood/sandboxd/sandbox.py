@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import math
 import os
 import secrets
 import signal
@@ -25,6 +26,9 @@ from fumehood.sandboxd.zygotes import Zygote
 _INTERRUPT_EVERY = 0.1
 _DEATH_WAIT = 1.0
 _DISPLAYS = 100
+_HELPERS = 2  # at once: they run in the sandbox's share of the processor
+_HELPER_TIMEOUT = 30
+_HEADROOM = 16 << 20
 _MESSAGE_LIMIT = 12 << 20
 _FRAMING_SLACK = 1 << 20
 
@@ -90,6 +94,8 @@ class LocalSandbox:
         self._running: Execution | None = None
         self._gone: str | None = None
         self._final_oom_kills: int | None = None
+        self._noted_oom_kills = 0
+        self._helpers = asyncio.Semaphore(_HELPERS)
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -98,6 +104,10 @@ class LocalSandbox:
     def gone(self) -> str | None:
         """Why the sandbox is no more, or None while it lives."""
         return self._gone
+
+    def tell_plan(self, plan: str) -> None:
+        """The first thing its first process hears; the zygote in between knows nothing of it."""
+        self._packets.send(plan.encode())
 
     async def wait_ready(self, timeout: float) -> None:
         try:
@@ -202,9 +212,14 @@ class LocalSandbox:
     def _describe_end(self, code: int) -> str:
         if code == -1:
             return "the process that makes sandboxes ended"
+        if self._oom_kills() > self._noted_oom_kills:
+            return f"it ran out of memory ({self.memory})"
+        if code == -signal.SIGKILL:
+            return "its first process was killed"
         if code > 128:
             with contextlib.suppress(ValueError):
-                return f"the interpreter was killed by {signal.Signals(code - 128).name}"
+                # Init can only hand on a number, and a program may choose the same one.
+                return f"the interpreter ended with code {code}, as after {signal.Signals(code - 128).name}"
         return f"the interpreter exited with code {code}"
 
     def _packet(self, packet: bytes, fds: list[int]) -> None:
@@ -256,6 +271,8 @@ class LocalSandbox:
         """Queue code behind what runs; the execution goes on whether or not anybody reads it."""
         if self._gone is not None:
             raise SandboxGone(f"The sandbox is gone: {self._gone}.")
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"a time-out is a positive number of seconds, not {timeout}")
         budget = self._settings.output_bytes * 2 + self._settings.display_bytes + _FRAMING_SLACK
         execution = Execution(code, timeout, budget=budget)
         self._spawn(self._run(execution))
@@ -299,6 +316,7 @@ class LocalSandbox:
                     f"A process that the code had started was killed: the sandbox was out of memory ({self.memory})."
                 )
             self._running = None
+            self._noted_oom_kills = self._oom_kills()
             execution.append(end)
 
     async def _outcome(self, execution: Execution, kills_before: int) -> End:
@@ -414,33 +432,55 @@ class LocalSandbox:
 
     async def write_file(self, path: str, content: bytes) -> None:
         """Put a file in place, whole or not at all, at the sandbox's expense."""
-        reader, writer = os.pipe()
-        try:
-            feeding = asyncio.create_task(asyncio.to_thread(_feed, writer, content))
-            await self._help({"do": "write", "path": path}, reader)
-        finally:
-            os.close(reader)
-        await feeding
+        self._check_room(path, len(content))
+        # Not a pipe: somebody would have to wait at its other end while the sandbox takes its time.
+        source = os.memfd_create("upload")
+        with os.fdopen(source, "w+b", buffering=0) as file:
+            file.write(content)
+            file.seek(0)
+            await self._help({"do": "write", "path": path}, source)
+
+    def _check_room(self, path: str, size: int) -> None:
+        """Refuse what would make the kernel end a process of the sandbox instead."""
+        if self.place.cgroup is not None and self._gone is None:
+            room = MEMORY_TIERS[self.memory] - self.place.cgroup.memory_current() - _HEADROOM
+            if size > room:
+                raise FileRefused(
+                    f"{printable(path)}: {size} bytes do not fit into the sandbox's memory ({self.memory})"
+                )
 
     async def delete_file(self, path: str) -> None:
         await self._help({"do": "delete", "path": path})
 
     async def _help(self, task: dict[str, Any], *extra: int) -> tuple[dict[str, Any], list[int]]:
         """Have a helper with the sandbox's user and cgroup do one thing; FileRefused says why not."""
+        async with self._helpers:
+            return await self._help_now(task, *extra)
+
+    async def _help_now(self, task: dict[str, Any], *extra: int) -> tuple[dict[str, Any], list[int]]:
+        if "path" in task:
+            try:
+                files.checked(task["path"])
+            except files.UnsafePath as error:
+                raise FileRefused(f"{printable(task['path'])}: {error}") from error
         data = self._live_data()
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         cgroups = [] if self.place.cgroup is None else self.place.cgroup.join_fds()
-        request = {"op": "files", "number": self._next_number(), "uid": self.place.uid}
+        number = self._next_number()
+        request = {"op": "files", "number": number, "uid": self.place.uid}
         self._zygote.request(request, [theirs.fileno(), data, *cgroups])
         theirs.close()
         for fd in cgroups:
             os.close(fd)
         mine.setblocking(False)
-        socket.send_fds(mine, [json.dumps(task).encode()], extra)
         try:
-            body, opened = await asyncio.wait_for(_receive(mine), 60)
+            socket.send_fds(mine, [json.dumps(task).encode()], extra)
+            body, opened = await asyncio.wait_for(_receive(mine), _HELPER_TIMEOUT)
         except TimeoutError:
-            raise FileRefused("the sandbox's files did not answer within 60 s") from None
+            self._zygote.request({"op": "signal", "number": number, "signal": int(signal.SIGKILL)})
+            raise FileRefused(f"the sandbox's files did not answer within {_HELPER_TIMEOUT} s") from None
+        except OSError as error:
+            raise FileRefused(f"the helper ended: {error.strerror}") from error
         finally:
             mine.close()
         if not body:
@@ -489,8 +529,12 @@ def data_quota(memory: MemoryTier) -> int:
 
 def printable(name: str) -> str:
     """A name from a sandbox, fit for messages and logs: bounded, no control or bidirectional characters."""
-    shown = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in name[:200])
+    shown = "".join(char if char.isprintable() else _escaped(char) for char in name[:200])
     return shown if len(name) <= 200 else shown + "…"
+
+
+def _escaped(char: str) -> str:
+    return f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}"
 
 
 def _walk_and_close(data: int) -> tuple[list[files.Found], bool]:
@@ -498,11 +542,6 @@ def _walk_and_close(data: int) -> tuple[list[files.Found], bool]:
         return files.walk(data)
     finally:
         os.close(data)
-
-
-def _feed(writer: int, content: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError), os.fdopen(writer, "wb") as pipe:
-        pipe.write(content)
 
 
 async def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:

@@ -47,6 +47,11 @@ class Settings:
     bubblewrap: Path | None = None
     guest_socket: Path | None = None
 
+    def aggregate_processes(self) -> int:
+        """Enough for every sandbox to have all of its own, short of what the host has in all."""
+        most = int(Path("/proc/sys/kernel/pid_max").read_text())
+        return min(self.capacity * self.processes + 1024, most * 3 // 4)
+
     def aggregate_memory(self) -> int:
         if self.memory_total is not None:
             return self.memory_total

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -16,11 +17,12 @@ from typing import Any, Self
 from fumehood.protocol.sandbox import MEMORY_TIERS, MemoryTier, SandboxSpec
 from fumehood.sandboxd import cgroups, seccomp
 from fumehood.sandboxd.cgroups import Cgroup, CgroupLimits, CgroupTree, CgroupUnavailable
-from fumehood.sandboxd.errors import AtCapacity, IsolationUnavailable, SandboxStartFailed
+from fumehood.sandboxd.errors import AtCapacity, IsolationUnavailable, SandboxError, SandboxStartFailed
 from fumehood.sandboxd.inside import jail, layout
 from fumehood.sandboxd.launching import Launch, root_entries
 from fumehood.sandboxd.runtime import RuntimeUnavailable, discover_bubblewrap, discover_runtime
 from fumehood.sandboxd.sandbox import LocalSandbox, Place, data_quota
+from fumehood.sandboxd.seccomp.policy import POLICY_OF_MODE
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.users import UserRange, reserve_users, subordinate_users
 from fumehood.sandboxd.zygotes import Zygote
@@ -95,7 +97,7 @@ class Supervisor:
             self._tree = cgroups.open_tree(
                 memory_total=self._settings.aggregate_memory(),
                 cpus=self._settings.cpus_total,
-                pids_total=max(4096, self._settings.processes * 4),
+                pids_total=self._settings.aggregate_processes(),
             )
         except CgroupUnavailable as error:
             if self._settings.limits == "enforced":
@@ -142,9 +144,8 @@ class Supervisor:
         )
 
     def _program(self) -> bytes:
-        name = "degraded" if self._settings.mode == "unsafe-degraded" else "namespaces"
         try:
-            return seccomp.load_blob(name, os.uname().machine)
+            return seccomp.load_blob(POLICY_OF_MODE[self._settings.mode], os.uname().machine)
         except RuntimeError as error:
             raise IsolationUnavailable(f"{error}.", "Use x86_64 or aarch64.") from error
 
@@ -283,7 +284,7 @@ class Supervisor:
     async def _park(self) -> None:
         try:
             self._parked.append(await self._start(fresh_interpreter=False))
-        except (SandboxStartFailed, IsolationUnavailable) as error:
+        except SandboxError as error:
             logger.error("A sandbox for the pool could not be made: %s", error)
         finally:
             self._parking -= 1
@@ -293,21 +294,11 @@ class Supervisor:
         """Make one; the caller has counted it in `_starting`."""
         try:
             zygote = await self._living_zygote()
-            number = next(self._numbers)
-            place = self._take_place(number)
-            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            sandbox = LocalSandbox(
-                number, zygote, mine, place, self._settings, self._sandbox_gone, self._numbers.__next__
-            )
-            self._live[number] = sandbox
+            sandbox = self._fork(zygote, next(self._numbers), fresh_interpreter=fresh_interpreter)
+        except OSError as error:
+            raise SandboxStartFailed(f"The sandbox could not be made: {error}.") from error
         finally:
             self._starting -= 1
-        join = [] if place.cgroup is None else place.cgroup.join_fds()
-        plan = json.dumps(asdict(self._plan(place, fresh_interpreter=fresh_interpreter)))
-        zygote.request({"op": "spawn", "number": number, "plan": plan}, [theirs.fileno(), *join])
-        theirs.close()
-        for fd in join:
-            os.close(fd)
         try:
             await sandbox.wait_ready(self._settings.start_timeout)
         except BaseException:
@@ -315,18 +306,45 @@ class Supervisor:
             raise
         return sandbox
 
-    def _take_place(self, number: int) -> Place:
+    def _fork(self, zygote: Zygote, number: int, *, fresh_interpreter: bool) -> LocalSandbox:
+        """Ask the zygote for a sandbox; on OSError (no descriptors, no cgroup) nothing is left of it."""
+        with contextlib.ExitStack() as undo:
+            place = self._take_place(number, undo)
+            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                undo.callback(mine.close)
+                sandbox = LocalSandbox(
+                    number, zygote, mine, place, self._settings, self._sandbox_gone, self._numbers.__next__
+                )
+                undo.callback(sandbox.release)
+                sandbox.tell_plan(json.dumps(asdict(self._plan(place, fresh_interpreter=fresh_interpreter))))
+                join = [] if place.cgroup is None else place.cgroup.join_fds()
+                zygote.request({"op": "spawn", "number": number}, [theirs.fileno(), *join])
+                for fd in join:
+                    os.close(fd)
+            undo.pop_all()
+        self._live[number] = sandbox
+        return sandbox
+
+    def _take_place(self, number: int, undo: contextlib.ExitStack) -> Place:
         uid = 0
-        if self._free_uids and self._settings.mode == "namespaces":
+        if self._users is not None and self._settings.mode == "namespaces":
+            if not self._free_uids:  # never two sandboxes under one user where each can have its own
+                raise AtCapacity(f"All {self._users.count - 1} users for sandboxes are taken.")
             uid = self._free_uids.popleft()
+            undo.callback(self._free_uids.append, uid)
         cgroup = None
         if self._tree is not None:
             limits = CgroupLimits(
                 memory=MEMORY_TIERS[_PARKED_MEMORY], pids=self._settings.processes, cpus=self._settings.cpus
             )
             cgroup = self._tree.create(f"sb-{number}", limits)
+            undo.callback(cgroup.remove)
         readable = self._users is None or os.geteuid() == 0
-        scratch = None if self._scratch is None else self._make_scratch(f"{self._scratch}/{number}")
+        scratch = None
+        if self._scratch is not None:
+            # Sandboxes share a user in this mode: that they do not know the name keeps them out of each other's.
+            scratch = self._make_scratch(f"{self._scratch}/{secrets.token_hex(16)}")
         return Place(uid=uid, cgroup=cgroup, scratch=scratch, directly_readable=readable)
 
     def _make_scratch(self, path: str) -> str:

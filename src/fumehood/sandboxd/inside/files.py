@@ -21,6 +21,7 @@ MAX_DEPTH = 32
 MAX_ENTRIES = 10_000
 _CHUNK = 1 << 20
 _MAX_TASK = 64 * 1024
+_OOM_SCORE = 1000  # before anything of the sandbox itself
 _BENEATH = syscalls.RESOLVE_BENEATH | syscalls.RESOLVE_NO_SYMLINKS | syscalls.RESOLVE_NO_XDEV
 _BUSY_TRIES = 5
 
@@ -187,6 +188,7 @@ def help_with(uid: int, program: bytes, supervisor: socket.socket, data: int, cg
     opened: list[int] = []
     try:
         jail.join_cgroups(cgroups)
+        jail.prefer_for_oom(_OOM_SCORE)
         if uid:
             os.setgroups([])
             os.setresgid(uid, uid, uid)

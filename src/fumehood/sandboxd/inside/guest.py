@@ -6,6 +6,7 @@ It serves one supervisor, over one connection, and ends with it: the container t
 is removed once the supervisor is connected, so that code in this container cannot pose as one.
 """
 
+import contextlib
 import os
 import socket
 import sys
@@ -17,15 +18,23 @@ from fumehood.sandboxd.inside import layout, zygote
 _SOCKET_MODE = 0o660  # supervisor and code share a group, not a user
 
 
+def _clear_environment() -> None:
+    """What the pod's author put into the container's environment is not for the code."""
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    own = {"HOME": layout.DATA, "MPLCONFIGDIR": tempfile.mkdtemp(prefix="matplotlib-")}
+    os.environ.clear()
+    os.environ.update({**layout.ENVIRON, **own, **kept})
+
+
 def main(path: str) -> NoReturn:
     if os.getuid() == 0 or os.geteuid() == 0:
         sys.exit("refused: code never runs as root; set runAsUser in the pod's security context")
     if not os.access(layout.DATA, os.W_OK):
         sys.exit(f"refused: {layout.DATA} must exist and be writable for uid {os.getuid()}")
-    for name in ("OUTPUT_DIR", "MPLBACKEND", "OPENBLAS_NUM_THREADS", "JE_ARROW_MALLOC_CONF"):
-        os.environ.setdefault(name, layout.ENVIRON[name])
-    os.environ.setdefault("MPLCONFIGDIR", tempfile.mkdtemp(prefix="matplotlib-"))
+    _clear_environment()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as listener:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # of an earlier life of this container
         listener.bind(path)
         os.chmod(path, _SOCKET_MODE)
         listener.listen(1)

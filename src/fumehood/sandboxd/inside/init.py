@@ -19,12 +19,17 @@ _START_RUNNER = (
 )
 
 
-def run(plan: jail.Plan, program: bytes, channel: socket.socket, cgroups: list[int]) -> NoReturn:
+_MAX_PLAN = 64 * 1024
+_OOM_SCORE = 800
+
+
+def run(program: bytes, channel: socket.socket, cgroups: list[int]) -> NoReturn:
     """Become the sandbox; never returns. The caller has just forked, into a new PID namespace or not."""
     try:
         _silence()
         jail.join_cgroups(cgroups)
-        jail.prefer_for_oom()
+        jail.prefer_for_oom(_OOM_SCORE)
+        plan = jail.Plan.decode(channel.recv(_MAX_PLAN).decode())
         if plan.walls == "namespaces":
             jail.build_namespaces(plan)
         else:
@@ -132,6 +137,7 @@ def _interpret(plan: jail.Plan, program: bytes, channel: socket.socket) -> NoRet
             plan = replace(plan, read_only=[*plan.read_only, *_own_trees()])
         else:
             sys.executable = _PYTHON
+            _offer_font_list()
         jail.seal(plan, program)
         if plan.fresh_interpreter:
             _become_fresh(channel)
@@ -141,6 +147,14 @@ def _interpret(plan: jail.Plan, program: bytes, channel: socket.socket) -> NoRet
         os._exit(125)
     runner.serve(channel)
     os._exit(0)
+
+
+def _offer_font_list() -> None:
+    """Spare new Python processes the search for fonts: matplotlib looks for its list where it may write."""
+    os.makedirs(layout.MATPLOTLIB)
+    for name in os.listdir(layout.CACHE):
+        os.symlink(f"{layout.CACHE}/{name}", f"{layout.MATPLOTLIB}/{name}")
+    os.environ["MPLCONFIGDIR"] = layout.MATPLOTLIB
 
 
 def _own_trees() -> list[str]:

@@ -22,8 +22,9 @@ _MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the supervisor asks for; `uid` is the sandbox's user in the zygote's user namespace.
+    """What the supervisor asks for, told to the sandbox's first process over its own channel.
 
+    uid: the sandbox's user in the zygote's user namespace.
     walls: `namespaces`; or `process`, where something outside (a pod, or nothing in degraded mode) is the wall
     and only limits, Landlock and the filter are put on here.
     """
@@ -51,10 +52,12 @@ def join_cgroups(fds: list[int]) -> None:
         os.close(fd)
 
 
-def prefer_for_oom() -> None:
-    """Make the kernel choose sandboxes first when the host itself runs out of memory."""
+def prefer_for_oom(score: int) -> None:
+    """Make the kernel choose this process rather than the host's when memory runs out."""
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # else /proc/self is root's
     with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("900")
+        file.write(str(score))
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
 
 
 def build_namespaces(plan: Plan) -> None:
@@ -118,7 +121,7 @@ def _become_user(uid: int) -> None:
 def limit(plan: Plan) -> None:
     """Resource limits; after the user namespace, so that RLIMIT_NPROC counts this sandbox only."""
     for kind, soft, hard in (
-        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_CORE, 1, 1),  # not 0: see the policy of the filter
         (resource.RLIMIT_NPROC, plan.processes, plan.processes),
         (resource.RLIMIT_NOFILE, min(1024, plan.open_files), plan.open_files),
         (resource.RLIMIT_MEMLOCK, 1 << 16, 1 << 16),

@@ -4,6 +4,7 @@ PYTHON = "/opt/python"  # the interpreter's home, unless it is the distribution'
 ENVIRONMENT = "/opt/sandbox"  # the virtual environment that user code sees
 GUEST = "/opt/fumehood/guest"  # this package, for the zygote and the runner only
 CACHE = "/opt/fumehood/cache"  # what the zygote prepares at start: matplotlib's font list
+MATPLOTLIB = "/home/user/.config/matplotlib"  # wants to be writable; refers to the cache
 DATA = "/mnt/data"
 TEMPORARY = "/tmp"
 HOME = "/home/user"

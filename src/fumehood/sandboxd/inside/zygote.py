@@ -1,7 +1,8 @@
 """Forks sandboxes out of a warm interpreter on the supervisor's request; imports only the standard library.
 
-It holds no secret, no path of the host and no channel to any sandbox: requests come from the supervisor
-alone, and what it reports (started, ended and how) it has seen itself through the kernel.
+It holds no secret, no path of the host, no channel to any sandbox and nothing about one but its number: what
+it knows, every later fork could read. Requests come from the supervisor alone, and what it reports (started,
+ended and how) it has seen itself through the kernel.
 """
 
 import base64
@@ -13,7 +14,7 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import files, init, jail, preload, syscalls
+from fumehood.sandboxd.inside import files, init, preload, syscalls
 
 _MAX_REQUEST = 256 * 1024
 _MAX_FDS = 16
@@ -37,7 +38,9 @@ class Zygote:
         self._program = base64.b64decode(request["program"])
         self._nested = request["nested"]
         self._single = request["single"]
-        if self._nested:
+        if not self._nested:
+            syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # code of the same user may see this process
+        else:
             self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         problems = preload.preload(request["preload"])
         if self._nested:
@@ -78,7 +81,7 @@ class Zygote:
         try:
             match request["op"]:
                 case "spawn":
-                    self._spawn(request["number"], jail.Plan.decode(request["plan"]), fds)
+                    self._spawn(request["number"], fds)
                 case "signal":
                     self._signal(request["number"], request["signal"])
                 case "resize":
@@ -91,7 +94,7 @@ class Zygote:
             for fd in fds:
                 os.close(fd)
 
-    def _spawn(self, number: int, plan: jail.Plan, fds: list[int]) -> None:
+    def _spawn(self, number: int, fds: list[int]) -> None:
         try:
             pid = self._fork_into_new_pids() if self._nested else os.fork()
         except OSError as error:
@@ -99,7 +102,7 @@ class Zygote:
             return
         if pid == 0:
             channel, cgroups = _only_these_fds(fds)
-            init.run(plan, self._program, channel, cgroups)
+            init.run(self._program, channel, cgroups)
         self._send({"event": "spawned", "number": number}, [self._watch(number, pid)])
 
     def _watch(self, number: int, pid: int) -> int:

@@ -143,9 +143,9 @@ PROCESSES = """
     getpid getppid gettid getpgid getpgrp setpgid getsid setsid
     set_tid_address set_robust_list rseq
     futex futex_waitv futex_wake futex_wait futex_requeue
-    sched_yield sched_getaffinity sched_setaffinity sched_getparam sched_setparam sched_getscheduler
+    sched_yield sched_getaffinity sched_getparam sched_getscheduler
     sched_getattr sched_get_priority_max sched_get_priority_min sched_rr_get_interval
-    getcpu getpriority getrusage getrlimit setrlimit ioprio_get
+    getcpu getpriority getrusage getrlimit ioprio_get
     uname sysinfo times getrandom
 """
 
@@ -339,6 +339,11 @@ S_IFMT, S_IFIFO, S_IFCHR, S_IFBLK, S_IFREG = 0xF000, 0x1000, 0x2000, 0x6000, 0x8
 SCHED_MASK = WORD & ~0x40000000
 SCHED_ORDINARY, SCHED_REALTIME = (0, 3, 5), (1, 2, 6)
 
+# Every resource but RLIMIT_CORE: the jail sets that to 1, which alone keeps the kernel from piping a crashed
+# program's memory into the host's crash handler; 0 would not.
+RLIMIT_CORE = 4
+LIMITS = [resource for resource in range(16) if resource != RLIMIT_CORE]
+
 AF_UNIX, AF_INET, AF_INET6, AF_COUNT = 1, 2, 10, 47
 SOCK_STREAM, SOCK_DGRAM, SOCK_RAW, SOCK_SEQPACKET = 1, 2, 3, 5
 SOCK_TYPE = 0xF  # the rest of the word is SOCK_CLOEXEC and SOCK_NONBLOCK
@@ -447,6 +452,8 @@ _BY_ARGUMENT: Mapping[str, tuple[Rule, ...]] = {
         *_when(1, SCHED_ORDINARY, mask=SCHED_MASK),
         *_when(1, SCHED_REALTIME, fail(errno.EPERM), mask=SCHED_MASK),
     ),
+    "setrlimit": (*_when(0, LIMITS), *_when(0, [RLIMIT_CORE], fail(errno.EPERM))),
+    "prlimit64": (*_when(1, LIMITS), *_when(1, [RLIMIT_CORE], fail(errno.EPERM))),
     "socket": _socket(),
     "socketpair": _socketpair((SOCK_STREAM, SOCK_DGRAM, SOCK_SEQPACKET)),
     "setsockopt": _setsockopt(),
@@ -462,19 +469,44 @@ def _names(*groups: str) -> frozenset[str]:
 _COMMON = _names(FILES, WAITING, MEMORY, PROCESSES, IDENTITY, SIGNALS, TIME, SOCKETS, LANDLOCK)
 _REFUSED: Mapping[str, Action] = dict.fromkeys(sorted(_names(REFUSED)), fail(errno.EPERM))
 
-# Inside a network, ipc and pid namespace of its own. prlimit64 and setpriority reach only processes there.
+# Inside a network, ipc and pid namespace of its own: what reaches other processes reaches the sandbox's only.
 NAMESPACES = Policy(
     name="namespaces",
-    allowed=_COMMON | _names(ADDRESSES, SYSV_IPC, "prlimit64 setpriority"),
+    allowed=_COMMON | _names(ADDRESSES, SYSV_IPC, "setpriority sched_setaffinity sched_setparam"),
     refused=_REFUSED,
     by_argument=_BY_ARGUMENT,
+)
+
+# Where the zygote or sandboxd itself may be in reach under the same user: only the caller's own limits,
+# priority and processors (a lowered RLIMIT_CPU would kill it, SCHED_IDLE starve it).
+_OWN_PROCESS_ONLY: Mapping[str, tuple[Rule, ...]] = {
+    "prlimit64": (
+        *(Rule((Arg(0, 0), Arg(1, limit)), ALLOW) for limit in LIMITS),
+        *_when(1, [RLIMIT_CORE], fail(errno.EPERM)),
+    ),
+    "setpriority": (Rule((Arg(0, 0), Arg(1, 0)), ALLOW),),
+    "sched_setaffinity": _when(0, [0]),
+    "sched_setparam": _when(0, [0]),
+    "sched_setscheduler": (
+        *(Rule((Arg(0, 0), Arg(1, policy, SCHED_MASK)), ALLOW) for policy in SCHED_ORDINARY),
+        *_when(1, SCHED_REALTIME, fail(errno.EPERM), mask=SCHED_MASK),
+    ),
+}
+
+# A pod's code sits in the pod's own network, ipc and pid namespaces; what the pod's network reaches is for the
+# cluster's network policy to say.
+POD = Policy(
+    name="pod",
+    allowed=_COMMON | _names(ADDRESSES, SYSV_IPC),
+    refused=_REFUSED,
+    by_argument={**_BY_ARGUMENT, **_OWN_PROCESS_ONLY},
 )
 
 # For `unsafe-degraded`: no namespaces, so the host's network, abstract sockets, SysV segments and processes
 # of the same uid are in reach, and the filter is all there is.
 # - No socket at all. A pair may be a stream or seqpacket one: a datagram socket, even of a pair, can be sent
 #   to any address by sendmsg, whose address lies in memory. (SOCK_RAW is a datagram to AF_UNIX.)
-# - No SysV IPC; limits and priorities of the caller only (a lowered RLIMIT_CPU would kill the supervisor).
+# - No SysV IPC.
 # - Signals cannot be ruled here: pids are not known when the filter is made. Use another uid, or Landlock's
 #   signal scope (ABI 6).
 # multiprocessing's forkserver and managers need a unix socket and do not work in this mode.
@@ -485,13 +517,9 @@ DEGRADED = Policy(
     by_argument={
         **{name: rules for name, rules in _BY_ARGUMENT.items() if name not in ("socket", "shmget")},
         "socketpair": _socketpair((SOCK_STREAM, SOCK_SEQPACKET)),
-        "prlimit64": _when(0, [0]),
-        "setpriority": (Rule((Arg(0, 0), Arg(1, 0)), ALLOW),),
+        **_OWN_PROCESS_ONLY,
     },
 )
 
-POLICIES = {policy.name: policy for policy in (NAMESPACES, DEGRADED)}
-
-# A pod's code sits in the pod's own network, ipc and pid namespaces, so it gets the same rules; what the
-# pod's network reaches is for the cluster's network policy to say.
-POLICY_OF_MODE = {"namespaces": "namespaces", "pod": "namespaces", "unsafe-degraded": "degraded"}
+POLICIES = {policy.name: policy for policy in (NAMESPACES, POD, DEGRADED)}
+POLICY_OF_MODE = {"namespaces": "namespaces", "pod": "pod", "unsafe-degraded": "degraded"}
