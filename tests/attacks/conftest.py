@@ -184,7 +184,7 @@ def who(request: pytest.FixtureRequest) -> Who:
 def session_host(who: Who, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     residue = Residue(tmp_path_factory.mktemp(who))
     secret = f"planted-{secrets.token_hex(16)}"
-    with start_driver(who, residue, secret=secret) as driver:
+    with start_driver(who, residue, secret=secret, interrupt_grace=0.7) as driver:
         box = driver.create()
         neighbour = Neighbour(box, secrets.token_hex(8))
         assert box.run(_NEIGHBOUR.format(token=neighbour.token)).end.status == "ok"

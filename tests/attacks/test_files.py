@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections.abc import Callable
 from textwrap import dedent
 
 import pytest
@@ -55,19 +56,19 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("path", NAMES, ids=range(len(NAMES)))
 @pytest.mark.parametrize("do", ["read", "write", "delete"])
-def test_names_that_mean_something_else(box: SandboxClient, do: str, path: str) -> None:
-    actions = {
-        "read": lambda: box.read_file(path),
-        "write": lambda: box.write_file(path, b"x"),
-        "delete": lambda: box.delete_file(path),
+def test_names_that_mean_something_else(box: SandboxClient, do: str) -> None:
+    actions: dict[str, Callable[[str], object]] = {
+        "read": box.read_file,
+        "write": lambda path: box.write_file(path, b"x"),
+        "delete": box.delete_file,
     }
-    with pytest.raises(DriverError) as refusal:
-        actions[do]()
-    assert refusal.value.kind == "FileRefused"
-    assert "\0" not in refusal.value.text
-    assert len(refusal.value.text) < 1000
+    for path in NAMES:
+        with pytest.raises(DriverError) as refusal:
+            actions[do](path)
+        assert refusal.value.kind == "FileRefused", path
+        assert "\0" not in refusal.value.text
+        assert len(refusal.value.text) < 1000
     assert box.ask("report(os.listdir('/mnt/data'))") == []
 
 

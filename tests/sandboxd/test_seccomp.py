@@ -364,7 +364,7 @@ def refusals(name: str) -> list[tuple[str, tuple[int, ...], int]]:
         ("mknodat", (0, 0, 0o020666, 0x103), errno.EPERM),
         ("sched_setscheduler", (0, 1, 0), errno.EPERM),
         ("setrlimit", (4, 0), errno.EPERM),
-        ("prlimit64", (0, 4, 0, 0), errno.EPERM),
+        ("prlimit64", (0, 4, 1 << 32, 0), errno.EPERM),
         ("inotify_init1", (0,), errno.ENOSYS),
     ]
     if name != "namespaces":

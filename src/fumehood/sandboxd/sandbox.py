@@ -224,6 +224,8 @@ class LocalSandbox:
 
     def _packet(self, packet: bytes, fds: list[int]) -> None:
         try:
+            if self._gone is not None:
+                return  # what is still in the socket changes nothing any more
             if self._running is None and self._configured.done():
                 raise ProtocolBroken("it spoke while nothing ran")
             message = self._assembler.feed(packet)
@@ -325,7 +327,7 @@ class LocalSandbox:
         interrupted = overtime
         if overtime:
             await self._insist(execution)
-        if execution.claimed_end.done():
+        if execution.claimed_end.done() and not execution.lost.done():
             claim = execution.claimed_end.result()
             if interrupted:
                 return self._interrupted_end(execution)

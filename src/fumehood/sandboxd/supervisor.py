@@ -131,7 +131,8 @@ class Supervisor:
             raise IsolationUnavailable(f"A part is missing: {error}.", "Run `fumehood doctor`.") from error
         environ: dict[str, str] = {}
         if self._scratch is not None:
-            environ["MPLCONFIGDIR"] = self._make_scratch(f"{self._scratch}/cache")
+            environ["MPLCONFIGDIR"] = f"{self._scratch}/cache"
+            self._make_directory(environ["MPLCONFIGDIR"])
         return Launch(
             environ=environ,
             runtime=runtime,
@@ -186,7 +187,14 @@ class Supervisor:
 
     async def _start_zygote(self) -> Zygote:
         if self._launch is not None:
-            return await Zygote.launch(self._launch)
+            zygote = await Zygote.launch(self._launch)
+            if self._scratch is not None and os.geteuid() == 0:
+                # The zygote has written its font list; the sandboxes, of the same user, are to leave it alone.
+                for directory, _, names in os.walk(f"{self._scratch}/cache"):
+                    for path in (directory, *(f"{directory}/{name}" for name in names)):
+                        os.chown(path, 0, 0)
+                        os.chmod(path, 0o755)
+            return zygote
         if self._settings.guest_socket is None:
             raise IsolationUnavailable(
                 "Mode pod needs a container that runs the code.",
@@ -232,15 +240,20 @@ class Supervisor:
     async def create(self, spec: SandboxSpec | None = None) -> LocalSandbox:
         """A sandbox of one's own: a parked one with the limits asked for, or a new one."""
         spec = spec or SandboxSpec()
-        sandbox = None if spec.fresh_interpreter else await self._take_parked()
-        if sandbox is None:
-            self._make_room()
-            self._starting += 1
-            sandbox = await self._start(fresh_interpreter=spec.fresh_interpreter)
+        while not spec.fresh_interpreter and (parked := await self._take_parked()) is not None:
+            self._refill()
+            with contextlib.suppress(SandboxStartFailed):  # it died while it waited: the next one
+                return await self._hand_over(parked, spec)
+        self._make_room()
+        self._starting += 1
+        sandbox = await self._start(fresh_interpreter=spec.fresh_interpreter)
         self._refill()
+        return await self._hand_over(sandbox, spec)
+
+    async def _hand_over(self, sandbox: LocalSandbox, spec: SandboxSpec) -> LocalSandbox:
         try:
             await sandbox.hand_over(spec.memory)
-        except BaseException:  # whoever asked has gone away: nobody else would end it
+        except BaseException:  # whoever asked may have gone away: nobody else would end it
             self._background(sandbox.destroy())
             raise
         return sandbox
@@ -350,10 +363,13 @@ class Supervisor:
     def _make_scratch(self, path: str) -> str:
         """A host directory in place of the private file system that degraded mode does not have."""
         for directory in (path, *(f"{path}/{name}" for name in ("data", "tmp", "home"))):
-            os.mkdir(directory, 0o700)
-            if self._users is not None:
-                os.chown(directory, self._users.zygote, self._users.zygote)
+            self._make_directory(directory)
         return path
+
+    def _make_directory(self, path: str) -> None:
+        os.mkdir(path, 0o700)
+        if self._users is not None:
+            os.chown(path, self._users.zygote, self._users.zygote)
 
     def _plan(self, place: Place, *, fresh_interpreter: bool) -> jail.Plan:
         namespaces = self._settings.mode == "namespaces"

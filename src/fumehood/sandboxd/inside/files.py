@@ -101,8 +101,9 @@ def walk(data: int) -> tuple[list[Found], bool]:
                         if not deep:
                             pending.append(path + "/")
                     elif entry.is_file(follow_symlinks=False):
-                        about = entry.stat(follow_symlinks=False)
-                        found.append(Found(path, about.st_size, about.st_mtime_ns))
+                        with contextlib.suppress(FileNotFoundError):  # removed since it was seen
+                            about = entry.stat(follow_symlinks=False)
+                            found.append(Found(path, about.st_size, about.st_mtime_ns))
         except OSError:
             continue
         finally:

@@ -65,9 +65,9 @@ def build_namespaces(plan: Plan) -> None:
     os.unshare(
         os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS | os.CLONE_NEWCGROUP,
     )
+    _raise_loopback()  # needs the proc that shows more than processes
     _mount_data(plan)
     _mount_proc()
-    _raise_loopback()
     syscalls.set_hostname(layout.HOSTNAME)
     _become_user(plan.uid)
 
@@ -95,6 +95,14 @@ def _mount_proc() -> None:
 
 
 def _raise_loopback() -> None:
+    """The network is this and nothing else.
+
+    Small buffers: cgroup v1 counts those of TCP only in part, so their number times the least size, which every
+    socket is granted, has to stay in proportion to what it does count of a socket.
+    """
+    for name in ("tcp_rmem", "tcp_wmem"):
+        with open(f"/proc/sys/net/ipv4/{name}", "w") as file:
+            file.write("4096 4096 65536")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as control:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP_RUNNING))
 
