@@ -6,6 +6,8 @@ a counter: after each attack it is asked whether it is still itself, as are the 
 
 import os
 import secrets
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -129,11 +131,10 @@ class Residue:
     temporary: the driver's TMPDIR, its alone: other supervisors may run on this machine.
     """
 
-    def __init__(self, temporary: Path) -> None:
-        self.temporary = temporary
-        temporary.chmod(0o1777)
-        for parent in temporary.parents[:2]:  # pytest's own, closed to other users
-            parent.chmod(0o755)
+    def __init__(self) -> None:
+        # Not pytest's: that is closed to other users.
+        self.temporary = Path(tempfile.mkdtemp(prefix="attacks-"))
+        self.temporary.chmod(0o1777)
         self._mounts = mounts()
         self._seen: dict[int, str] = {}
         self._cgroups: list[Path] = []
@@ -154,6 +155,9 @@ class Residue:
         assert [path for path in self._cgroups if path.exists()] == []
         assert mounts() - self._mounts == set()
         assert list(self.temporary.iterdir()) == []
+
+    def close(self) -> None:
+        shutil.rmtree(self.temporary)
 
 
 def start_driver(who: Who, residue: Residue, **settings: Any) -> Driver:
@@ -181,8 +185,15 @@ def who(request: pytest.FixtureRequest) -> Who:
 
 
 @pytest.fixture(scope="session")
-def session_host(who: Who, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    residue = Residue(tmp_path_factory.mktemp(who))
+def session_residue(who: Who) -> Iterator[Residue]:
+    residue = Residue()
+    yield residue
+    residue.close()
+
+
+@pytest.fixture(scope="session")
+def session_host(who: Who, session_residue: Residue) -> Iterator[Host]:
+    residue = session_residue
     secret = f"planted-{secrets.token_hex(16)}"
     with start_driver(who, residue, secret=secret, interrupt_grace=0.7) as driver:
         box = driver.create()
@@ -212,8 +223,10 @@ def box(host: Host) -> SandboxClient:
 
 
 @pytest.fixture
-def residue(tmp_path: Path) -> Residue:
-    return Residue(tmp_path)
+def residue() -> Iterator[Residue]:
+    residue = Residue()
+    yield residue
+    residue.close()
 
 
 @pytest.fixture

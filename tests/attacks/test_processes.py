@@ -194,13 +194,14 @@ def test_device_nodes_cannot_be_made(box: SandboxClient) -> None:
 def test_core_dumps_are_off(box: SandboxClient) -> None:
     program = """
         import resource, subprocess
-        higher = attempt(resource.setrlimit, resource.RLIMIT_CORE, (1 << 20, 1 << 20))
+        try: resource.setrlimit(resource.RLIMIT_CORE, (1 << 20, 1 << 20)); higher = "raised"
+        except (OSError, ValueError): higher = "refused"
         limit = [line.split()[4:6] for line in open("/proc/self/limits") if line.startswith("Max core")]
         died = subprocess.run(["python3", "-c", "import os; os.abort()"], capture_output=True).returncode
         report([higher, limit, died, os.listdir("/mnt/data")])
     """
     higher, ((soft, hard),), died, files = box.ask(dedent(program))
-    assert higher == "EPERM"
+    assert higher == "refused"
     # 0 still pipes the dump to a handler of the host; 1 does neither.
     assert {soft, hard} <= {"0", "1"}
     assert (died, files) == (-6, [])

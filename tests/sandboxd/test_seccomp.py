@@ -514,7 +514,8 @@ assert sqlite3.connect("w.db").execute("select sum(a) from t").fetchone()[0] == 
 """,
     "system": """
 import ctypes, faulthandler, locale, os, platform, resource, signal, time, uuid, zoneinfo
-resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)); os.sched_getaffinity(0); os.nice(1)
+resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
+os.sched_getaffinity(0); os.nice(1)
 os.sched_setaffinity(0, os.sched_getaffinity(0)); os.setuid(os.getuid()); platform.platform(); os.cpu_count()
 signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 0.01); time.sleep(0.05)
 signal.pidfd_send_signal(os.pidfd_open(os.getpid()), 0); uuid.uuid4(); os.urandom(8)

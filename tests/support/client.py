@@ -200,8 +200,8 @@ class Driver:
             return cls(process, who, secret)
         except BaseException:
             process.terminate()
-            process.wait(PATIENCE)
-            raise
+            with process:  # closes its pipes and waits for it
+                raise
 
     def _read(self) -> None:
         assert self._process.stdout is not None

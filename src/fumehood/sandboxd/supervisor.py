@@ -189,11 +189,7 @@ class Supervisor:
         if self._launch is not None:
             zygote = await Zygote.launch(self._launch)
             if self._scratch is not None and os.geteuid() == 0:
-                # The zygote has written its font list; the sandboxes, of the same user, are to leave it alone.
-                for directory, _, names in os.walk(f"{self._scratch}/cache"):
-                    for path in (directory, *(f"{directory}/{name}" for name in names)):
-                        os.chown(path, 0, 0)
-                        os.chmod(path, 0o755)
+                _give_to_root(f"{self._scratch}/cache")
             return zygote
         if self._settings.guest_socket is None:
             raise IsolationUnavailable(
@@ -420,3 +416,11 @@ class Supervisor:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _give_to_root(tree: str) -> None:
+    """The zygote has written its font list; the sandboxes, of the same user, are to leave it alone."""
+    for directory, _, names in os.walk(tree):
+        for path in (directory, *(f"{directory}/{name}" for name in names)):
+            os.chown(path, 0, 0)
+            os.chmod(path, 0o755)  # noqa: S103 - to be read by the sandboxes
