@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Generator
@@ -162,6 +163,57 @@ async def test_the_guest_never_runs_as_root(tmp_path: Path) -> None:
     answer = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=30)
     assert answer.returncode == 1
     assert "never runs as root" in answer.stderr
+
+
+# ---- an ordinary user with a range of users ---------------------------------------------------------------------
+
+_WITH_A_RANGE = """
+import asyncio
+from fumehood.sandboxd.settings import Settings
+from fumehood.sandboxd.supervisor import Supervisor
+from tests.support.sandboxes import run
+
+async def main():
+    async with Supervisor(Settings(pool=0, preload=())) as supervisor:
+        boxes = [await supervisor.create() for _ in range(2)]
+        assert len({box.place.uid for box in boxes} - {0}) == 2
+        box = boxes[0]
+        await run(box, "import os\\nos.mkdir('d', 0o700); open('d/f', 'w').write('x'); os.chmod('d/f', 0o600)")
+        assert [item.path for item in (await box.list_files())[0]] == ["d/f"]
+        assert await box.read_file("d/f", limit=9) == b"x"
+        await box.write_file("d/g", b"y")
+        assert (await run(box, "open('d/g').read()")).result == "'y'"
+        assert (await run(box, "while True: pass", timeout=0.5)).end.state_kept
+        stubborn = "import signal; signal.signal(2, signal.SIG_IGN)\\nwhile True: pass"
+        assert not (await run(box, stubborn, timeout=0.5)).end.state_kept
+        assert (await run(boxes[1], "1 + 1")).result == "2"
+
+asyncio.run(main())
+print("all well")
+"""
+
+
+@pytest.mark.root
+@pytest.mark.skipif(shutil.which("newuidmap") is None, reason="newuidmap is not installed")
+@pytest.mark.skipif(
+    not os.path.isdir("/sys/fs/cgroup/memory"), reason="the test delegates cgroups of version 1"
+)
+async def test_an_ordinary_user_with_a_range_has_a_kernel_user_per_sandbox() -> None:
+    script = str(_PROJECT / "tests/support/ordinary_user.py")
+    command = [
+        sys.executable,
+        script,
+        "--delegate",
+        "--subordinate",
+        "--",
+        sys.executable,
+        "-c",
+        _WITH_A_RANGE,
+    ]
+    answer = await asyncio.to_thread(
+        subprocess.run, command, cwd=_PROJECT, capture_output=True, text=True, timeout=60
+    )
+    assert answer.stdout == "all well\n", answer.stderr
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------------

@@ -369,7 +369,10 @@ def refusals(name: str) -> list[tuple[str, tuple[int, ...], int]]:
     ]
     if name != "namespaces":
         found += [("prlimit64", (1, 7, 0, 0), errno.ENOSYS), ("setpriority", (0, 1, 0), errno.ENOSYS)]
-        found += [("sched_setaffinity", (1, 0, 0), errno.ENOSYS), ("sched_setscheduler", (1, 5, 0), errno.ENOSYS)]
+        found += [
+            ("sched_setaffinity", (1, 0, 0), errno.ENOSYS),
+            ("sched_setscheduler", (1, 5, 0), errno.ENOSYS),
+        ]
     if name != "degraded":
         found += [("socket", (family, 3, 0), errno.EAFNOSUPPORT) for family in (16, 17, 38, 40)]
         found += [("socket", (2, 3, 6), errno.EPERM), ("socket", (2, 1, 132), errno.EPROTONOSUPPORT)]

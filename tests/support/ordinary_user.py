@@ -1,9 +1,10 @@
 """Runs a program as an ordinary user where the tests themselves run as root; imports only the standard library.
 
-    python tests/support/ordinary_user.py [--delegate] [--uid N] -- PROGRAM ARGUMENT…
+    python tests/support/ordinary_user.py [--delegate] [--subordinate] [--uid N] -- PROGRAM ARGUMENT…
 
 The interpreter and the checkout often lie in directories that only root may enter. Here, in a mount namespace
 of its own, such a parent is replaced by an empty one through which just the needed tree can be reached.
+With --subordinate the user has a name and a range of further users for newuidmap, in that mount namespace only.
 With --delegate the user gets a cgroup subtree of its own in every hierarchy, as an administrator would give it.
 """
 
@@ -14,6 +15,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 _MS_BIND_REC = 4096 | 16384
@@ -44,6 +46,22 @@ def open_up(trees: list[Path]) -> None:
             tree.mkdir(parents=True, exist_ok=True)
             mount(f"/proc/self/fd/{anchor}", str(tree), None, _MS_BIND_REC)
             os.close(anchor)
+
+
+def grant_users(uid: int) -> None:
+    """A name and a range of users, as the administrator would write them into /etc."""
+    with tempfile.TemporaryDirectory() as directory:
+        lines = {
+            "passwd": Path("/etc/passwd").read_text() + f"tester:x:{uid}:{uid}::/nonexistent:/bin/sh\n",
+            "subuid": "tester:1000000:65536\n",
+            "subgid": "tester:1000000:65536\n",
+        }
+        for name, text in lines.items():
+            Path(f"/etc/{name}").touch()
+            changed = Path(directory, name)
+            changed.write_text(text)
+            changed.chmod(0o644)
+            mount(str(changed), f"/etc/{name}", None, _MS_BIND_REC)  # stays when the name is gone
 
 
 def own_cgroup(controller: str) -> Path | None:
@@ -91,11 +109,14 @@ def _terminated(number: int, frame: object) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--delegate", action="store_true")
+    parser.add_argument("--subordinate", action="store_true")
     parser.add_argument("--uid", type=int, default=54321)
     parser.add_argument("program", nargs="+")
     arguments = parser.parse_args()
     project = Path(__file__).resolve().parents[2]
     open_up([Path(sys.base_prefix), project])
+    if arguments.subordinate:
+        grant_users(arguments.uid)
     made = delegate(arguments.uid) if arguments.delegate else []
     signal.signal(signal.SIGTERM, _terminated)
     environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/nonexistent", "LANG": "C.UTF-8"}
