@@ -342,25 +342,16 @@ def test_a_huge_result_is_cut(tmp_path: Path) -> None:
 def test_a_traceback_has_only_the_users_lines(kernel: Kernel) -> None:
     kernel.run("def half(x):\n    return 1 / x")
     reply = kernel.run("half(0)")
-    assert reply.sequence == snapshot(
+    assert [kind for kind, _ in reply.sequence] == ["ERROR", "END"]
+    # Which columns are underlined differs between versions of Python.
+    assert [line for line in reply.traceback.splitlines() if set(line) - set(" ~^")] == snapshot(
         [
-            (
-                "ERROR",
-                {
-                    "name": "ZeroDivisionError",
-                    "value": "division by zero",
-                    "traceback": """\
-Traceback (most recent call last):
-  File "<cell 2>", line 1, in <module>
-    half(0)
-  File "<cell 1>", line 2, in half
-    return 1 / x
-           ~~^~~
-ZeroDivisionError: division by zero
-""",
-                },
-            ),
-            ("END", {"exit_code": 1, "interrupted": False}),
+            "Traceback (most recent call last):",
+            '  File "<cell 2>", line 1, in <module>',
+            "    half(0)",
+            '  File "<cell 1>", line 2, in half',
+            "    return 1 / x",
+            "ZeroDivisionError: division by zero",
         ]
     )
 

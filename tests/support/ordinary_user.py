@@ -10,12 +10,14 @@ With --delegate the user gets a cgroup subtree of its own in every hierarchy, as
 
 import argparse
 import ctypes
+import errno
 import os
 import secrets
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 _MS_BIND_REC = 4096 | 16384
@@ -95,10 +97,23 @@ def delegate(uid: int) -> list[Path]:
 def leave(made: list[Path]) -> None:
     for directory in made:
         (directory.parent / "cgroup.procs").write_text(str(os.getpid()))
-        for child in directory.iterdir():
-            if child.is_dir():
-                child.rmdir()
-        directory.rmdir()
+        # What a program that was killed could not take away itself, the lowest first.
+        for path, _, _ in os.walk(directory, topdown=False):
+            _remove(path)
+
+
+def _remove(cgroup: str) -> None:
+    """Its last members may still be dying."""
+    for _ in range(500):
+        try:
+            os.rmdir(cgroup)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            time.sleep(0.02)
+        else:
+            return
+    os.rmdir(cgroup)
 
 
 def _terminated(number: int, frame: object) -> None:

@@ -19,7 +19,7 @@ import tokenize
 import traceback
 from dataclasses import dataclass
 from types import CodeType, TracebackType
-from typing import cast
+from typing import Any, cast
 
 globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
 
@@ -175,10 +175,11 @@ def install_shell() -> None:
 class _Stack(traceback.StackSummary):
     """A stack with a gap."""
 
-    def format_frame_summary(self, frame_summary: traceback.FrameSummary) -> str:
+    # Since Python 3.13 there are options, for colours.
+    def format_frame_summary(self, frame_summary: traceback.FrameSummary, **options: Any) -> str:
         if frame_summary.filename == "":
             return f"  [… {frame_summary.lineno} more frames …]\n"
-        return super().format_frame_summary(frame_summary)
+        return super().format_frame_summary(frame_summary, **options)
 
 
 def trim(error: BaseException) -> None:
