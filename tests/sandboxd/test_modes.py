@@ -15,10 +15,12 @@ import pytest_asyncio
 from fumehood.sandboxd import cgroups, seccomp, supervisor
 from fumehood.sandboxd.cgroups import CgroupUnavailable
 from fumehood.sandboxd.errors import AtCapacity, IsolationUnavailable
+from fumehood.sandboxd.inside import filters, jail, landlock
 from fumehood.sandboxd.runtime import discover_bubblewrap
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor
+from fumehood.sandboxd.zygotes import About, Zygote
 from tests.support.sandboxes import run, settings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -84,6 +86,50 @@ async def test_degraded_takes_everything_along() -> None:
                 await asyncio.sleep(0.01)
     assert scratch is not None
     assert not os.path.exists(scratch)
+
+
+async def test_degraded_needs_landlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Zygote, "about", About("3", {}, 1, 0, neutral=True))
+    with pytest.raises(IsolationUnavailable, match="no Landlock"):
+        async with Supervisor(settings(mode="unsafe-degraded", preload=())):
+            pass
+
+
+async def test_no_seal_without_landlock_where_it_is_the_only_wall(monkeypatch: pytest.MonkeyPatch) -> None:
+    def restrict(**_: object) -> int:
+        return 0
+
+    installed: list[bytes] = []
+    monkeypatch.setattr(landlock, "restrict", restrict)
+    monkeypatch.setattr(filters, "install", installed.append)
+    plan = jail.Plan(
+        walls="process",
+        uid=0,
+        data_bytes=0,
+        data_inodes=0,
+        processes=1,
+        open_files=1,
+        fresh_interpreter=False,
+        writable=[],
+        read_only=[],
+        deny_tcp=True,
+        needs_landlock=True,
+        work_directory="/",
+    )
+    with pytest.raises(OSError, match="no Landlock"):
+        jail.seal(plan, b"")
+    assert installed == []
+
+
+async def test_degraded_removes_trees_of_any_depth() -> None:
+    async with Supervisor(settings(mode="unsafe-degraded", preload=())) as running:
+        sandbox = await running.create()
+        await run(sandbox, "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')")
+        await run(sandbox, "import os; os.chdir('/usr'); os.chmod(os.environ['OUTPUT_DIR'], 0)")
+        scratch = sandbox.place.scratch
+        await sandbox.destroy()
+    assert scratch is not None
+    assert not os.path.exists(os.path.dirname(scratch))
 
 
 # ---- pod --------------------------------------------------------------------------------------------------------
@@ -171,6 +217,7 @@ _WITH_A_RANGE = """
 import asyncio
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor
+from fumehood.sandboxd.zygotes import About, Zygote
 from tests.support.sandboxes import run
 
 async def main():

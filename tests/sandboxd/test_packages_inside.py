@@ -239,10 +239,10 @@ CASES: dict[str, tuple[str, str]] = {  # name: (repr of the last expression, pro
         """,
     ),
     "certificates": (
-        "True",
+        "'CERT_REQUIRED'",
         """
         import ssl
-        len(ssl.create_default_context().get_ca_certs()) >= 0
+        ssl.create_default_context().verify_mode.name
         """,
     ),
     "user": (

@@ -74,6 +74,7 @@ def test_a_configured_one_must_run(tmp_path: Path) -> None:
 
 def test_blocks_of_users_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(users, "_BLOCKS", 2)
+    tmp_path.chmod(0o700)
     one, other = reserve_users(5_000, tmp_path), reserve_users(5_000, tmp_path)
     assert set(range(one.first, one.first + one.count)).isdisjoint(
         range(other.first, other.first + other.count)
@@ -106,8 +107,45 @@ def test_subordinate_users_need_program_and_matching_grants(
     (tmp_path / "subgid").write_text(f"{os.getuid()}:300000:65536\n")
     assert subordinate_users(tmp_path) is None
     (tmp_path / "subgid").write_text(line)
-    found = subordinate_users(tmp_path)
+    found, other = (
+        subordinate_users(tmp_path, tmp_path / "locks"),
+        subordinate_users(tmp_path, tmp_path / "locks"),
+    )
     assert found is not None
+    assert other is not None
     assert (found.first, found.count) == (200_000, 4096)
+    assert other.first == 204_096, "another supervisor of the same user"
+    found.close()
+    other.close()
     monkeypatch.setattr(shutil, "which", dict[str, str]().get)  # none is
     assert subordinate_users(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ("0 0 4294967295", 2_000_000_000),
+        ("0 100000 65536", 32_768),
+        ("0 1000 1\n1 100000 20000", 10_001),
+    ],
+)
+def test_a_base_that_is_not_mapped_is_replaced(tmp_path: Path, rows: str, expected: int) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/uid_map").write_text(rows + "\n")
+    found = reserve_users(2_000_000_000, tmp_path / "locks", tmp_path)
+    found.close()
+    assert found.first == expected
+
+
+def test_too_few_users_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/uid_map").write_text("0 1000 1\n")
+    with pytest.raises(IsolationUnavailable, match="knows 1 users"):
+        reserve_users(2_000_000_000, tmp_path / "locks", tmp_path)
+
+
+def test_locks_that_others_could_hold_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "locks").mkdir()
+    (tmp_path / "locks").chmod(0o777)
+    with pytest.raises(IsolationUnavailable, match="this user alone"):
+        reserve_users(2_000_000_000, tmp_path / "locks")

@@ -15,8 +15,8 @@ import re
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from fumehood.sandboxd.cgroup_places import (
     write,
 )
 
-__all__ = ["Cgroup", "CgroupLimits", "CgroupTree", "CgroupUnavailable", "open_tree", "sweep_stale"]
+__all__ = ["Cgroup", "CgroupLimits", "CgroupTree", "CgroupUnavailable", "joining", "open_tree", "sweep_stale"]
 
 REMOVE_SECONDS = 5.0
 _QUOTA_PERIOD_US = 100_000
@@ -442,6 +442,17 @@ def open_tree(
         tree.close()
         raise refused(error, tree.version) from error
     return tree
+
+
+@contextmanager
+def joining(cgroup: Cgroup | None) -> Generator[list[int]]:
+    """The descriptors by which a process joins, open while they are handed over; none without a cgroup."""
+    fds = [] if cgroup is None else cgroup.join_fds()
+    try:
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 # --- What dead supervisors left -------------------------------------------------------------------

@@ -26,7 +26,12 @@ def main(config: dict[str, Any]) -> NoReturn:
     os.close(config["gate"])
     places: dict[str, str] = config["places"]
     if config["drop_to"] is not None:
-        places = _stage(places)
+        try:
+            places = _stage(places)
+        except PermissionError:
+            # Root without the right to mount, as in most containers: what is readable for all still works.
+            if config["bubblewrap"] is not None:
+                raise
         _drop(config["drop_to"])
     if config["bubblewrap"] is None:
         _exec_bare(config, places)
@@ -47,7 +52,9 @@ def _stage(places: dict[str, str]) -> dict[str, str]:
     mount("none", "/", None, _MS_PRIVATE_REC)
     # By descriptor, since the stage may cover a place; opened here, since only this namespace's can be bound.
     anchors = {name: os.open(path, os.O_PATH | os.O_CLOEXEC) for name, path in places.items()}
-    stage = next(path for path in _STAGES if os.path.isdir(path))
+    stage = next((path for path in _STAGES if os.path.isdir(path)), None)
+    if stage is None:
+        raise OSError(f"none of {', '.join(_STAGES)} exists to put things together in")
     mount("stage", stage, "tmpfs", _MS_NOSUID_NODEV, "mode=0755")
     staged: dict[str, str] = {}
     for name, anchor in anchors.items():

@@ -217,6 +217,7 @@ def _config(
         "executable": executable,
         "trees": {
             "version": runtime.version,
+            "library": runtime.library,
             "executable": runtime.executable.name,
             "python": None if runtime.prefix is None else layout.PYTHON,
             "site": "/site",

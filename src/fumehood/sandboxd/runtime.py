@@ -50,6 +50,7 @@ class Runtime:
     prefix: Path | None
     executable: Path
     version: str
+    library: str
     site: Path
     site_keep: frozenset[str]
     certificates: Path | None
@@ -76,6 +77,7 @@ def discover_runtime() -> Runtime:
         prefix=None if prefix == Path("/usr") else prefix,
         executable=executable,
         version=f"{sys.version_info.major}.{sys.version_info.minor}",
+        library=Path(sysconfig.get_path("stdlib")).name,
         site=site,
         site_keep=_names_of(_sandbox_distributions()),
         certificates=certificates,
@@ -86,7 +88,13 @@ def _sandbox_distributions() -> dict[str, importlib.metadata.Distribution]:
     """The distributions that `fumehood[sandbox]` pulls in, as far as they are installed."""
     found: dict[str, importlib.metadata.Distribution] = {}
     pending: list[tuple[str, str]] = []
-    for requirement in _requirements("fumehood", "sandbox"):
+    try:
+        wanted = _requirements("fumehood", "sandbox")
+    except importlib.metadata.PackageNotFoundError:
+        raise RuntimeUnavailable(
+            "fumehood is not installed, only importable; install it in an environment"
+        ) from None
+    for requirement in wanted:
         if requirement.marker is not None and "extra" in str(requirement.marker):
             pending.append((requirement.name, ""))
             pending += [(requirement.name, extra) for extra in requirement.extras]
@@ -103,7 +111,7 @@ def _sandbox_distributions() -> dict[str, importlib.metadata.Distribution]:
             continue
         for requirement in _requirements(name, extra):
             pending.append((requirement.name, ""))
-            pending += [(requirement.name, wanted) for wanted in requirement.extras]
+            pending += [(requirement.name, further) for further in requirement.extras]
     return found
 
 

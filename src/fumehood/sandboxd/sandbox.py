@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import logging
 import math
 import os
 import secrets
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, FileEntry, MemoryTier
-from fumehood.sandboxd.cgroups import Cgroup
+from fumehood.sandboxd.cgroups import Cgroup, joining
 from fumehood.sandboxd.errors import FileRefused, SandboxGone, SandboxStartFailed
 from fumehood.sandboxd.executions import Execution, ProtocolBroken
 from fumehood.sandboxd.inside import files, layout, wire
@@ -22,6 +23,8 @@ from fumehood.sandboxd.inside.wire import Kind
 from fumehood.sandboxd.packets import Packets
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.zygotes import Zygote
+
+logger = logging.getLogger(__name__)
 
 _INTERRUPT_EVERY = 0.1
 _DEATH_WAIT = 1.0
@@ -125,7 +128,7 @@ class LocalSandbox:
         if self._settings.mode == "namespaces":
             quota = {"size": data_quota(memory), "inodes": self._settings.inodes}
             self._zygote.request({"op": "resize", "number": self.number, **quota}, [self._data])
-        else:
+        elif not self._resized.done():
             self._resized.set_result(None)
         body = {
             "data_limit": size * 9 // 10,
@@ -277,7 +280,7 @@ class LocalSandbox:
             raise ValueError(f"a time-out is a positive number of seconds, not {timeout}")
         budget = self._settings.output_bytes * 2 + self._settings.display_bytes + _FRAMING_SLACK
         execution = Execution(code, timeout, budget=budget)
-        self._spawn(self._run(execution))
+        self._spawn(self._run_to_its_end(execution))
         return execution
 
     async def execute(self, code: str, *, timeout: float = 60.0) -> AsyncGenerator[AnyOutput]:
@@ -297,6 +300,19 @@ class LocalSandbox:
         if execution is not None and not execution.ended:
             execution.interrupted_by_caller = True
             execution.wake.set()
+
+    async def _run_to_its_end(self, execution: Execution) -> None:
+        """Whatever goes wrong here, whoever waits for the call gets its end."""
+        try:
+            await self._run(execution)
+        except Exception as error:
+            logger.exception("A call in sandbox %s could not be followed.", self.id)
+            self.kill(f"the supervisor failed: {error}")
+        finally:
+            if not execution.ended:
+                self._running = None
+                reason = f"The sandbox was lost: {self._gone}."
+                execution.append(self._end(execution, "lost", -1, reason=reason))
 
     async def _run(self, execution: Execution) -> None:
         async with self._turn:
@@ -393,7 +409,10 @@ class LocalSandbox:
     def _oom_kills(self) -> int:
         if self._final_oom_kills is not None:
             return self._final_oom_kills
-        return 0 if self.place.cgroup is None else self.place.cgroup.oom_kills()
+        try:
+            return 0 if self.place.cgroup is None else self.place.cgroup.oom_kills()
+        except OSError:  # out of descriptors, say: better no word of memory than no word at all
+            return self._noted_oom_kills
 
     # ---- files ------------------------------------------------------------------------------------------------
 
@@ -437,8 +456,9 @@ class LocalSandbox:
         self._check_room(path, len(content))
         # Not a pipe: somebody would have to wait at its other end while the sandbox takes its time.
         source = os.memfd_create("upload")
-        with os.fdopen(source, "w+b", buffering=0) as file:
+        with os.fdopen(source, "w+b") as file:
             file.write(content)
+            file.flush()
             file.seek(0)
             await self._help({"do": "write", "path": path}, source)
 
@@ -466,25 +486,21 @@ class LocalSandbox:
             except files.UnsafePath as error:
                 raise FileRefused(f"{printable(task['path'])}: {error}") from error
         data = self._live_data()
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        cgroups = [] if self.place.cgroup is None else self.place.cgroup.join_fds()
         number = self._next_number()
         request = {"op": "files", "number": number, "uid": self.place.uid}
-        self._zygote.request(request, [theirs.fileno(), data, *cgroups])
-        theirs.close()
-        for fd in cgroups:
-            os.close(fd)
-        mine.setblocking(False)
         try:
-            socket.send_fds(mine, [json.dumps(task).encode()], extra)
-            body, opened = await asyncio.wait_for(_receive(mine), _HELPER_TIMEOUT)
+            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with mine:
+                with theirs, joining(self.place.cgroup) as join:
+                    self._zygote.request(request, [theirs.fileno(), data, *join])
+                mine.setblocking(False)
+                socket.send_fds(mine, [json.dumps(task).encode()], extra)
+                body, opened = await asyncio.wait_for(_receive(mine), _HELPER_TIMEOUT)
         except TimeoutError:
             self._zygote.request({"op": "signal", "number": number, "signal": int(signal.SIGKILL)})
             raise FileRefused(f"the sandbox's files did not answer within {_HELPER_TIMEOUT} s") from None
         except OSError as error:
-            raise FileRefused(f"the helper ended: {error.strerror}") from error
-        finally:
-            mine.close()
+            raise FileRefused(f"the sandbox's files cannot be reached: {error.strerror}") from error
         if not body:
             raise FileRefused("the helper ended, probably for want of memory in the sandbox")
         answer = json.loads(body)

@@ -22,6 +22,7 @@ class Settings:
     inodes: files one sandbox may have in /mnt/data, /tmp, home and /dev/shm together.
     output_bytes, display_bytes: what one call may print, and show.
     interrupt_grace: seconds between the first interrupt of code that ran too long and its being killed.
+    start_timeout: seconds until a zygote or a sandbox that has not started counts as failed.
     uid_base: as root, the first of the users that sandboxes run as.
     preload: packages imported before any fork, where they are installed.
     bubblewrap: use this executable.
@@ -49,8 +50,12 @@ class Settings:
 
     def aggregate_processes(self) -> int:
         """Enough for every sandbox to have all of its own, short of what the host has in all."""
-        most = int(Path("/proc/sys/kernel/pid_max").read_text())
-        return min(self.capacity * self.processes + 1024, most * 3 // 4)
+        wanted = self.capacity * self.processes + 1024
+        try:
+            most = int(Path("/proc/sys/kernel/pid_max").read_text())
+        except OSError:  # hidden in some containers
+            return wanted
+        return min(wanted, most * 3 // 4)
 
     def aggregate_memory(self) -> int:
         if self.memory_total is not None:

@@ -6,8 +6,8 @@ import itertools
 import json
 import logging
 import os
+import resource
 import secrets
-import shutil
 import socket
 import tempfile
 from collections import deque
@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from fumehood.protocol.sandbox import MEMORY_TIERS, MemoryTier, SandboxSpec
 from fumehood.sandboxd import cgroups, seccomp
-from fumehood.sandboxd.cgroups import Cgroup, CgroupLimits, CgroupTree, CgroupUnavailable
+from fumehood.sandboxd.cgroups import Cgroup, CgroupLimits, CgroupTree, CgroupUnavailable, joining
 from fumehood.sandboxd.errors import AtCapacity, IsolationUnavailable, SandboxError, SandboxStartFailed
 from fumehood.sandboxd.inside import jail, layout
 from fumehood.sandboxd.launching import Launch, root_entries
@@ -76,10 +76,20 @@ class Supervisor:
         await self.close()
 
     async def _open(self) -> None:
+        try:
+            await self._prepare()
+        except OSError as error:
+            raise IsolationUnavailable(
+                f"This host refuses a part of it: {error}.", "Run `fumehood doctor`."
+            ) from error
+
+    async def _prepare(self) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a sandbox takes four descriptors here
         if self._settings.mode == "unsafe-degraded":
             logger.warning(
-                "Mode unsafe-degraded: no namespaces. Code shares the host's network, processes and kernel user; "
-                "only Landlock and the system-call filter hold it."
+                "Mode unsafe-degraded: no namespaces. All sandboxes share one kernel user on the host; only Landlock "
+                "and the system-call filter hold the code."
             )
         if self._settings.mode != "pod":
             self._open_cgroups()
@@ -156,9 +166,10 @@ class Supervisor:
             task.cancel()
         for sandbox in [*self._live.values()]:
             sandbox.kill("the supervisor is shutting down")
-        if self._zygote is not None:
-            await self._zygote.close()
-            self._zygote = None
+        async with self._zygote_lock:  # one that is just being started is ended as well
+            if self._zygote is not None:
+                await self._zygote.close()
+                self._zygote = None
         for sandbox in [*self._live.values()]:
             sandbox.exited(-1)
         while self._tasks:
@@ -170,12 +181,14 @@ class Supervisor:
             self._users.close()
             self._users = None
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            await _remove_tree(self._scratch)
 
     # ---- the zygote -------------------------------------------------------------------------------------------
 
     async def _living_zygote(self) -> Zygote:
         async with self._zygote_lock:
+            if self._closing:
+                raise SandboxStartFailed("The supervisor is shutting down.")
             if self._zygote is not None and self._zygote.alive:
                 return self._zygote
             if self._zygote is not None:
@@ -183,11 +196,19 @@ class Supervisor:
             self._zygote = await self._start_zygote()
             self._zygote.on_event = self._zygote_event
             self._zygote.on_death = self._zygote_died
+            if not self._zygote.alive:  # before there was anybody to tell
+                raise SandboxStartFailed("The process that makes sandboxes ended at once.")
             return self._zygote
 
     async def _start_zygote(self) -> Zygote:
         if self._launch is not None:
             zygote = await Zygote.launch(self._launch)
+            if self._settings.mode == "unsafe-degraded" and not zygote.about.landlock:
+                await zygote.close()
+                raise IsolationUnavailable(
+                    "This kernel has no Landlock, the only wall around files in mode unsafe-degraded.",
+                    "Use Linux 5.13 or later with Landlock enabled (lsm=landlock,…), or another mode.",
+                )
             if self._scratch is not None and os.geteuid() == 0:
                 _give_to_root(f"{self._scratch}/cache")
             return zygote
@@ -303,6 +324,8 @@ class Supervisor:
         """Make one; the caller has counted it in `_starting`."""
         try:
             zygote = await self._living_zygote()
+            if self._closing:
+                raise SandboxStartFailed("The supervisor is shutting down.")
             sandbox = self._fork(zygote, next(self._numbers), fresh_interpreter=fresh_interpreter)
         except OSError as error:
             raise SandboxStartFailed(f"The sandbox could not be made: {error}.") from error
@@ -327,10 +350,8 @@ class Supervisor:
                 )
                 undo.callback(sandbox.release)
                 sandbox.tell_plan(json.dumps(asdict(self._plan(place, fresh_interpreter=fresh_interpreter))))
-                join = [] if place.cgroup is None else place.cgroup.join_fds()
-                zygote.request({"op": "spawn", "number": number}, [theirs.fileno(), *join])
-                for fd in join:
-                    os.close(fd)
+                with joining(place.cgroup) as join:
+                    zygote.request({"op": "spawn", "number": number}, [theirs.fileno(), *join])
             undo.pop_all()
         self._live[number] = sandbox
         return sandbox
@@ -349,7 +370,7 @@ class Supervisor:
             )
             cgroup = self._tree.create(f"sb-{number}", limits)
             undo.callback(cgroup.remove)
-        readable = self._users is None or os.geteuid() == 0
+        readable = os.geteuid() == 0 or (self._users is None and self._settings.mode != "pod")
         scratch = None
         if self._scratch is not None:
             # Sandboxes share a user in this mode: that they do not know the name keeps them out of each other's.
@@ -385,6 +406,7 @@ class Supervisor:
             writable=list(writable),
             read_only=list(read_only),
             deny_tcp=self._settings.mode == "unsafe-degraded",
+            needs_landlock=self._settings.mode == "unsafe-degraded",
             work_directory=place.work_directory,
         )
 
@@ -405,7 +427,7 @@ class Supervisor:
             else:
                 logger.error("The cgroup of sandbox %s could not be removed.", sandbox.id)
         if place.scratch is not None:
-            await asyncio.to_thread(shutil.rmtree, place.scratch, ignore_errors=True)
+            await _remove_tree(place.scratch)
         if place.uid:
             self._free_uids.append(place.uid)
 
@@ -416,6 +438,15 @@ class Supervisor:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _remove_tree(path: str) -> None:
+    """Remove what code has built, however deep: rm does not recurse by name, Python's rmtree does."""
+    for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        process = await asyncio.create_subprocess_exec(
+            *command, "--", path, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+        )
+        await process.wait()
 
 
 def _give_to_root(tree: str) -> None:

@@ -4,6 +4,7 @@ import fcntl
 import os
 import pwd
 import shutil
+import stat
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,30 +52,34 @@ class UserRange:
             self.lock.close()
 
 
-def reserve_users(base: int, directory: Path | None = None) -> UserRange:
+def reserve_users(
+    base: int, directory: Path = Path("/run/fumehood"), proc: Path = Path("/proc")
+) -> UserRange:
     """As root: a block that no other supervisor on this host has, held by a lock for as long as we live.
 
     Sandboxes of two supervisors under one kernel user would share its quotas.
     """
-    if directory is None:
-        directory = Path("/run/lock") if os.path.isdir("/run/lock") else Path("/run")
-    for number in range(_BLOCKS):
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        lock = os.fdopen(os.open(directory / f"fumehood-users-{base}-{number}.lock", flags, 0o600), "r+b")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            continue
-        return UserRange(base + number * _PER_BLOCK, _PER_BLOCK, lock=lock)
-    raise IsolationUnavailable(
-        f"All {_BLOCKS} blocks of sandbox users are taken by other supervisors on this host.",
-        "Stop one, or set another uid_base.",
-    )
+    base, room = _mapped(base, proc / "self/uid_map")
+    return _lock_block(base, room, directory, own=None)
 
 
-def subordinate_users(etc: Path = Path("/etc")) -> UserRange | None:
-    """As an ordinary user: the granted range, or None: then all its sandboxes share one kernel user."""
+def _mapped(base: int, uid_map: Path) -> tuple[int, int]:
+    """Where blocks can lie: at `base`, or, in a user namespace that lacks it, in the upper half of what there is."""
+    rows = [[int(field) for field in line.split()] for line in uid_map.read_text().splitlines()]
+    wanted = _BLOCKS * _PER_BLOCK
+    if any(first <= base and base + wanted <= first + count for first, _, count in rows):
+        return base, wanted
+    first, _, count = max(rows, key=lambda row: row[2])
+    if count < 2 * _PER_BLOCK:
+        raise IsolationUnavailable(
+            f"This container knows {count} users, too few for a user per sandbox.",
+            f"Map at least {2 * _PER_BLOCK} users into it.",
+        )
+    return first + count // 2, count // 2
+
+
+def subordinate_users(etc: Path = Path("/etc"), directory: Path | None = None) -> UserRange | None:
+    """As an ordinary user: a block of the granted range, or None: then all its sandboxes share one kernel user."""
     if shutil.which("newuidmap") is None or shutil.which("newgidmap") is None:
         return None
     users = _granted(etc / "subuid")
@@ -82,8 +87,34 @@ def subordinate_users(etc: Path = Path("/etc")) -> UserRange | None:
     # One range serves both maps, so they must start alike.
     if users is None or groups is None or users[0] != groups[0]:
         return None
-    count = min(users[1], groups[1], _PER_BLOCK)
-    return UserRange(users[0], count, own=(os.getuid(), os.getgid()))
+    own = (os.getuid(), os.getgid())
+    if directory is None:
+        directory = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"fumehood-{own[0]}"
+    return _lock_block(users[0], min(users[1], groups[1]), directory, own=own)
+
+
+def _lock_block(first: int, room: int, directory: Path, *, own: tuple[int, int] | None) -> UserRange:
+    """The first free block of `room` users; the locks lie where nobody else can hold them."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    about = directory.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        raise IsolationUnavailable(
+            f"{directory} is not a directory of this user alone.", "Remove it, or make it so (chmod 700)."
+        )
+    blocks = max(1, room // _PER_BLOCK)
+    for number in range(blocks):
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        lock = os.fdopen(os.open(directory / f"users-{first}-{number}.lock", flags, 0o600), "r+b")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            continue
+        return UserRange(first + number * _PER_BLOCK, min(room, _PER_BLOCK), own=own, lock=lock)
+    raise IsolationUnavailable(
+        f"All {blocks} blocks of sandbox users are taken by other supervisors on this host.",
+        "Stop one, or set another uid_base.",
+    )
 
 
 def _granted(path: Path) -> tuple[int, int] | None:

@@ -38,6 +38,7 @@ class Trees:
     """What bubblewrap laid out: `python` is None when the interpreter is the distribution's own."""
 
     version: str  # "3.12"
+    library: str  # the name of the standard library's directory, "python3.12"
     executable: str  # the interpreter's file name
     python: str | None
     site: str
@@ -97,8 +98,8 @@ def _lay_out(trees: Trees) -> bool:
 
 def _beside_python(trees: Trees, prefix: str) -> set[str]:
     """What lies in the interpreter's prefix and is not the interpreter."""
-    library = f"python{trees.version}"
-    hidden = {f"/{name}" for name in os.listdir(prefix) if name not in ("bin", "lib")}
+    library = trees.library
+    hidden = {f"/{name}" for name in os.listdir(prefix) if name not in ("bin", "lib", "lib64")}
     hidden |= {f"/bin/{name}" for name in os.listdir(f"{prefix}/bin") if name != trees.executable}
     for name in os.listdir(f"{prefix}/lib"):
         # Shared libraries stay: a relocatable build keeps its own OpenSSL and the like beside libpython.
@@ -119,9 +120,7 @@ def _environment(trees: Trees) -> bool:
         file.write(f"home = {home}\ninclude-system-site-packages = false\nversion = {trees.version}\n")
     keep = set(trees.site_keep)
     hidden = {f"/{name}" for name in os.listdir(trees.site) if name not in keep} if keep else set[str]()
-    return _overlay(
-        trees.site, f"{layout.ENVIRONMENT}/lib/python{trees.version}/site-packages", hidden=hidden
-    )
+    return _overlay(trees.site, f"{layout.ENVIRONMENT}/lib/{trees.library}/site-packages", hidden=hidden)
 
 
 def _overlay(tree: str, target: str, *, hidden: set[str]) -> bool:

@@ -34,6 +34,7 @@ def run(program: bytes, channel: socket.socket, cgroups: list[int]) -> NoReturn:
             jail.build_namespaces(plan)
         else:
             syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
+            syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGTERM)  # no namespace ends with the zygote
         _send_handles(channel, plan.work_directory)
         jail.limit(plan)
         jail.renounce()
@@ -131,6 +132,7 @@ def _signal_group(leader: int, number: signal.Signals) -> None:
 def _interpret(plan: jail.Plan, program: bytes, channel: socket.socket) -> NoReturn:
     try:
         os.setsid()
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)
         os.chdir(plan.work_directory)
         if plan.walls == "process":

@@ -39,6 +39,7 @@ class Plan:
     writable: list[str]
     read_only: list[str]
     deny_tcp: bool
+    needs_landlock: bool
     work_directory: str
 
     @classmethod
@@ -55,8 +56,11 @@ def join_cgroups(fds: list[int]) -> None:
 def prefer_for_oom(score: int) -> None:
     """Make the kernel choose this process rather than the host's when memory runs out."""
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # else /proc/self is root's
-    with open("/proc/self/oom_score_adj", "w") as file:
-        file.write(str(score))
+    with open("/proc/self/oom_score_adj", "r+") as file:
+        # Lowering takes rights that a pod does not have.
+        highest = max(score, int(file.read()))
+        file.seek(0)
+        file.write(str(highest))
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
 
 
@@ -153,10 +157,14 @@ def renounce() -> None:
 
 def seal(plan: Plan, program: bytes) -> None:
     """Landlock, then the system-call filter: the last steps before code that is not ours."""
-    landlock.restrict(
+    version = landlock.restrict(
         read_only=plan.read_only,
         read_write=plan.writable,
         devices=layout.DEVICES,
         deny_tcp=plan.deny_tcp,
     )
+    if plan.needs_landlock and not version:
+        raise OSError(
+            "this kernel has no Landlock, and nothing else would keep the code from the host's files"
+        )
     filters.install(program)
