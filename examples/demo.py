@@ -1,11 +1,15 @@
 """A session in one sandbox, call by call: state, a chart, an error, a loop that is stopped; imports fumehood and rich.
 
-Run it with `make demo`. It leaves the chart in `demo-output/` and ends with 0 only if all went as it should.
+Run it with `make demo`. It leaves the chart in `demo-output/`, or in a temporary directory where that cannot be
+written, and ends with 0 only if all went as it should.
 """
 
 import asyncio
+import logging
+import os
 import sys
-from contextlib import AsyncExitStack
+import tempfile
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,8 +123,10 @@ class Demo:
     async def run(self) -> bool:
         async with AsyncExitStack() as stack:
             with self._console.status("starting the sandbox…"):
-                supervisor = await stack.enter_async_context(Supervisor(Settings(pool=0)))
+                supervisor, compromise = await start(stack)
                 sandbox = await supervisor.create()
+            if compromise:
+                self._console.print(Text(compromise, style="yellow"), soft_wrap=True)
             for number, step in enumerate(STEPS, 1):
                 await self._call(sandbox, number, step)
             await self._take_home(sandbox, "vapour.png")
@@ -188,10 +194,37 @@ class Demo:
             )
 
 
+async def start(stack: AsyncExitStack) -> tuple[Supervisor, str]:
+    """With every limit enforced; where only the limits are not to be had, without them, and a sentence that says so.
+
+    That is right for the code above, which is known, and not for code of others.
+    """
+    try:
+        return await stack.enter_async_context(Supervisor(Settings(pool=0))), ""
+    except IsolationUnavailable as refusal:
+        logging.getLogger("fumehood").setLevel(logging.ERROR)  # the sentence is instead of its warning
+        try:
+            lax = await stack.enter_async_context(Supervisor(Settings(pool=0, limits="best-effort")))
+        except IsolationUnavailable:
+            raise refusal from None
+        return lax, (
+            "This user may not bound memory here (no delegated cgroup), so the demonstration, whose code is known, "
+            "runs without that bound; `fumehood doctor` says what to do."
+        )
+
+
+def output_folder() -> Folder:
+    with suppress(OSError):
+        OUTPUT.mkdir(exist_ok=True)
+        if os.access(OUTPUT, os.W_OK | os.X_OK):
+            return Folder(OUTPUT)
+    return Folder(Path(tempfile.mkdtemp(prefix="fumehood-demo-")))
+
+
 async def main() -> int:
     console = Console(highlight=False, markup=False, emoji=False)
     try:
-        return 0 if await Demo(console, Folder(OUTPUT)).run() else 1
+        return 0 if await Demo(console, output_folder()).run() else 1
     except IsolationUnavailable as error:
         console.print(Text(str(error), style="red"), soft_wrap=True)
         return 1

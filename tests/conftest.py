@@ -6,7 +6,8 @@ import pytest
 from hypothesis import settings
 
 # Machines are shared: a slow example is not a failure, the suite's own time limit is enough.
-settings.register_profile("fumehood", deadline=None, print_blob=True)
+# No database: a checkout may be read-only, and a failure prints what reproduces it.
+settings.register_profile("fumehood", deadline=None, print_blob=True, database=None)
 settings.load_profile("fumehood")
 
 

@@ -1,4 +1,4 @@
-"""`fumehood doctor` on this machine; imports only the standard library."""
+"""`fumehood doctor` on this machine; imports pytest and the tests' support."""
 
 import json
 import re
@@ -6,12 +6,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.support.sandboxes import environment, has_cgroups
+
 FUMEHOOD = Path(sys.executable).parent / "fumehood"
 
 
-def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
+def run(*args: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [FUMEHOOD, "doctor", *args], capture_output=True, text=True, timeout=60, check=False
+        [FUMEHOOD, "doctor", *args],
+        env={**environment(), **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 
@@ -49,5 +58,55 @@ def test_a_mode_that_does_not_work(tmp_path: Path) -> None:
     assert states["guest socket"] == states["sandbox starts"] == "missing"
 
 
+def test_each_thing_is_said_once() -> None:
+    """Where no package is installed, its name stands in one line, without the modules below it."""
+    source = (
+        "import dataclasses, runpy, sys\n"
+        "from fumehood.sandboxd import settings\n"
+        "usual = settings.Settings\n"
+        "settings.Settings = lambda **all: dataclasses.replace(usual(**all), preload=('no_such', 'nor_this'))\n"
+        "sys.argv = ['fumehood', 'doctor']\n"
+        "from fumehood.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("no_such") == 1
+    assert done.stdout.count("pip install 'fumehood[sandbox]'") == 1
+    assert "preload" not in done.stdout
+
+
+def test_unsafe_degraded() -> None:
+    done = run("--mode", "unsafe-degraded")
+    assert done.returncode == 0, done.stdout
+    assert done.stderr == ""
+    assert re.search(r"^ok\s+network\s+off: the filter allows no socket\s*$", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.skipif(has_cgroups(), reason="memory can be bounded here")
+def test_where_memory_cannot_be_bounded() -> None:
+    done = run("--limits", "enforced")
+    assert done.returncode == 1
+    assert re.search(r"^missing\s+cgroups\s", done.stdout, re.MULTILINE)
+    assert "--limits best-effort" in done.stdout
+
+
+def test_settings_from_the_environment(tmp_path: Path) -> None:
+    variables = {"FUMEHOOD_MODE": "pod", "FUMEHOOD_GUEST_SOCKET": str(tmp_path / "none")}
+    report = json.loads(run("--json", **variables).stdout)
+    assert (report["mode"], report["works"]) == ("pod", False)
+    # A socket in the environment is for those calls that use one.
+    assert json.loads(run("--json", "--mode", "namespaces", **variables).stdout)["works"]
+    assert run(FUMEHOOD_LIMITS="some").returncode == 2
+
+
 def test_wrong_use() -> None:
     assert run("--mode", "none").returncode == 2
+    assert run("--guest-socket", "/nowhere").returncode == 2

@@ -7,6 +7,8 @@
 # PYTHON=/path/to/python chooses the interpreter. Nothing outside the working tree is changed, except for uv's
 # cache and, if no suitable Python is installed, the one that uv downloads.
 set -eu
+# As root, sandboxes run as other users, who have to read what is installed here.
+umask 022
 
 cd "$(dirname "$0")/.."
 root=$(pwd)

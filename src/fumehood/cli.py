@@ -1,6 +1,7 @@
 """The command line: `fumehood exec` and `fumehood doctor`; imports typer, and what a command needs when it runs."""
 
 import asyncio
+import logging
 import math
 import os
 import sys
@@ -18,7 +19,7 @@ except ModuleNotFoundError as error:  # the base install is the client library
 
 if TYPE_CHECKING:
     from fumehood.protocol.sandbox import SandboxSpec
-    from fumehood.sandboxd.probe import Finding, Report
+    from fumehood.sandboxd.probe import Report
     from fumehood.sandboxd.settings import Settings
 
 
@@ -60,19 +61,26 @@ _VERDICTS = {
 ModeOption = Annotated[
     Mode,
     typer.Option(
+        envvar="FUMEHOOD_MODE",
         help="Which walls: namespaces is the default; pod talks to a container that is the wall; unsafe-degraded "
-        "has no namespaces and is for code that you trust."
+        "has no namespaces and is for code that you trust.",
     ),
 ]
 LimitsOption = Annotated[
     Limits,
     typer.Option(
-        help="enforced refuses to run where memory cannot be bounded by cgroups; best-effort runs without that bound."
+        envvar="FUMEHOOD_LIMITS",
+        help="enforced refuses to run where memory cannot be bounded by cgroups; best-effort runs without that "
+        "bound.",
     ),
 ]
 GuestSocketOption = Annotated[
     Path | None,
-    typer.Option(metavar="PATH", help="With --mode pod: the socket on which the container listens."),
+    typer.Option(
+        metavar="PATH",
+        envvar="FUMEHOOD_GUEST_SOCKET",
+        help="With --mode pod: the socket on which the container listens.",
+    ),
 ]
 
 app = typer.Typer(
@@ -119,6 +127,7 @@ def fumehood(
 
 @app.command("exec", epilog=_EXEC_EPILOG)
 def execute(
+    context: typer.Context,
     source: Annotated[
         str | None,
         typer.Argument(metavar="FILE|-", show_default=False, help="The file to run; - reads standard input."),
@@ -140,7 +149,9 @@ def execute(
         typer.Option(
             metavar="DIR",
             help="Save the files that the code wrote to /mnt/data, and the pictures it showed, in DIR. Nothing there "
-            "is replaced: a file that differs from one of its name gets a number.",
+            "is replaced: a file that differs from one of its name gets a number. Not saved, but named: hidden files "
+            "(a part of the path begins with a dot), files of more than 256 MiB, and what would make it more than "
+            "1 GiB in all.",
         ),
     ] = None,
     mode: ModeOption = Mode.NAMESPACES,
@@ -181,7 +192,7 @@ def execute(
 
     spec = SandboxSpec(memory=memory.value, fresh_interpreter=fresh_interpreter)
     uploads = _check_uploads(file or [], spec)
-    settings = _settings(mode, limits, guest_socket)
+    settings = _settings(context, mode, limits, guest_socket)
     try:
         folder = None if files_out is None else Folder(files_out)
     except OSError as error:
@@ -241,9 +252,12 @@ def _require_linux() -> None:
         raise typer.Exit(125)
 
 
-def _settings(mode: Mode, limits: Limits, guest_socket: Path | None) -> "Settings":
+def _settings(context: typer.Context, mode: Mode, limits: Limits, guest_socket: Path | None) -> "Settings":
     from fumehood.sandboxd.settings import Settings
 
+    source = context.get_parameter_source("guest_socket")
+    if mode is not Mode.POD and source is not None and source.name == "ENVIRONMENT":
+        guest_socket = None  # it is there for other calls than this one
     if (mode is Mode.POD) != (guest_socket is not None):
         raise typer.BadParameter("--mode pod and --guest-socket go together", param_hint="--guest-socket")
     return Settings(pool=0, capacity=1, mode=mode.value, limits=limits.value, guest_socket=guest_socket)
@@ -260,6 +274,7 @@ def _with_preload(settings: "Settings", preload: tuple[str, ...]) -> "Settings":
 
 @app.command("doctor", epilog=_DOCTOR_EPILOG)
 def doctor(
+    context: typer.Context,
     mode: ModeOption = Mode.NAMESPACES,
     limits: LimitsOption = Limits.ENFORCED,
     guest_socket: GuestSocketOption = None,
@@ -267,7 +282,8 @@ def doctor(
 ) -> None:
     """Tell whether this machine can isolate code, and what to do about what is missing."""
     _require_linux()
-    settings = _settings(mode, limits, guest_socket)
+    settings = _settings(context, mode, limits, guest_socket)
+    logging.getLogger("fumehood").addHandler(logging.NullHandler())  # what it warns of is among the findings
     from fumehood.sandboxd import probe
 
     report = asyncio.run(probe.examine(settings))
@@ -296,14 +312,8 @@ def _render(report: "Report") -> None:
     for finding in report.findings:
         if finding.advice:
             console.print()
-            console.print(
-                Text(f"{finding.name}: {_one_line(finding)}", style=colours[finding.state]), soft_wrap=True
-            )
+            console.print(Text(f"{finding.name}:", style=colours[finding.state]))
             console.print(Text(finding.advice), soft_wrap=True)
     console.print()
     verdict = _VERDICTS[report.mode] if report.works else "Code cannot be isolated here"
     console.print(Text(f"{verdict} (mode {report.mode}).", style="green" if report.works else "red"))
-
-
-def _one_line(finding: "Finding") -> str:
-    return finding.detail.partition("\n")[0]

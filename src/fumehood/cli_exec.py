@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, override
 
-from fumehood.cli_files import Folder, NotSaved, pictures
+from fumehood.cli_files import Folder, NotSaved, checked_parts, pictures
 from fumehood.cli_output import Exit, Output, SavedFile, SkippedFile, Writer, broken_exit_code
 from fumehood.protocol.sandbox import AnyOutput, Display, End, EndStatus, FileEntry, Result, SandboxSpec
 from fumehood.sandboxd.errors import FileRefused, IsolationUnavailable, SandboxError
@@ -129,7 +129,7 @@ class Session:
             return
         self._interrupted = True
         self._out.note("Interrupting the code; press Ctrl-C again to end it at once.")
-        self._sandbox.interrupt()
+        self._sandbox.interrupt(self._execution)  # also before it has had its turn
 
     def _leave(self, code: int) -> None:
         """Unwind once; what cleans up is not disturbed by further signals."""
@@ -215,7 +215,7 @@ class Session:
                 path = folder.save_picture(suffix, content)
                 self._saved.append(SavedFile(path=path, source=None, size=len(content)))
                 paths.append(str(folder.path / path))
-        except NotSaved as error:
+        except (NotSaved, OSError) as error:  # OSError: there is no directory for temporary files
             self._out.warn(f"A picture was not saved: {error}")
         return paths
 
@@ -243,11 +243,11 @@ class Session:
     async def _bring(self, sandbox: LocalSandbox, folder: Folder, entry: FileEntry, room: int) -> int:
         """Save one file; returns how much of the room it took."""
         limit = min(_FILE_BYTES, room)
-        if entry.size > limit:
-            whose = "all files together" if room < _FILE_BYTES else "one file"
-            self._skip(entry.path, f"{entry.size} bytes, more than is copied of {whose}")
-            return 0
         try:
+            checked_parts(entry.path)
+            if entry.size > limit:
+                whose = "all files together (1 GiB)" if room < _FILE_BYTES else "one file (256 MiB)"
+                raise NotSaved(f"{entry.size} bytes, more than is copied of {whose}")
             content = await sandbox.read_file(entry.path, limit=limit)
             path = await asyncio.to_thread(folder.save, entry.path, content)
         except (NotSaved, FileRefused) as error:

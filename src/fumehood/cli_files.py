@@ -82,6 +82,9 @@ def checked_parts(name: str) -> list[str]:
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts):
         raise NotSaved("not a plain relative path")
+    # Programs obey many of them without being asked: .envrc, .git/hooks, .vscode, .bashrc.
+    if any(part.startswith(".") for part in parts):
+        raise NotSaved("hidden: a part of its path begins with a dot")
     if len(parts) > _MOST_PARTS:
         raise NotSaved(f"more than {_MOST_PARTS} directories deep")
     for char in name:

@@ -17,8 +17,8 @@ FRAMES = """
 import gc, struct, time, threading
 fd = channel_number()
 channel = socket.socket(fileno=os.dup(fd))
-(CONFIGURE, EXECUTE, FAILED, JAILED, READY, CONFIGURED, STDOUT, STDERR, DISPLAY, RESULT, ERROR, END) = (
-    1, 2, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23)
+(CONFIGURE, EXECUTE, FAILED, JAILED, READY, CONFIGURED, STDOUT, STDERR, DISPLAY, RESULT, ERROR, END, OUTPUT) = (
+    1, 2, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24)
 def frame(kind, call_id, body=b"", flags=0):
     return struct.pack("!BB16s", kind, flags, call_id) + body
 def current():
@@ -80,6 +80,15 @@ REFUSED = {
     ),
     "endless message": ("while True: channel.send(frame(DISPLAY, current(), b'x' * 65536, 1))", "more than"),
     "frame flood": ("while True: channel.send(frame(STDOUT, current()))", "more messages"),
+    "batch that is no batch": ("channel.send(frame(OUTPUT, current(), b'x' * 100))", "malformed OUTPUT"),
+    "batch of one": (
+        "channel.send(frame(OUTPUT, current(), bytes([1, 0, 0, 0, 1, 65])))",
+        "malformed OUTPUT",
+    ),
+    "batch flood": (
+        "while True: channel.send(frame(OUTPUT, current(), bytes([1, 0, 0, 0, 1, 65]) * 10000))",
+        "more pieces",
+    ),
     "output flood": ("while True: channel.send(frame(STDERR, current(), b'x' * 65536))", "more output"),
 }
 

@@ -1,12 +1,22 @@
 """What the probe finds on machines that are played, and on this one; imports pytest and the sandbox server."""
 
+import importlib.metadata
+import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from fumehood.sandboxd import probe
-from fumehood.sandboxd.probe import Check, Finding, Host
+from fumehood.protocol.sandbox import Mode
+from fumehood.sandboxd import probe, seccomp
+from fumehood.sandboxd.errors import IsolationUnavailable
+from fumehood.sandboxd.probe import Check, Finding, Host, Network
 from fumehood.sandboxd.settings import Settings
+from fumehood.sandboxd.supervisor import Supervisor
+from tests.support import sandboxes
 
 _PLAIN = {
     "proc/sys/kernel/osrelease": "6.8.0-31-generic\n",
@@ -164,7 +174,7 @@ def test_a_pod_needs_its_socket(tmp_path: Path) -> None:
 
 async def test_what_cannot_be_read_does_not_outweigh_what_works(tmp_path: Path) -> None:
     host = play(tmp_path, {"proc/sys/user/max_user_namespaces": "0"})
-    report = await probe.examine(Settings(pool=0, preload=()), host)
+    report = await probe.examine(sandboxes.settings(preload=()), host)
     assert report.works
     states = {finding.name: finding.state for finding in report.findings}
     assert states["user namespaces"] == "warning"
@@ -172,10 +182,157 @@ async def test_what_cannot_be_read_does_not_outweigh_what_works(tmp_path: Path) 
 
 
 async def test_missing_bubblewrap_is_told_and_nothing_runs(tmp_path: Path) -> None:
-    settings = Settings(pool=0, bubblewrap=tmp_path / "bwrap")
+    settings = sandboxes.settings(bubblewrap=tmp_path / "bwrap")
     report = await probe.examine(settings)
     assert not report.works
     findings = {finding.name: finding for finding in report.findings}
     assert findings["bubblewrap"].state == "missing"
     assert findings["sandbox starts"].state == "missing"
     assert "code runs" not in findings
+    assert "doctor" not in findings["sandbox starts"].advice.replace("that `doctor` printed", "")
+
+
+async def test_code_that_runs_does_not_make_up_for_the_only_wall(tmp_path: Path) -> None:
+    settings = sandboxes.settings(mode="unsafe-degraded", preload=())
+    report = await probe.examine(settings, play(tmp_path, landlock=0))
+    states = {finding.name: finding.state for finding in report.findings}
+    assert states["code runs"] == "ok", "this machine has Landlock, the one that is played has not"
+    assert states["Landlock"] == "missing"
+    assert not report.works
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        importlib.metadata.PackageNotFoundError("fumehood"),
+        KeyError(),
+        IsolationUnavailable("The jail fell apart.", "Run `fumehood doctor`."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_whatever_fails_is_a_finding(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(Supervisor, "__aenter__", fail)
+    monkeypatch.setattr(probe, "discover_bubblewrap", fail)
+    report = await probe.examine(Settings(), play(tmp_path))
+    assert not report.works
+    findings = {finding.name: finding for finding in report.findings}
+    for name in ("bubblewrap", "sandbox starts"):
+        assert findings[name].state == "missing"
+        assert (str(error) or "no reason given").split(".")[0] in findings[name].detail
+        assert findings[name].detail.endswith(".")
+        assert "fumehood doctor" not in findings[name].advice
+
+
+# ---- the network that code sees ---------------------------------------------------------------------------------
+
+_DEV = """Inter-|   Receive                |  Transmit
+ face |bytes    packets errs drop|bytes    packets errs
+    lo:       0       0    0    0        0       0    0
+"""
+_ROUTE = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
+_DEFAULT = "eth0\t00000000\t0101A8C0\t0003\t0\t0\t100\t00000000\t0\t0\t0\n"
+_LOCAL = "eth0\t0001A8C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0\n"
+_REFUSAL6 = f"{'0' * 32} 00 {'0' * 32} 00 {'0' * 32} ffffffff 00000001 00000000 00200200       lo\n"
+_DEFAULT6 = f"{'0' * 32} 00 {'0' * 32} 00 fe80{'0' * 27}1 00000400 00000002 00000000 00000003     eth0\n"
+_LOOPBACK = Network(sockets=True, dev=_DEV, route=_ROUTE, ipv6_route=_REFUSAL6)
+
+
+@pytest.mark.parametrize(
+    ("seen", "state", "detail"),
+    [
+        (_LOOPBACK, "ok", "loopback only"),
+        (replace(_LOOPBACK, ipv6_route=None), "ok", "loopback only"),
+        (replace(_LOOPBACK, dev=_DEV + "  sit0: 0 0\n tunl0: 0 0\n"), "ok", "loopback only"),
+        (replace(_LOOPBACK, dev=_DEV + "  eth0: 9 9\n"), "missing", "the code has eth0"),
+        (replace(_LOOPBACK, dev=_DEV + " eth0:9 9\n", route=_ROUTE + _LOCAL), "missing", "the code has eth0"),
+        (replace(_LOOPBACK, route=_ROUTE + _DEFAULT), "missing", "the code has eth0 with a default route"),
+        (replace(_LOOPBACK, ipv6_route=_DEFAULT6), "missing", "the code has eth0 with a default route"),
+        (replace(_LOOPBACK, dev=None), "warning", "cannot be read"),
+    ],
+)
+def test_network(seen: Network, state: str, detail: str) -> None:
+    finding = probe.judge_network(seen, Settings())
+    assert finding.state == state
+    assert detail in finding.detail
+    in_a_pod = probe.judge_network(seen, Settings(mode="pod"))
+    assert in_a_pod.state == ("warning" if state == "missing" else state)
+
+
+def test_network_where_only_the_filter_stops_it() -> None:
+    settings = Settings(mode="unsafe-degraded")
+    unseen = Network(sockets=False, dev=None, route=None, ipv6_route=None)
+    assert probe.judge_network(unseen, settings).state == "ok"
+    assert probe.judge_network(replace(unseen, sockets=True), settings).state == "missing"
+
+
+def test_the_probe_sees_the_interfaces_of_where_it_runs(tmp_path: Path) -> None:
+    """Its code, run outside of any sandbox, finds what this very process has."""
+    (tmp_path / probe.PROBE_FILE).write_text("ab")
+    command = [sys.executable, "-c", probe.PROBE_CODE]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    answer, _, facts = done.stdout.partition("\n")
+    assert answer == "42"
+    assert (tmp_path / probe.PROBE_FILE).read_text() == "ba"
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    names = {line.partition(":")[0].strip() for line in lines} - {"lo"} - probe.IDLE_TUNNELS
+    seen = {way.split()[0] for way in Network(**json.loads(facts)).ways_out()}
+    assert names <= seen
+
+
+# ---- packages and their files -----------------------------------------------------------------------------------
+
+
+def test_preload_names_each_package_once() -> None:
+    gone = "ModuleNotFoundError: No module named"
+    problems = {
+        "numpy": f"{gone} 'numpy'",
+        "numpy.fft": f"{gone} 'numpy'",
+        "pandas.plotting._matplotlib": "ImportError: matplotlib is required",
+    }
+    assert list(probe.judge_preload(problems, ["numpy"])) == []
+    (in_a_pod,) = probe.judge_preload(problems, [])
+    assert in_a_pod.detail == f"numpy ({gone} 'numpy'), pandas (ImportError: matplotlib is required)"
+    (odd,) = probe.judge_preload({**problems, "sqlite3": "ImportError: no"}, ["numpy"])
+    assert odd.detail == "sqlite3 (ImportError: no)"
+
+
+def test_trees_that_only_their_owner_may_read(tmp_path: Path) -> None:
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    module = inner / "module.py"
+    module.touch()
+    for path in (tmp_path, tmp_path / "a", inner):
+        path.chmod(0o755)
+    module.chmod(0o644)
+    (inner / "link").symlink_to("nowhere")
+    assert probe.closed_to_others(tmp_path) is None
+    module.chmod(0o600)
+    assert probe.closed_to_others(tmp_path) == module
+    inner.chmod(0o700)
+    assert probe.closed_to_others(tmp_path) == inner
+
+
+def test_root_is_told_what_sandboxes_may_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site 1").mkdir(mode=0o700)
+    runtime = replace(probe.discover_runtime(), site=tmp_path / "site 1")
+    monkeypatch.setattr(probe, "discover_runtime", lambda: runtime)
+    finding = find(play(tmp_path, uid=0), probe.check_readable)
+    assert finding.state == "missing"
+    assert "chmod -R go+rX" in finding.advice
+    assert f"'{tmp_path}/site 1'" in finding.advice
+    assert list(probe.check_readable(Settings(), play(tmp_path, uid=1000))) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "blob"), [("namespaces", "namespaces"), ("pod", "pod"), ("unsafe-degraded", "degraded")]
+)
+def test_the_filter_of_the_mode_is_looked_at(mode: Mode, blob: str, tmp_path: Path) -> None:
+    length = len(seccomp.load_blob(blob, "aarch64")) // 8
+    finding = find(play(tmp_path, machine="aarch64"), probe.check_seccomp, Settings(mode=mode))
+    assert f"aarch64, {length} instructions" in finding.detail

@@ -15,7 +15,7 @@ from typing import Any, Self
 import pytest
 from inline_snapshot import snapshot
 
-from fumehood.sandboxd.inside import wire
+from fumehood.sandboxd.inside import batches, tracebacks, wire
 from fumehood.sandboxd.inside.wire import Kind
 
 SECONDS = 60  # generous: it bounds a hang, it does not measure
@@ -94,6 +94,8 @@ class Kernel:
         self.socket = ours
         self.socket.settimeout(SECONDS)
         self._assembler = wire.Assembler(limit=64 << 20)
+        self.frames = 0
+        self._pieces: list[tuple[Kind, bytes, str]] = []
         kind, _, self.ready = self.receive()
         assert kind is Kind.READY
         self.send(Kind.CONFIGURE, wire.NO_CALL, {"cwd": str(cwd), **configuration})
@@ -104,12 +106,20 @@ class Kernel:
             self.socket.send(packet)
 
     def receive(self) -> tuple[Kind, bytes, Any]:
+        """The next message; the pieces of a batch one by one."""
         while True:
+            if self._pieces:
+                return self._pieces.pop(0)
             packet = self.socket.recv(wire.MAX_PACKET)
             if not packet:
                 raise EOFError
             message = self._assembler.feed(packet)
-            if message is not None:
+            if message is None:
+                continue
+            self.frames += 1
+            if message.kind is Kind.OUTPUT:
+                self._pieces = [(kind, message.call, text) for kind, text in batches.split(message.body)]
+            else:
                 text = message.body.decode()
                 plain = message.kind in {Kind.STDOUT, Kind.STDERR}
                 return message.kind, message.call, text if plain else json.loads(text)
@@ -451,7 +461,53 @@ def test_exceptions_that_cannot_be_shown(kernel: Kernel, method: str, how: str) 
         raise Bad(Bad())
     """)
     assert (reply.error["name"], reply.exit_code) == ("Bad", 1)
+    assert 'File "<cell 1>", line 6, in <module>\n    raise Bad(Bad())\n' in reply.traceback
     assert kernel.run("1").result == "1"
+
+
+_HOSTILE = {
+    "cause": "__cause__ = property(lambda self: sys.exit(3))",
+    "context": "__context__ = property(lambda self: 1/0)",
+    "notes": "__notes__ = property(lambda self: sys.exit(3))",
+    "text": "__str__ = lambda self: type('S', (str,), {'isascii': None, '__len__': None, '__format__': None})('x')",
+    "module": "__module__ = property(lambda self: 1/0)",
+}
+
+
+@pytest.mark.parametrize("member", _HOSTILE.values(), ids=_HOSTILE)
+@pytest.mark.parametrize("where", ["class", "metaclass"])
+def test_exceptions_that_break_the_traceback(kernel: Kernel, member: str, where: str) -> None:
+    kernel.run(f"""
+        import sys
+        class Meta(type):
+            {member if where == "metaclass" else "pass"}
+            if {where == "metaclass"}: __name__ = property(lambda cls: 1/0)
+        class Bad(Exception, metaclass=Meta):
+            {member if where == "class" else "pass"}
+    """)
+    reply = kernel.run("raise Bad('text')")
+    assert (reply.error["name"], reply.exit_code) == ("Bad", 1)
+    assert "File \"<cell 2>\", line 1, in <module>\n    raise Bad('text')\n" in reply.traceback
+    assert kernel.run("1").result == "1"
+
+
+def test_a_bug_in_the_making_of_a_traceback_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that can be known without it: where the program failed, and where we did."""
+
+    def broken(*_: object) -> None:
+        raise LookupError("ours")
+
+    monkeypatch.setattr(tracebacks, "_tidy", broken)
+    try:
+        raise ValueError("theirs")
+    except ValueError as error:
+        report = tracebacks.describe(error)
+    assert (report["name"], report["value"]) == ("ValueError", "theirs")
+    lines = report["traceback"].splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].endswith("in test_a_bug_in_the_making_of_a_traceback_is_told")
+    assert lines[2] == '    raise ValueError("theirs")'
+    assert lines[3].startswith("ValueError: <the exception cannot be shown: LookupError at test_runner.py:")
 
 
 def test_sources_are_known(kernel: Kernel) -> None:

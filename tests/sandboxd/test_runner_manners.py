@@ -123,6 +123,59 @@ def test_an_interrupt_in_a_drawing_leaves_matplotlib_usable(tmp_path: Path) -> N
         assert len(kernel.run("plt.plot([1, 2]);").all(Kind.DISPLAY)) == 1
 
 
+def test_interrupts_do_not_reach_the_hooks_of_a_fork_but_what_comes_after(kernel: Kernel) -> None:
+    """What is raised in a hook is lost, and printed as ignored."""
+    kernel.run("""
+        import os, signal, sys, threading
+        asked = None
+        def strike(where):
+            if where == asked: signal.raise_signal(signal.SIGINT)
+        for where in ("before", "after_in_parent", "after_in_child"):
+            os.register_at_fork(**{where: lambda where=where: strike(where)})
+        def fork():
+            parent = os.getpid()
+            try:
+                child, how = os.fork(), "spared"
+            except KeyboardInterrupt:
+                child, how = os.getpid() == parent, "interrupted"
+            if not child:
+                print("child", how, flush=True)
+                os._exit(0)
+            os.wait()
+            print("parent", how)
+    """)
+    struck = {
+        where: kernel.run(f"asked = {where!r}\nfork()")
+        for where in ("before", "after_in_parent", "after_in_child")
+    }
+    assert {where: (reply.out, reply.err) for where, reply in struck.items()} == {
+        "before": ("child spared\nparent interrupted\n", ""),
+        "after_in_parent": ("child spared\nparent interrupted\n", ""),
+        "after_in_child": ("child interrupted\nparent spared\n", ""),
+    }
+    # In the child of a thread that thread is the main one.
+    reply = kernel.run("thread = threading.Thread(target=fork); thread.start(); thread.join()")
+    assert (reply.out, reply.err) == ("child interrupted\nparent spared\n", "")
+
+
+def test_a_forked_child_can_be_interrupted(kernel: Kernel) -> None:
+    call = kernel.start("""
+        import os, time
+        if os.fork() == 0:
+            try:
+                print("started", flush=True)
+                time.sleep(1000)
+            except KeyboardInterrupt:
+                print("child interrupted", flush=True)
+                os._exit(0)
+        while True:
+            try: os.wait(); break
+            except KeyboardInterrupt: pass
+    """)
+    reply = kernel.interrupt(call, kernel.until(call, "started"))
+    assert (reply.out, reply.err) == ("started\nchild interrupted\n", "")
+
+
 # --- await --------------------------------------------------------------------------------------------
 
 
@@ -301,6 +354,23 @@ def test_displays_are_bounded(tmp_path: Path) -> None:
         assert third == {"text/plain": "0"}
         assert reply.err == "[displays dropped: more than 3 in one call]\n"
         assert len(kernel.run("display(1)").all(Kind.DISPLAY)) == 1
+
+
+def test_displays_of_one_call_are_bounded_together(tmp_path: Path) -> None:
+    with Kernel(tmp_path, display_bytes=1000) as kernel:
+        for _ in range(2):
+            reply = kernel.run("for n in (400, 400, 400, 10, 400): display('x' * n)\n'y' * 400")
+            assert [len(bundle["text/plain"]) for bundle in reply.all(Kind.DISPLAY)] == [402, 402, 12]
+            assert reply.result is None
+            assert reply.err == "[display left out: more than 1000 bytes shown in this call]\n"
+        assert kernel.run("display('\\0' * 100, 'é' * 150)").err != ""  # escapes count
+
+
+def test_forms_of_a_display_are_bounded(kernel: Kernel) -> None:
+    reply = kernel.run("display({f'x/{n}': 'x' for n in range(40)} | {'text/plain': 'p'}, raw=True)")
+    (bundle,) = reply.all(Kind.DISPLAY)
+    assert [*bundle] == ["text/plain", *(f"x/{n}" for n in range(31))]
+    assert reply.err == "[9 of 41 forms of a display left out]\n"
 
 
 def test_the_ipython_stand_in(kernel: Kernel, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fumehood.sandboxd.inside import bounds
 from fumehood.sandboxd.inside.wire import MAX_BODY, Kind
 from tests.sandboxd.test_runner import SECONDS, Kernel, kernel
 
@@ -142,6 +143,38 @@ def test_many_small_prints_become_few_frames(kernel: Kernel) -> None:
     reply = kernel.run("for i in range(50_000): print('x')")
     assert reply.out == "x\n" * 50_000
     assert len(reply.messages) < 400
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "print('x', flush=True)",
+        "print('x'); print('y', file=sys.stderr)",
+        "print('x', flush=True); print('y', file=sys.stderr, flush=True)",
+        "sys.stdout.write('x'); sys.stdout.flush(); sys.stderr.flush()",
+    ],
+)
+def test_neither_turns_nor_flushes_make_many_frames(kernel: Kernel, step: str) -> None:
+    began, before = time.monotonic(), kernel.frames
+    reply = kernel.run(f"import sys\nfor i in range(20_000): {step}")
+    assert reply.out.count("x") == 20_000
+    paced = (time.monotonic() - began) * (1 / bounds.QUIET_SECONDS + 1000 / bounds.TICK_MS)
+    assert kernel.frames - before < paced + bounds.FLUSHES + 100
+
+
+def test_what_was_flushed_is_heard_though_the_process_ends(kernel: Kernel) -> None:
+    call = kernel.start("import os\nfor i in range(3): print(i, flush=True)\nos._exit(0)")
+    assert kernel.until(call, "0\n1\n2\n").out == "0\n1\n2\n"
+
+
+def test_turns_are_bounded_as_bytes_are(tmp_path: Path) -> None:
+    with Kernel(tmp_path, output_limit=1000) as kernel:
+        code = "import sys\nfor i in range(1000): sys.stdout.write('o'); sys.stderr.write('e')"
+        for _ in range(2):
+            *pieces, (_, last), _ = kernel.run(code).sequence
+            assert [text for _, text in pieces] == (["o", "e"] * 50)[: len(pieces)]
+            assert len(pieces) == (1000 - 1) // (bounds.SWITCH_COST + 1) + 1
+            assert last == "[output truncated: more than 1000 bytes]\n"
 
 
 def test_a_frame_is_never_longer_than_its_limit(kernel: Kernel) -> None:

@@ -268,6 +268,14 @@ async def test_lost_interpreters_are_reported(supervisor: Supervisor, code: str,
     await sandbox.destroy()
 
 
+async def test_last_words_are_heard(supervisor: Supervisor) -> None:
+    for _ in range(10):
+        sandbox = await supervisor.create()
+        outcome = await run(sandbox, "import os\nprint('x' * 40_000 + 'last', flush=True)\nos._exit(0)")
+        assert outcome.stdout.endswith("xlast\n")
+        assert outcome.end.status == "lost"
+
+
 async def test_ordinary_memory_bomb_raises_and_the_state_survives(sandbox: LocalSandbox) -> None:
     await run(sandbox, "kept = 1")
     outcome = await run(sandbox, "hoard = []\nwhile True: hoard.append(bytearray(32 << 20))")

@@ -1,9 +1,12 @@
 """The framing's properties: what goes in comes out, and nothing else does."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fumehood.sandboxd.inside import batches, bounds
 from fumehood.sandboxd.inside.wire import (
     CALL_ID_BYTES,
     MAX_BODY,
@@ -17,6 +20,7 @@ from fumehood.sandboxd.inside.wire import (
 )
 
 LIMIT = 4 * MAX_BODY
+CALL = bytes(range(CALL_ID_BYTES))
 _HEADER = 2 + CALL_ID_BYTES
 _KINDS = st.sampled_from(Kind)
 _CALLS = st.binary(min_size=CALL_ID_BYTES, max_size=CALL_ID_BYTES)
@@ -121,3 +125,58 @@ def test_arbitrary_bytes_are_messages_within_the_limit_or_a_frame_error(
             assert message is None or len(message.body) <= limit
     except FrameError:
         pass
+
+
+# --- batches ------------------------------------------------------------------------------------------
+
+_STREAMS = st.sampled_from([Kind.STDOUT, Kind.STDERR])
+_LENGTHS = [1, MAX_BODY // 4 - 2, MAX_BODY // 4, MAX_BODY // 2 + 1, MAX_BODY - 5, MAX_BODY]
+_LONG_TEXTS = [char * length for char in ("x", "é", "€", "😀", "a😀") for length in _LENGTHS]
+_TEXTS = st.one_of(st.text(max_size=20), st.sampled_from(_LONG_TEXTS))
+_PIECES = st.lists(st.tuples(_STREAMS, _TEXTS), max_size=12)
+
+
+def _runs(pieces: list[tuple[Kind, str]]) -> list[tuple[Kind, str]]:
+    """Text of one stream joined as far as nothing came between."""
+    written = [(kind, text) for kind, text in pieces if text]
+    grouped = itertools.groupby(written, key=lambda piece: piece[0])
+    return [(kind, "".join(text for _, text in run)) for kind, run in grouped]
+
+
+@given(_PIECES)
+def test_batches_keep_text_and_order_in_few_packets(pieces: list[tuple[Kind, str]]) -> None:
+    found: list[tuple[Kind, str]] = []
+    made = list(batches.messages(CALL, [(kind, text.encode()) for kind, text in pieces]))
+    for message in made:
+        assert message.call == CALL
+        assert 0 < len(message.body) <= MAX_BODY
+        if message.kind is Kind.OUTPUT:
+            found.extend(batches.split(message.body))
+        else:
+            found.append((message.kind, message.body.decode()))
+    assert _runs(found) == _runs(pieces)
+    size = sum(len(text.encode()) + 5 for _, text in pieces)
+    assert len(made) <= size // (MAX_BODY - 16) + 1
+
+
+@given(_PIECES)
+def test_a_batch_is_no_longer_than_what_it_counts_for(pieces: list[tuple[Kind, str]]) -> None:
+    switches = sum(one[0] is not other[0] for one, other in itertools.pairwise(pieces))
+    text = sum(len(text.encode()) for _, text in pieces)
+    made = batches.messages(CALL, [(kind, text.encode()) for kind, text in pieces])
+    assert sum(len(message.body) for message in made) <= text + bounds.SWITCH_COST * switches
+
+
+def test_text_of_one_stream_is_no_batch() -> None:
+    pieces = [(Kind.STDERR, b"a"), (Kind.STDERR, b"b")]
+    assert list(batches.messages(CALL, pieces)) == [Message(Kind.STDERR, CALL, b"ab")]
+
+
+@given(st.binary(max_size=60))
+def test_whatever_comes_is_a_batch_or_refused(body: bytes) -> None:
+    try:
+        pieces = batches.split(body)
+    except (FrameError, UnicodeDecodeError):
+        return
+    assert len(pieces) >= 2
+    assert sum(len(text.encode()) + 5 for _, text in pieces) == len(body)

@@ -1,6 +1,8 @@
 """Sandboxes for tests in one process: settings that work here, and a call's outcome; imports `fumehood.sandboxd`."""
 
 import functools
+import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,3 +65,14 @@ class Outcome:
 
 async def run(sandbox: LocalSandbox, code: str, *, timeout: float = 60) -> Outcome:
     return Outcome([event async for event in sandbox.execute(code, timeout=timeout)])
+
+
+def environment() -> dict[str, str]:
+    """For commands: none of the caller's settings, and the limits that work here."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("FUMEHOOD_")}
+    return inherited if has_cgroups() else {**inherited, "FUMEHOOD_LIMITS": "best-effort"}
+
+
+def without_limits_warning(stderr: str) -> str:
+    """What a command said besides that memory is not bounded, which it says wherever `environment` asks for it."""
+    return re.sub(r"^Limits are best-effort: .*\n", "", stderr, count=1, flags=re.MULTILINE)

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from fumehood.protocol.sandbox import AnyOutput, Display, End, Note, Raised, Result, Stderr, Stdout
-from fumehood.sandboxd.inside import wire
+from fumehood.sandboxd.inside import batches, bounds, wire
 from fumehood.sandboxd.inside.wire import Kind
 
 
@@ -41,18 +41,15 @@ def _bundle(body: bytes) -> dict[str, str]:
     return _decode_bundle(body)
 
 
-# What the runner coalesces to is far below this; a peer that sends more is not the runner any more.
-_FRAMES_AT_ONCE = 10_000
-_FRAMES_PER_SECOND = 1_000
-
-
 class Execution:
     """A call from the moment it is asked for until its `End`; events stay readable from any point.
 
     The `End` is always the supervisor's: what the sandbox claims about its own end only fills in the exit code.
+    `output_bytes` and `display_bytes` are what the runner was told: a peer that sends more than the runner would
+    is not the runner any more.
     """
 
-    def __init__(self, code: str, timeout: float, *, budget: int) -> None:
+    def __init__(self, code: str, timeout: float, *, output_bytes: int, display_bytes: int) -> None:
         self.call = os.urandom(wire.CALL_ID_BYTES)  # cannot be guessed by code that runs before the call
         self.code = code
         self.timeout = timeout
@@ -61,8 +58,9 @@ class Execution:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.wake = asyncio.Event()  # set when the deadline has moved to now
         self.interrupted_by_caller = False
-        self._budget = budget
-        self._frames = 0
+        self._bytes_left = bounds.body_bytes(output_bytes, display_bytes)
+        self._batched_left = bounds.batched_events(output_bytes)
+        self._messages_left = bounds.messages_at_once(output_bytes)
         self._began = 0.0
         self._grown = asyncio.Event()
 
@@ -83,15 +81,15 @@ class Execution:
             raise ProtocolBroken("a message for a call that is not running")
         if self.claimed_end.done():
             raise ProtocolBroken("a message after the end of its call")
-        self._frames += 1
-        if self._frames > _FRAMES_AT_ONCE + _FRAMES_PER_SECOND * self.elapsed:
+        self._messages_left -= 1
+        if self._messages_left + bounds.MESSAGES_PER_SECOND * self.elapsed < 0:
             raise ProtocolBroken("more messages than the runner ever sends")
-        self._budget -= len(message.body)
-        if self._budget < 0:
+        self._bytes_left -= len(message.body)
+        if self._bytes_left < 0:
             raise ProtocolBroken("more output than the runner ever sends")
         try:
             self._take(message)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except (msgspec.MsgspecError, wire.FrameError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolBroken(f"a malformed {message.kind.name} message") from error
 
     def _take(self, message: wire.Message) -> None:
@@ -100,6 +98,8 @@ class Execution:
                 self.append(Stdout(message.body.decode()))
             case Kind.STDERR:
                 self.append(Stderr(message.body.decode()))
+            case Kind.OUTPUT:
+                self._take_batch(message.body)
             case Kind.DISPLAY:
                 self.append(Display(_bundle(message.body)))
             case Kind.RESULT:
@@ -111,6 +111,14 @@ class Execution:
                 self.claimed_end.set_result(_decode_end(message.body))
             case unexpected:
                 raise ProtocolBroken(f"a {unexpected.name} message during a call")
+
+    def _take_batch(self, body: bytes) -> None:
+        pieces = batches.split(body)
+        self._batched_left -= len(pieces)
+        if self._batched_left < 0:
+            raise ProtocolBroken("more pieces of output than the runner ever sends")
+        for kind, text in pieces:
+            self.append(Stdout(text) if kind is Kind.STDOUT else Stderr(text))
 
     def append(self, event: AnyOutput) -> None:
         self.log.append(event)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 _PACKET_BYTES = 256 * 1024
 _PACKETS_PER_WAKE = 32  # a peer that floods gets its turn, not the loop
+_PACKETS_AT_THE_END = 10_000
 
 
 class Packets:
@@ -67,8 +68,15 @@ class Packets:
                 os.close(fd)
         self._loop.remove_writer(self._sock.fileno())
 
+    def drain(self) -> None:
+        """Take what a peer that has ended sent last; there is no more than the socket held."""
+        self._read(_PACKETS_AT_THE_END)
+
     def _readable(self) -> None:
-        for _ in range(_PACKETS_PER_WAKE):
+        self._read(_PACKETS_PER_WAKE)
+
+    def _read(self, most: int) -> None:
+        for _ in range(most):
             if self._closed:
                 return
             fds: list[int] = []

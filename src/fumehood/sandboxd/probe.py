@@ -9,8 +9,11 @@ import importlib.util
 import json
 import os
 import re
+import shlex
+import stat
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +27,7 @@ from fumehood.sandboxd.errors import IsolationUnavailable, SandboxError
 from fumehood.sandboxd.inside import syscalls
 from fumehood.sandboxd.runtime import Bubblewrap, RuntimeUnavailable, discover_bubblewrap, discover_runtime
 from fumehood.sandboxd.sandbox import LocalSandbox
+from fumehood.sandboxd.seccomp.policy import POLICY_OF_MODE
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor
 from fumehood.sandboxd.users import subordinate_users
@@ -32,23 +36,32 @@ type State = Literal["ok", "warning", "missing"]
 
 _OLDEST_KERNEL = (5, 8)  # proc with subset=pid; openat2 and pidfds are older
 _WANTED_KERNEL = (5, 13)  # Landlock; overlays without root came with 5.11
-_PROBE_FILE = "fumehood-probe.txt"
-# A datagram socket that is "connected" sends nothing: the kernel only looks for a route.
-_PROBE_CODE = f"""
-import json, os, socket
+PROBE_FILE = "fumehood-probe.txt"
+# It only looks: a socket that is made and closed sends nothing, and nothing is ever connected.
+PROBE_CODE = f"""
+import json, socket
 print(6 * 7)
+def look(name):
+    try:
+        with open("/proc/self/net/" + name) as f:
+            return f.read(100_000)
+    except OSError:
+        return None
 try:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect(("192.0.2.1", 9))
-    network = "a route to the internet"
-except OSError as error:
-    network = ""
-with open({_PROBE_FILE!r}) as f:
+    socket.socket().close()
+    sockets = True
+except OSError:
+    sockets = False
+with open({PROBE_FILE!r}) as f:
     given = f.read()
-with open({_PROBE_FILE!r}, "w") as f:
+with open({PROBE_FILE!r}, "w") as f:
     f.write(given[::-1])
-print(json.dumps({{"network": network}}))
+seen = {{name: look(name) for name in ("dev", "route", "ipv6_route")}}
+print(json.dumps({{"sockets": sockets, **seen}}))
 """
+# Made by the kernel in every network namespace once a module is loaded; without a route they lead nowhere.
+IDLE_TUNNELS = {"tunl0", "gre0", "gretap0", "erspan0", "sit0", "ip_vti0", "ip6_vti0", "ip6tnl0", "ip6gre0"}
+_REPORT = "See what else is missing here; if nothing is, please report this with all that `doctor` printed."
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +104,38 @@ async def examine(settings: Settings, host: Host | None = None) -> Report:
     lived = await try_out(settings)
     works = all(finding.state != "missing" for finding in lived)
     if works:
-        # Reading can be wrong where trying cannot.
-        found = [replace(item, state="warning") if item.state == "missing" else item for item in found]
+        # Reading can be wrong where trying cannot; but code that runs does not show what would have held it.
+        found = [item if _decides(item, settings) else _at_most_a_warning(item) for item in found]
+        works = all(finding.state != "missing" for finding in found)
     return Report(settings.mode, works, [*found, *lived])
+
+
+def _decides(finding: Finding, settings: Settings) -> bool:
+    """Without Landlock nothing in this mode stands between code and files."""
+    return settings.mode == "unsafe-degraded" and finding.name == "Landlock"
+
+
+def _at_most_a_warning(finding: Finding) -> Finding:
+    return replace(finding, state="warning") if finding.state == "missing" else finding
 
 
 def inspect(settings: Settings, host: Host | None = None) -> list[Finding]:
     host = host or Host()
-    return [finding for check in _CHECKS[settings.mode] for finding in check(settings, host)]
+    return [finding for check in _CHECKS[settings.mode] for finding in _look(check, settings, host)]
+
+
+def _look(check: "Check", settings: Settings, host: Host) -> Iterator[Finding]:
+    """What a check finds; one that fails is a finding as well, whatever it failed of."""
+    try:
+        yield from check(settings, host)
+    except Exception as error:
+        name: str = getattr(check, "__name__", "check").removeprefix("check_").replace("_", " ")
+        yield Finding(name, "missing", f"This could not be looked at: {_said(error)}", _REPORT)
+
+
+def _said(error: Exception) -> str:
+    whose = "" if isinstance(error, SandboxError) else f"{type(error).__name__}: "
+    return f"{whose}{str(error).strip().removesuffix('.') or 'no reason given'}."
 
 
 # ---- the kernel -----------------------------------------------------------------------------------------------
@@ -239,9 +276,8 @@ def check_proc(_: Settings, host: Host) -> Iterator[Finding]:
 
 def check_seccomp(settings: Settings, host: Host) -> Iterator[Finding]:
     name = "system-call filter"
-    blob = "degraded" if settings.mode == "unsafe-degraded" else "namespaces"
     try:
-        program = seccomp.load_blob(blob, host.machine)
+        program = seccomp.load_blob(POLICY_OF_MODE[settings.mode], host.machine)
     except RuntimeError as error:
         yield Finding(name, "missing", str(error), "Use x86_64 or aarch64.")
         return
@@ -261,9 +297,11 @@ def check_landlock(settings: Settings, host: Host) -> Iterator[Finding]:
     if version:
         yield Finding("Landlock", "ok", f"version {version}")
         return
-    state: State = "missing" if settings.mode == "unsafe-degraded" else "warning"
     advice = "Use Linux 5.13 or later, and add `landlock` to the kernel parameter `lsm=`."
-    yield Finding("Landlock", state, "not available: one wall fewer behind the mounts", advice)
+    if settings.mode == "unsafe-degraded":
+        yield Finding("Landlock", "missing", "not available: nothing else would keep code from files", advice)
+    else:
+        yield Finding("Landlock", "warning", "not available: one wall fewer behind the mounts", advice)
 
 
 def check_overlay(_: Settings, host: Host) -> Iterator[Finding]:
@@ -289,7 +327,8 @@ def check_cgroups(settings: Settings, host: Host) -> Iterator[Finding]:
             proc=host.root / "proc",
         )
     except CgroupUnavailable as error:
-        advice = f"{error.advice} Or use --limits best-effort, which runs code without a bound on memory."
+        other = " Or use --limits best-effort, which runs code without a bound on memory."
+        advice = error.advice + (other if state == "missing" else "")
         yield Finding("cgroups", state, error.reason, advice)
         return
     except OSError as error:
@@ -319,14 +358,12 @@ def check_users(settings: Settings, host: Host) -> Iterator[Finding]:
     if users is not None:
         yield Finding(name, "ok", f"one for each, {users.count} from {users.first} on (newuidmap)")
         return
-    yield Finding(
-        name,
-        "warning",
-        "all sandboxes share yours",
+    advice = (
         "Sandboxes of one user share some quotas of the kernel. Install newuidmap (package uidmap or shadow-utils) "
         "and grant a range, the same in both files, as root: "
-        "`usermod --add-subuids 100000-165535 --add-subgids 100000-165535 USER`.",
+        "`usermod --add-subuids 100000-165535 --add-subgids 100000-165535 USER`."
     )
+    yield Finding(name, "warning", "all sandboxes share yours", advice)
 
 
 def check_bubblewrap(settings: Settings, _: Host) -> Iterator[Finding]:
@@ -343,13 +380,12 @@ def check_python(settings: Settings, _: Host) -> Iterator[Finding]:
     try:
         runtime = discover_runtime()
     except RuntimeUnavailable as error:
-        yield Finding(
-            "Python", "missing", str(error), "Use a standard build of Python in a virtual environment."
-        )
+        advice = "Install Fumehood in a virtual environment of a standard build of Python."
+        yield Finding("Python", "missing", str(error), advice)
         return
     yield Finding("Python", "ok", f"{sys.version.split()[0]}: {runtime.executable}")
-    present = [name for name in settings.preload if importlib.util.find_spec(name) is not None]
-    absent = [name for name in settings.preload if name not in present]
+    absent = _not_installed(settings)
+    present = [name for name in settings.preload if name not in absent]
     detail = ", ".join(f"{name} {_version_of(name)}" for name in present) or "none"
     if absent:
         advice = "`pip install 'fumehood[sandbox]'` gives sandboxes the usual packages."
@@ -358,11 +394,56 @@ def check_python(settings: Settings, _: Host) -> Iterator[Finding]:
         yield Finding("packages", "ok", detail)
 
 
+def _not_installed(settings: Settings) -> list[str]:
+    return [name for name in settings.preload if importlib.util.find_spec(name) is None]
+
+
 def _version_of(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "(version unknown)"
+
+
+def check_readable(_: Settings, host: Host) -> Iterator[Finding]:
+    """As root, sandboxes are other users, to whom what was installed with `umask 077` is closed."""
+    if host.uid != 0:
+        return
+    try:
+        runtime = discover_runtime()
+    except RuntimeUnavailable:
+        return  # check_python tells
+    # Not all of the prefix: one such as /usr/local holds more than Python, and maybe secrets.
+    trees = [Path(sysconfig.get_path("stdlib")), runtime.site, Path(__file__).parents[1]]
+    closed = {tree: first for tree in trees if (first := closed_to_others(tree))}
+    if runtime.prefix is not None:
+        for path in (runtime.prefix, runtime.prefix / "bin", runtime.executable, runtime.prefix / "lib"):
+            if not _open_to_others(path):
+                closed.setdefault(runtime.prefix, path)
+    if not closed:
+        yield Finding("readable for others", "ok", "the interpreter, its packages and Fumehood")
+        return
+    detail = f"sandboxes are other users, who may not read {', '.join(map(str, closed.values()))}"
+    advice = f"As root: `chmod -R go+rX {' '.join(shlex.quote(str(tree)) for tree in closed)}`."
+    yield Finding("readable for others", "missing", detail, advice)
+
+
+def closed_to_others(tree: Path) -> Path | None:
+    """The first thing in a tree that only its owner or group may read."""
+    for directory, _, names in os.walk(tree):
+        for path in (Path(directory), *(Path(directory, name) for name in names)):
+            if not _open_to_others(path):
+                return path
+    return None
+
+
+def _open_to_others(path: Path) -> bool:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:  # just removed
+        return True
+    wanted = 0o005 if stat.S_ISDIR(mode) else 0o004
+    return stat.S_ISLNK(mode) or mode & wanted == wanted
 
 
 def check_guest(settings: Settings, _: Host) -> Iterator[Finding]:
@@ -376,28 +457,12 @@ def check_guest(settings: Settings, _: Host) -> Iterator[Finding]:
 
 type Check = Callable[[Settings, Host], Iterator[Finding]]
 
+_WALLS: tuple[Check, ...] = (check_user_namespaces, check_bubblewrap, check_proc, check_overlay)
+_MACHINE: tuple[Check, ...] = (check_landlock, check_cgroups, check_users, check_python, check_readable)
 _CHECKS: dict[Mode, tuple[Check, ...]] = {
-    "namespaces": (
-        check_kernel,
-        check_user_namespaces,
-        check_bubblewrap,
-        check_proc,
-        check_seccomp,
-        check_landlock,
-        check_cgroups,
-        check_overlay,
-        check_users,
-        check_python,
-    ),
+    "namespaces": (check_kernel, *_WALLS, check_seccomp, *_MACHINE),
     "pod": (check_kernel, check_seccomp, check_guest),
-    "unsafe-degraded": (
-        check_kernel,
-        check_seccomp,
-        check_landlock,
-        check_cgroups,
-        check_users,
-        check_python,
-    ),
+    "unsafe-degraded": (check_kernel, check_seccomp, *_MACHINE),
 }
 
 
@@ -417,56 +482,93 @@ async def try_out(settings: Settings) -> list[Finding]:
             findings += await _run_in(sandbox, settings)
             findings += _seen_from_outside(supervisor, settings)
     except IsolationUnavailable as error:
-        findings.append(Finding("sandbox starts", "missing", error.reason, error.advice))
-    except SandboxError as error:
-        findings.append(
-            Finding("sandbox works", "missing", str(error), "Run `fumehood doctor` again; report it.")
-        )
+        # Whoever reads this has just run it.
+        advice = _REPORT if "fumehood doctor" in error.advice else error.advice
+        findings.append(Finding("sandbox starts", "missing", error.reason, advice))
+    except Exception as error:
+        name = "sandbox works" if findings else "sandbox starts"
+        findings.append(Finding(name, "missing", _said(error), _REPORT))
     return findings
 
 
 async def _run_in(sandbox: LocalSandbox, settings: Settings) -> list[Finding]:
     given = os.urandom(8).hex()
-    await sandbox.write_file(_PROBE_FILE, given.encode())
+    await sandbox.write_file(PROBE_FILE, given.encode())
     printed = ""
     reason = ""
-    async for event in sandbox.execute(_PROBE_CODE, timeout=30):
+    async for event in sandbox.execute(PROBE_CODE, timeout=30):
         printed += event.text if isinstance(event, Stdout) else ""
         reason = getattr(event, "reason", "") or getattr(event, "traceback", "") or reason
     answer, _, facts = printed.partition("\n")
     if answer != "42" or not facts:
-        return [
-            Finding(
-                "code runs", "missing", f"6 * 7 gave {printed!r}. {reason}".strip(), "Please report this."
-            )
-        ]
-    returned = (await sandbox.read_file(_PROBE_FILE, limit=100)).decode()
+        detail = f"6 * 7 gave {printed!r}. {reason}".strip()
+        return [Finding("code runs", "missing", detail, "Please report this.")]
+    returned = (await sandbox.read_file(PROBE_FILE, limit=100)).decode()
     same = returned == given[::-1]
     return [
         Finding("code runs", "ok", "6 * 7 is 42"),
         Finding("files", "ok", "what the code writes is read back")
         if same
         else Finding("files", "missing", f"{returned!r} came back", "Please report this."),
-        _network(json.loads(facts)["network"], settings),
+        judge_network(Network(**json.loads(facts)), settings),
     ]
 
 
-def _network(seen: str, settings: Settings) -> Finding:
-    if not seen:
-        return Finding("network", "ok", "off")
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What code saw: whether it may make a socket, and the kernel's tables; None could not be read."""
+
+    sockets: bool
+    dev: str | None
+    route: str | None
+    ipv6_route: str | None
+
+    def ways_out(self) -> list[str]:
+        """Interfaces other than the loopback, and which of them have a default route."""
+        routes = [row for line in (self.route or "").splitlines()[1:] if len(row := line.split()) > 7]
+        routes6 = [row for line in (self.ipv6_route or "").splitlines() if len(row := line.split()) > 9]
+        used = {row[0] for row in routes} | {row[9] for row in routes6}
+        default = {row[0] for row in routes if row[1] == row[7] == "00000000"}
+        default |= {row[9] for row in routes6 if row[0] == "0" * 32 and row[1] == "00"}
+        names = {line.partition(":")[0].strip() for line in (self.dev or "").splitlines()[2:]}
+        ways = (names - (IDLE_TUNNELS - used) | default) - {"lo", "*"}  # a route to * is a refusal
+        return [f"{name} with a default route" if name in default else name for name in sorted(ways)]
+
+
+def judge_network(seen: Network, settings: Settings) -> Finding:
+    if settings.mode == "unsafe-degraded":
+        if seen.sockets:
+            detail = "the code can make sockets, in the network of this machine"
+            return Finding("network", "missing", detail, "Please report this.")
+        return Finding("network", "ok", "off: the filter allows no socket")
+    if seen.dev is None or seen.route is None:
+        return Finding("network", "warning", "what the code has of it cannot be read", "Please report this.")
+    ways = seen.ways_out()
+    if not ways:
+        return Finding("network", "ok", "off: there is the loopback only")
+    detail = f"the code has {', '.join(ways)}"
     if settings.mode == "namespaces":
-        return Finding("network", "missing", f"the code has {seen}", "Please report this.")
+        return Finding("network", "missing", detail, "Please report this.")
     advice = "This mode leaves the network to what is around it: use a network policy, or --mode namespaces."
-    return Finding("network", "warning", f"the code has {seen}", advice)
+    return Finding("network", "warning", detail, advice)
+
+
+def judge_preload(problems: dict[str, str], known: list[str]) -> Iterator[Finding]:
+    """One word for each package, whichever of its modules failed; those known not to be there are told already."""
+    failed = {name: why for name, why in problems.items() if "." not in name and name not in known}
+    if not known:  # else a module of a package may only lack another package
+        for name, why in problems.items():
+            failed.setdefault(name.partition(".")[0], why)
+    if failed:
+        names = ", ".join(f"{name} ({why})" for name, why in failed.items())
+        advice = "Install these packages for sandboxes, or do not preload them."
+        yield Finding("preload", "warning", names, advice)
 
 
 def _seen_from_outside(supervisor: Supervisor, settings: Settings) -> Iterator[Finding]:
     about, pid = supervisor.zygote.about, supervisor.zygote.pid
-    if about.problems:
-        names = ", ".join(f"{name} ({why})" for name, why in about.problems.items())
-        yield Finding(
-            "preload", "warning", names, "Install these packages for sandboxes, or do not preload them."
-        )
+    # The packages of a pod are not those of this machine.
+    yield from judge_preload(about.problems, [] if settings.mode == "pod" else _not_installed(settings))
     if not about.neutral:
         advice = "Load overlayfs (`modprobe overlay`), or use Linux 5.11 or later."
         yield Finding("neutral paths", "warning", "code can see where this machine keeps its Python", advice)
@@ -483,21 +585,14 @@ def _users_below(top: int) -> set[int]:
     """The users, as the host counts them, of a process and all its descendants."""
     parents: dict[int, int] = {}
     uids: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for entry in Path("/proc").glob("[0-9]*/status"):
         try:
-            status = dict(
-                line.split(":\t", 1) for line in (entry / "status").read_text().splitlines() if ":\t" in line
-            )
+            status = dict(line.split(":\t", 1) for line in entry.read_text().splitlines() if ":\t" in line)
         except OSError:
             continue
-        parents[int(entry.name)] = int(status["PPid"])
-        uids[int(entry.name)] = int(status["Uid"].split()[0])
+        pid = int(status["Pid"])
+        parents[pid], uids[pid] = int(status["PPid"]), int(status["Uid"].split()[0])
     below = {top}
-    grown = True
-    while grown:
-        more = {pid for pid, parent in parents.items() if parent in below} - below
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
-        grown = bool(more)
     return {uids[pid] for pid in below if pid in uids}

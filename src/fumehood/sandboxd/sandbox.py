@@ -18,7 +18,7 @@ from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, F
 from fumehood.sandboxd.cgroups import Cgroup, joining
 from fumehood.sandboxd.errors import FileRefused, SandboxGone, SandboxStartFailed
 from fumehood.sandboxd.executions import Execution, ProtocolBroken
-from fumehood.sandboxd.inside import files, layout, wire
+from fumehood.sandboxd.inside import bounds, files, layout, wire
 from fumehood.sandboxd.inside.wire import Kind
 from fumehood.sandboxd.packets import Packets
 from fumehood.sandboxd.settings import Settings
@@ -28,12 +28,10 @@ logger = logging.getLogger(__name__)
 
 _INTERRUPT_EVERY = 0.1
 _DEATH_WAIT = 1.0
-_DISPLAYS = 100
 _HELPERS = 2  # at once: they run in the sandbox's share of the processor
 _HELPER_TIMEOUT = 30
 _HEADROOM = 16 << 20
-_MESSAGE_LIMIT = 12 << 20
-_FRAMING_SLACK = 1 << 20
+_MESSAGE_LIMIT = bounds.DISPLAY_LIMIT * 3 // 2
 
 
 @dataclass(slots=True)
@@ -133,8 +131,7 @@ class LocalSandbox:
         body = {
             "data_limit": size * 9 // 10,
             "output_limit": self._settings.output_bytes,
-            "display_limit": 8 << 20,
-            "displays": _DISPLAYS,
+            "display_bytes": self._settings.display_bytes,
             "cwd": self.place.work_directory,
             "environment": self.place.environment(),
         }
@@ -207,6 +204,7 @@ class LocalSandbox:
         """The zygote has seen the sandbox end, or has ended itself (code -1)."""
         if self._exited.done():
             return
+        self._packets.drain()  # its last words may not have been read yet
         self._final_oom_kills = self._oom_kills()  # the cgroup goes with the sandbox
         self._exited.set_result(code)
         self.kill(self._gone or self._describe_end(code))
@@ -278,8 +276,10 @@ class LocalSandbox:
             raise SandboxGone(f"The sandbox is gone: {self._gone}.")
         if not 0 < timeout < math.inf:
             raise ValueError(f"a time-out is a positive number of seconds, not {timeout}")
-        budget = self._settings.output_bytes * 2 + self._settings.display_bytes + _FRAMING_SLACK
-        execution = Execution(code, timeout, budget=budget)
+        chosen = self._settings
+        execution = Execution(
+            code, timeout, output_bytes=chosen.output_bytes, display_bytes=chosen.display_bytes
+        )
         self._spawn(self._run_to_its_end(execution))
         return execution
 

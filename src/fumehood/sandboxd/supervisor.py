@@ -79,9 +79,7 @@ class Supervisor:
         try:
             await self._prepare()
         except OSError as error:
-            raise IsolationUnavailable(
-                f"This host refuses a part of it: {error}.", "Run `fumehood doctor`."
-            ) from error
+            raise IsolationUnavailable(f"This host refuses: {error}.", "Run `fumehood doctor`.") from error
 
     async def _prepare(self) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -414,10 +412,10 @@ class Supervisor:
         self._live.pop(sandbox.number, None)
         with contextlib.suppress(ValueError):
             self._parked.remove(sandbox)
+        sandbox.release()
         self._background(self._give_back(sandbox), even_when_closing=True)
 
     async def _give_back(self, sandbox: LocalSandbox) -> None:
-        sandbox.release()
         place = sandbox.place
         if place.cgroup is not None:
             for _ in range(500):

@@ -18,12 +18,10 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, cast
 
-from fumehood.sandboxd.inside import streams, wire
+from fumehood.sandboxd.inside import bounds, streams, wire
 
 globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
 
-DISPLAY_LIMIT = 8 << 20
-DISPLAYS = 100
 _PYPLOT = "matplotlib.pyplot"
 _ORDER = "_fumehood_order"
 # In IPython's order of names; a picture that has a PNG form needs no JPEG one.
@@ -54,13 +52,15 @@ class Displays:
     """What one runner shows; `limit` bounds a message in bytes, `count` the displays of one call."""
 
     def __init__(self, output: streams.Output) -> None:
-        self.limit = DISPLAY_LIMIT
-        self.count = DISPLAYS
+        self.limit = bounds.DISPLAY_LIMIT
+        self.count = bounds.DISPLAYS
         self._output = output
         self._shown = 0
+        self._full = False
 
     def begin(self) -> None:
         self._shown = 0
+        self._full = False
 
     def display(self, *objects: object, raw: bool = False, **_options: object) -> None:
         """Show each object as the last expression of a cell would be shown, `None` included."""
@@ -73,7 +73,7 @@ class Displays:
                 self._send(self._bundle(item))
 
     def result(self, value: object) -> None:
-        self._output.message(wire.Kind.RESULT, self._body(self._bundle(value)))
+        self._message(wire.Kind.RESULT, self._bundle(value))
 
     def _send(self, bundle: Bundle) -> None:
         if self._output.forked:
@@ -82,13 +82,22 @@ class Displays:
             return
         self._shown += 1
         if self._shown <= self.count:
-            self._output.message(wire.Kind.DISPLAY, self._body(bundle))
+            self._message(wire.Kind.DISPLAY, bundle)
         elif self._shown == self.count + 1:
-            line = f"[displays dropped: more than {self.count} in one call]\n"
-            self._output.text(wire.Kind.STDERR, line.encode())
+            self._note(f"[displays dropped: more than {self.count} in one call]")
+
+    def _message(self, kind: wire.Kind, bundle: Bundle) -> None:
+        if not self._output.message(kind, self._body(bundle)) and not self._full:
+            self._full = True
+            self._note(f"[display left out: more than {self._output.display_bytes} bytes shown in this call]")
+
+    def _note(self, line: str) -> None:
+        self._output.text(wire.Kind.STDERR, _clean(line).encode() + b"\n")
 
     def _body(self, bundle: Bundle) -> bytes:
         """The message; forms that are too large are left out, the largest first, text last and cut."""
+        if len(bundle) > bounds.MIME_TYPES:
+            bundle = self._fewer(bundle)
         bundle = {_clean(kind): _clean(value) for kind, value in bundle.items()}
         plain = bundle.get("text/plain", "")
         most = self._output.limit
@@ -107,6 +116,12 @@ class Displays:
                 return encode(bundle)
             body = encode(bundle)
         return body
+
+    def _fewer(self, bundle: Bundle) -> Bundle:
+        """The first forms, and plain text in any case."""
+        kinds = sorted(bundle, key=lambda kind: kind != "text/plain")[: bounds.MIME_TYPES]
+        self._note(f"[{len(bundle) - len(kinds)} of {len(bundle)} forms of a display left out]")
+        return {kind: bundle[kind] for kind in kinds}
 
     # --- one object -------------------------------------------------------------------------------
 
@@ -141,8 +156,7 @@ class Displays:
             pass
         except Exception as error:
             # The plain text is still shown, and whoever wrote the method learns of it.
-            line = f"[{type(value).__name__}.{name} failed: {type(error).__name__}: {error}]\n"
-            self._output.text(wire.Kind.STDERR, _clean(line).encode())
+            self._note(f"[{type(value).__name__}.{name} failed: {type(error).__name__}: {error}]")
 
     # --- matplotlib -------------------------------------------------------------------------------
 

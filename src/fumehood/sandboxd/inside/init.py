@@ -17,10 +17,8 @@ _START_RUNNER = (
     "import sys; sys.path.insert(0, {guest!r}); "
     "from fumehood.sandboxd.inside import runner; runner.main(['{fd}'])"
 )
-
-
 _MAX_PLAN = 64 * 1024
-_OOM_SCORE = 800
+_OOM_SCORE = 800  # so that the kernel chooses sandboxes before anything of the host's
 
 
 def run(program: bytes, channel: socket.socket, cgroups: list[int]) -> NoReturn:

@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import display, streams, tracebacks, wire
+from fumehood.sandboxd.inside import bounds, display, interrupts, streams, tracebacks, wire
 
 globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
 
@@ -63,8 +63,9 @@ def serve(channel: socket.socket) -> NoReturn:
 class _Runner:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._guard = streams.Guard()
+        self._guard = interrupts.Guard()
         signal.signal(signal.SIGINT, self._guard.handle)
+        self._guard.shield_forks()
         self._output = streams.Output(channel, self._guard)
         self._stdout = streams.Stream(self._output, wire.Kind.STDOUT)
         self._stderr = streams.Stream(self._output, wire.Kind.STDERR)
@@ -133,9 +134,10 @@ class _Runner:
             os.chdir(cwd)
             # Where spawned workers look for modules instead of "".
             multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
-        self._output.limit = request.get("output_limit") or streams.OUTPUT_LIMIT
-        self._displays.limit = request.get("display_limit") or display.DISPLAY_LIMIT
-        self._displays.count = request.get("displays") or display.DISPLAYS
+        self._output.limit = request.get("output_limit", bounds.OUTPUT_BYTES)
+        self._output.display_bytes = request.get("display_bytes", bounds.DISPLAY_BYTES)
+        self._displays.limit = request.get("display_limit", bounds.DISPLAY_LIMIT)
+        self._displays.count = request.get("displays", bounds.DISPLAYS)
         if limit := request.get("data_limit"):
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
@@ -172,8 +174,8 @@ class _Runner:
                 self._reserve = mmap.mmap(-1, _RESERVE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._notice_new_modules()
         guard = self._guard
-        guard.delivered = guard.pending = False
-        guard.depth = 0
+        guard.delivered = False
+        guard.pending = guard.depth = 0
         _set_handler(signal.SIGINT, guard.handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
@@ -279,13 +281,13 @@ class _Runner:
         tracebacks.trim(failure)
         if isinstance(failure, SystemExit):
             return self._exit_code(failure)
-        report = {"name": type(failure).__name__, "value": "", "traceback": f"{type(failure).__name__}\n"}
         try:
             # str() of an exception is user code, unless interrupts have done their work already.
             self._guard.armed = not isinstance(failure, KeyboardInterrupt)
             report = tracebacks.describe(failure)
-        except BaseException:
+        except BaseException as problem:
             self._guard.armed = False
+            report = self._bare(failure, problem)
         self._guard.armed = False
         if isinstance(failure, MemoryError):
             # Frames hold what did not fit; a next call needs the room.
@@ -299,6 +301,13 @@ class _Runner:
         with contextlib.suppress(MemoryError):
             self._output.message(wire.Kind.ERROR, display.encode(report))
         return 1
+
+    def _bare(self, failure: BaseException, problem: BaseException) -> dict[str, str]:
+        try:
+            return tracebacks.bare(failure, problem)
+        except Exception:  # for want of memory; whatever it is, the call gets its end
+            name = tracebacks.name_of(failure)[: bounds.NAME_CHARS]
+            return {"name": name, "value": "", "traceback": f"{name}: <no traceback>\n"}
 
     def _exit_code(self, failure: SystemExit) -> int:
         code: object = failure.code

@@ -1,4 +1,4 @@
-"""Captures what a program writes and sends it while it runs; imports only the standard library and `wire`.
+"""Captures what a program writes and sends it while it runs; imports only the standard library and siblings.
 
 File descriptors 1 and 2 are pipes which this process reads itself, so that child processes and C code are
 captured as well. `sys.stdout` and `sys.stderr` do not go through those pipes: they append to the ordered
@@ -21,59 +21,24 @@ import socket
 import threading
 import time
 from collections.abc import Buffer, Callable, Iterable
-from types import FrameType
 from typing import Any
 
-from fumehood.sandboxd.inside import wire
+from fumehood.sandboxd.inside import batches, bounds, wire
+from fumehood.sandboxd.inside.interrupts import Guard
 
 # Functions look up their builtins where their module was told to when they were made: in a copy that a
 # program which deletes `builtins.len` cannot reach.
 globals()["__builtins__"] = dict(vars(builtins))
 
-OUTPUT_LIMIT = 1 << 20
-_QUIET_SECONDS = 0.010  # after a pause of this length output is sent at once
-_TICK_MS = 20  # else at the pump's next tick
-_FULL = 32 * 1024  # or when this much has gathered
-_MANY = 4096  # or this many pieces
 _PIPE_BYTES = 64 * 1024
 _LAST_READS = 64  # a background process that never stops writing must not hold up the end of a call
 _TEXT = frozenset({wire.Kind.STDOUT, wire.Kind.STDERR})
+_SHOWN = frozenset({wire.Kind.DISPLAY, wire.Kind.RESULT})
 _BORN = "_fumehood_call"  # attribute of a Thread: the number of the call that started it
 _TRANSIENT = frozenset({errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN})
-
-
-class Guard:
-    """Decides when SIGINT becomes KeyboardInterrupt: in user code only, never in the middle of a message.
-
-    `armed` and `depth` are set by plain stores: CPython runs signal handlers after calls and at backward
-    jumps, so that nothing can come between such a store and the statement before it.
-    """
-
-    __slots__ = ("armed", "delivered", "depth", "main", "pending")
-
-    def __init__(self) -> None:
-        self.armed = False
-        self.delivered = False
-        self.pending = False
-        self.depth = 0
-        self.main = threading.get_ident()
-
-    def handle(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002 (signature of a handler)
-        if not self.armed:
-            return
-        if self.depth:
-            self.pending = True
-            return
-        self.delivered = True
-        raise KeyboardInterrupt
-
-    def leave(self) -> None:
-        self.depth -= 1
-        if self.pending and not self.depth:
-            self.pending = False
-            if self.armed:
-                self.delivered = True
-                raise KeyboardInterrupt
+# Programs replace those of the module, to test with a time of their own.
+_now = time.monotonic
+_sleep = time.sleep
 
 
 class _Pipes:
@@ -134,7 +99,8 @@ class Output:
     def __init__(self, channel: socket.socket, guard: Guard) -> None:
         self.forked = False
         self.guard = guard
-        self.limit = OUTPUT_LIMIT
+        self.limit = bounds.OUTPUT_BYTES
+        self.display_bytes = bounds.DISPLAY_BYTES
         self._channel = channel
         self._call: bytes | None = None
         self._serial = 0
@@ -143,6 +109,9 @@ class Output:
         self._queue: list[tuple[wire.Kind, bytes]] = []
         self._queued = 0
         self._room = 0
+        self._display_room = 0
+        self._flushes = 0
+        self._last: wire.Kind | None = None
         self._truncated = False
         self._sent_at = 0.0
         self._decoders: list[tuple[wire.Kind, codecs.IncrementalDecoder]] = []
@@ -175,6 +144,9 @@ class Output:
                 self._queue.clear()
                 self._queued = 0
                 self._room = self.limit
+                self._display_room = self.display_bytes
+                self._flushes = bounds.FLUSHES
+                self._last = None
                 self._truncated = False
                 self._sent_at = 0.0  # the first line of a call never waits
                 self._serial += 1
@@ -237,7 +209,10 @@ class Output:
                 guard.leave()
 
     def message(self, kind: wire.Kind, body: bytes) -> bool:
-        """Send a message after everything written before it; False when the thread belongs to no call."""
+        """Send a message after everything written before it; False when so much cannot be shown any more.
+
+        Of a thread that belongs to no call nothing is sent.
+        """
         guard = self.guard
         main = threading.get_ident() == guard.main
         if main:
@@ -245,7 +220,11 @@ class Output:
         try:
             with self._lock:
                 if self.forked or not self._belongs(main):
-                    return False
+                    return True
+                if kind in _SHOWN:
+                    if len(body) > self._display_room:
+                        return False
+                    self._display_room -= len(body)
                 if self._busy:
                     self._queue.append((kind, body))
                     return True
@@ -274,8 +253,13 @@ class Output:
                 elif self._queue and not self._busy:
                     self._busy = True
                     try:
-                        # A progress bar flushes after every step: keep to the same pace as for lines.
-                        self._flush_or_wake(at_once=True)
+                        # A program may end its process next, or crash. But a progress bar flushes after
+                        # every step: in the long run, keep to the same pace as for lines.
+                        if self._flushes:
+                            self._flushes -= 1
+                            self._flush()
+                        else:
+                            self._flush_or_wake(at_once=True)
                     finally:
                         self._busy = False
         finally:
@@ -293,9 +277,13 @@ class Output:
     def _append(self, kind: wire.Kind, data: bytes) -> None:
         if self._truncated or not data:
             return
+        if kind is not self._last:
+            if self._last is not None:
+                self._room -= bounds.SWITCH_COST  # bounds the number of pieces as well
+            self._last = kind
         if len(data) > self._room:
             self._truncated = True
-            data = data[: _boundary(data, self._room)]
+            data = data[: batches.boundary(data, self._room)]
             line = f"[output truncated: more than {self.limit} bytes]\n".encode()
             data += line if not data or data.endswith(b"\n") else b"\n" + line
         self._room -= len(data)
@@ -324,8 +312,8 @@ class Output:
     def _flush_or_wake(self, *, at_once: bool) -> None:
         if not self._queue:
             return
-        quiet = time.monotonic() - self._sent_at >= _QUIET_SECONDS
-        if (at_once and quiet) or self._queued >= _FULL or len(self._queue) >= _MANY:
+        quiet = _now() - self._sent_at >= bounds.QUIET_SECONDS
+        if (at_once and quiet) or self._queued >= bounds.FULL_BYTES or len(self._queue) >= bounds.FULL_PIECES:
             self._flush()
         elif at_once and not self._ticking:
             # Part of a line waits for its end, as it would on a terminal; nobody needs to be woken for it.
@@ -342,25 +330,21 @@ class Output:
             self._queued = 0
             for packet in ready:
                 self._send(packet)
-        self._sent_at = time.monotonic()
+        self._sent_at = _now()
 
     def _packets(self, items: list[tuple[wire.Kind, bytes]]) -> list[bytes]:
         call = self._call or wire.NO_CALL
-        merged: list[tuple[wire.Kind, list[bytes]]] = []
+        ready: list[wire.Message] = []
+        texts: list[tuple[wire.Kind, bytes]] = []
         for kind, data in items:
-            if merged and merged[-1][0] is kind and kind in _TEXT:
-                merged[-1][1].append(data)
+            if kind in _TEXT:
+                texts.append((kind, data))
             else:
-                merged.append((kind, [data]))
-        ready: list[bytes] = []
-        for kind, parts in merged:
-            body = parts[0] if len(parts) == 1 else b"".join(parts)
-            while kind in _TEXT and len(body) > wire.MAX_BODY:
-                cut = _boundary(body, wire.MAX_BODY)
-                ready.extend(wire.packets(wire.Message(kind, call, body[:cut])))
-                body = body[cut:]
-            ready.extend(wire.packets(wire.Message(kind, call, body)))
-        return ready
+                ready.extend(batches.messages(call, texts))
+                texts = []
+                ready.append(wire.Message(kind, call, data))
+        ready.extend(batches.messages(call, texts))
+        return [packet for message in ready for packet in wire.packets(message)]
 
     def _send(self, packet: bytes) -> None:
         while True:
@@ -370,7 +354,7 @@ class Output:
             except OSError as error:
                 if error.errno not in _TRANSIENT:
                     os._exit(1)  # nobody is left to talk to
-                time.sleep(0.01)
+                _sleep(0.01)
 
     # --- threads and processes --------------------------------------------------------------------
 
@@ -417,9 +401,7 @@ class Output:
         self._lock = threading.RLock()
         self._busy = False
         self._queue.clear()
-        self.guard.depth = 0
-        self.guard.pending = False
-        self.guard.main = threading.get_ident()
+        self.guard.after_fork()
         with contextlib.suppress(OSError):
             self._channel.close()
         self._pipes.close()
@@ -427,7 +409,7 @@ class Output:
     def _write_through(self, kind: wire.Kind, data: bytes, *, whole: bool = False) -> None:
         """Write to descriptor 1 or 2 itself, by lines, so that processes do not cut each other's."""
         data = self._tails[kind] + data
-        cut = len(data) if whole or len(data) > _FULL else data.rfind(b"\n") + 1
+        cut = len(data) if whole or len(data) > bounds.FULL_BYTES else data.rfind(b"\n") + 1
         self._tails[kind] = data[cut:]
         view = memoryview(data)[:cut]
         while view:
@@ -458,7 +440,7 @@ class Output:
                     os.eventfd_read(pipes.wake)
                 timeout = self._tick(pipes, expired=not events)
             except MemoryError:
-                time.sleep(_TICK_MS / 1000)  # the program is at its limit; it will raise there, too
+                _sleep(bounds.TICK_MS / 1000)  # the program is at its limit; it will raise there, too
             except Exception:
                 self._pumping = False
             if not self._pumping or self._pipes is not pipes:
@@ -467,7 +449,7 @@ class Output:
     def _tick(self, pipes: _Pipes, *, expired: bool) -> int | None:
         with self._lock:
             if self._busy or self._pipes is not pipes:
-                return _TICK_MS
+                return bounds.TICK_MS
             self._busy = True
             try:
                 self._drain()
@@ -479,16 +461,9 @@ class Output:
                         self._flush()
                     self._flush_or_wake(at_once=True)
                 self._ticking = bool(self._queue)
-                return _TICK_MS if self._ticking else None
+                return bounds.TICK_MS if self._ticking else None
             finally:
                 self._busy = False
-
-
-def _boundary(data: bytes, cut: int) -> int:
-    """The largest index not above `cut` at which a character of this UTF-8 text begins."""
-    while 0 < cut < len(data) and data[cut] & 0xC0 == 0x80:
-        cut -= 1
-    return cut
 
 
 class _Bytes(io.BufferedIOBase):

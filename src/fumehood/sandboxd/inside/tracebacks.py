@@ -1,4 +1,4 @@
-"""The program's text as its author sees it, compiled and in tracebacks; imports only the standard library.
+"""The program's text as its author sees it, compiled and in tracebacks; imports only the standard library and siblings.
 
 Each call is a cell with a name such as `<cell 3>`, under which `linecache` knows its source. Frames of
 `inside/` never appear in a traceback.
@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from types import CodeType, TracebackType
 from typing import Any, cast
 
+from fumehood.sandboxd.inside import bounds
+
 globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _CELL = re.compile(r"<cell \d+>")
 _HEAD, _TAIL = 8, 32  # frames of a deep traceback that are shown
 _LINKS = 20  # exceptions of a chain
-_VALUE_CHARS = 32 * 1024
-_TRACEBACK_CHARS = 128 * 1024
 _MAGIC_LINES = 100
 _MAGIC = re.compile(r"[ \t\f]*[!%]")
 _SHELL = "__fumehood_shell__"  # in builtins: what a `!command` line is turned into
@@ -195,25 +195,58 @@ def trim(error: BaseException) -> None:
 
 
 def describe(error: BaseException) -> dict[str, str]:
-    """Name, text and traceback of an exception, each of bounded length, whatever its own methods do."""
-    name = type(error).__name__
+    """Name, text and traceback of an exception, each of bounded length, whatever its own methods do.
+
+    These may raise what is no `Exception`; then `bare` is left.
+    """
     try:
         report = traceback.TracebackException(
             type(error), error, error.__traceback__, limit=-_TAIL, compact=True
         )
         _tidy(report, error)
         text = "".join(report.format())
-    except (Exception, RecursionError):
-        text = f"{name}: <the exception cannot be shown>\n"
+    except Exception as problem:
+        text = _plain_traceback(error, problem)
     try:
-        value = str(error)
-    except (Exception, RecursionError):
+        value = str.__str__(str(error))  # what __str__ returns may be of a class of the user's as well
+    except Exception:
         value = "<exception str() failed>"
+    return _bounded(error, value, text)
+
+
+def bare(error: BaseException, problem: BaseException) -> dict[str, str]:
+    """As `describe`, without a call of the exception's own methods, one of which raised `problem`."""
+    return _bounded(error, "", _plain_traceback(error, problem))
+
+
+def name_of(error: BaseException) -> str:
+    """The name of its class, even where a metaclass has other ideas."""
+    return type.__dict__["__name__"].__get__(type(error))
+
+
+def _bounded(error: BaseException, value: str, text: str) -> dict[str, str]:
     return {
-        "name": _shorten(name, 1024),
-        "value": _shorten(value, _VALUE_CHARS),
-        "traceback": _shorten(text, _TRACEBACK_CHARS),
+        "name": _shorten(name_of(error), bounds.NAME_CHARS),
+        "value": _shorten(value, bounds.VALUE_CHARS),
+        "traceback": _shorten(text, bounds.TRACEBACK_CHARS),
     }
+
+
+def _plain_traceback(error: BaseException, problem: BaseException) -> str:
+    """Where it was raised, and why no more can be said: it may be the exception's fault, or ours."""
+    places = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    places = [(code, line) for code, line in places if not code.co_filename.startswith(_HERE)]
+    shown = ["Traceback (most recent call last):\n"] if places else []
+    for code, line in places[-_TAIL:]:
+        shown.append(f'  File "{code.co_filename}", line {line}, in {code.co_name}\n')
+        entry = linecache.cache.get(code.co_filename, ())
+        if len(entry) == 4 and 0 < line <= len(entry[2]):  # else a loader of the user's would be asked
+            shown.append(f"    {entry[2][line - 1].strip()}\n")
+    why = name_of(problem)
+    for frame, line in traceback.walk_tb(problem.__traceback__):
+        # Not os.path.basename(): it needs builtins that a program may have replaced.
+        why = f"{name_of(problem)} at {frame.f_code.co_filename.rpartition('/')[2]}:{line}"
+    return f"{''.join(shown)}{name_of(error)}: <the exception cannot be shown: {why}>\n"
 
 
 def _tidy(report: traceback.TracebackException, error: BaseException) -> None:

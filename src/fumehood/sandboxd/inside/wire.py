@@ -38,6 +38,7 @@ class Kind(enum.IntEnum):
     RESULT = 21  # JSON {mime type: text or base64}: the value of the last expression
     ERROR = 22  # JSON {"name", "value", "traceback"}: the code raised
     END = 23  # JSON {"exit_code": int, "interrupted": bool}
+    OUTPUT = 24  # text of both streams, in order: see batches.py
 
 
 class FrameError(Exception):

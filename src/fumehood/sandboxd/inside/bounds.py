@@ -1,0 +1,44 @@
+"""The most that one call sends: the runner keeps to it, the supervisor ends whoever exceeds it; imports nothing.
+
+Both sides take their numbers from here, so that no honest program can cost its sandbox. The supervisor's are
+derived from the runner's and leave room.
+"""
+
+# --- the runner's ---------------------------------------------------------------------------------------
+
+OUTPUT_BYTES = 1 << 20  # text of a call, if the supervisor says nothing else
+SWITCH_COST = 16  # bytes of it that a change between stdout and stderr takes
+DISPLAY_BYTES = 32 << 20  # displays and the result of a call together, encoded
+DISPLAY_LIMIT = 8 << 20  # one of them
+DISPLAYS = 100
+MIME_TYPES = 32  # of one display
+FULL_BYTES = 32 * 1024  # text is sent when this much has gathered,
+FULL_PIECES = 4096  # or this many pieces,
+QUIET_SECONDS = 0.010  # or when nothing was sent for so long,
+TICK_MS = 20  # or at the pump's next tick,
+FLUSHES = 1000  # or when the program flushes, so many times in a call
+NAME_CHARS = 1024  # of an exception
+VALUE_CHARS = 32 * 1024
+TRACEBACK_CHARS = 128 * 1024
+
+# --- the supervisor's -----------------------------------------------------------------------------------
+
+MESSAGES_PER_SECOND = 1000
+_JSON_GROWTH = 12  # bytes that a character takes at most, in escapes
+_SLACK = 1 << 20
+
+
+def body_bytes(output_bytes: int, display_bytes: int) -> int:
+    """Of all messages of one call. A batch is never longer than what its text counts for."""
+    error = _JSON_GROWTH * (NAME_CHARS + VALUE_CHARS + TRACEBACK_CHARS)
+    return output_bytes + display_bytes + error + _SLACK
+
+
+def messages_at_once(output_bytes: int) -> int:
+    """Beyond `MESSAGES_PER_SECOND`: what is sent for other reasons than that time has passed."""
+    return 10 * FLUSHES + output_bytes // min(FULL_BYTES, FULL_PIECES) * 4
+
+
+def batched_events(output_bytes: int) -> int:
+    """Pieces of text in batches: each batch has a switch, so there are at most twice as many as switches."""
+    return 2 * (output_bytes // SWITCH_COST) + 1000

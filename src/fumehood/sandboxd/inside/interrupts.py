@@ -1,0 +1,84 @@
+"""Decides when SIGINT reaches the program's code; imports only the standard library."""
+
+import builtins
+import functools
+import os
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
+
+_process = os.getpid
+
+
+class Guard:
+    """Decides when SIGINT becomes KeyboardInterrupt: in user code only, never in the middle of a message.
+
+    `armed` and `depth` are set by plain stores: CPython runs signal handlers after calls and at backward
+    jumps, so that nothing can come between such a store and the statement before it.
+    """
+
+    __slots__ = ("armed", "delivered", "depth", "forking", "main", "pending")
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.delivered = False
+        self.pending = 0  # the process in which an interrupt waits: a child does not inherit it
+        self.depth = 0
+        self.forking: set[int] = set()
+        self.main = threading.get_ident()
+
+    def handle(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002 (signature of a handler)
+        if not self.armed:
+            return
+        if self.depth or (self.forking and threading.get_ident() in self.forking):
+            self.pending = _process()
+            return
+        self.delivered = True
+        raise KeyboardInterrupt
+
+    def leave(self) -> None:
+        self.depth -= 1
+        if self.pending and not self.depth:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        process = self.pending
+        self.pending = 0
+        if self.armed and process == _process():
+            self.delivered = True
+            raise KeyboardInterrupt
+
+    # --- forks ------------------------------------------------------------------------------------
+
+    def shield_forks(self) -> None:
+        """Hold interrupts back while the hooks of a fork run: what is raised there is lost, and printed.
+
+        A hook of our own could not do it: one that is registered later runs outside of it, and what it
+        held back it could not raise.
+        """
+        os.fork = self._shielded(os.fork)
+        os.forkpty = self._shielded(os.forkpty)
+
+    def _shielded[Result](self, fork: Callable[[], Result]) -> Callable[[], Result]:
+        @functools.wraps(fork)
+        def shielded() -> Result:
+            me = threading.get_ident()
+            self.forking.add(me)
+            try:
+                return fork()
+            finally:
+                self.forking.discard(me)
+                if self.pending and not self.depth and me == self.main:
+                    self._deliver()
+
+        return shielded
+
+    def after_fork(self) -> None:
+        """In the child: the thread that forked is the main one now."""
+        me = threading.get_ident()
+        if me != self.main:
+            self.main = me
+            self.depth = 0
+        self.forking.intersection_update((me,))
