@@ -30,6 +30,9 @@ def test_thread_bomb(host: Host, box: SandboxClient, limited: None) -> None:
         import threading, time
         made = 0
         stop = threading.Event()
+        # Small stacks: the number is to be met, not the memory. (Without any, CPython can wait for ever for a
+        # thread that could not start.)
+        threading.stack_size(64 << 10)
         try:
             while made < 100000:
                 threading.Thread(target=stop.wait, daemon=True).start(); made += 1

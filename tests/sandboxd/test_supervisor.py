@@ -56,10 +56,12 @@ async def test_code_is_an_ordinary_user_without_rights(sandbox: LocalSandbox) ->
     assert outcome.stdout.split() == ["1000", "0" * 16, "0" * 16, "1", "2"]
 
 
-async def test_on_the_host_the_code_is_never_root(sandbox: LocalSandbox) -> None:
+async def test_on_the_host_the_code_is_never_root(supervisor: Supervisor, sandbox: LocalSandbox) -> None:
     execution = sandbox.start("import time; time.sleep(30)", timeout=30)
     await asyncio.sleep(0.2)
-    users = {_user_of(pid) for pid in _descendants(os.getpid())}
+    jail = supervisor.zygote.pid
+    assert jail is not None
+    users = {_user_of(pid) for pid in {jail, *_descendants(jail)}}
     sandbox.interrupt()
     assert [event async for event in execution.events()]
     assert 0 not in users
