@@ -89,7 +89,12 @@ class Kernel:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(Path(wire.__file__).parents[3])},
+                env={
+                    **os.environ,
+                    "MPLBACKEND": "Agg",
+                    "MPLCONFIGDIR": f"{cwd}-matplotlib",  # the home directory may not be writable
+                    "PYTHONPATH": str(Path(wire.__file__).parents[3]),
+                },
             )
         self.socket = ours
         self.socket.settimeout(SECONDS)

@@ -1,6 +1,7 @@
 """Finding interpreter, packages, bubblewrap and users; imports `fumehood.sandboxd`."""
 
 import os
+import pwd
 import shutil
 import sys
 from pathlib import Path
@@ -101,6 +102,8 @@ def test_subordinate_users_need_program_and_matching_grants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", str.upper)  # any name is found
+    me = pwd.struct_passwd(("me", "", os.getuid(), os.getgid(), "", "", ""))
+    monkeypatch.setattr(pwd, "getpwuid", {os.getuid(): me}.__getitem__)
     assert subordinate_users(tmp_path) is None
     line = f"{os.getuid()}:200000:65536\n"
     (tmp_path / "subuid").write_text("other:1:1\n" + line)
