@@ -190,10 +190,7 @@ def help_with(uid: int, program: bytes, supervisor: socket.socket, data: int, cg
     try:
         jail.join_cgroups(cgroups)
         jail.prefer_for_oom(_OOM_SCORE)
-        if uid:
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
+        jail.take_user(uid)
         jail.renounce()
         filters.install(program)
         body, fds, _, _ = socket.recv_fds(supervisor, _MAX_TASK, 1)

@@ -111,12 +111,17 @@ def _raise_loopback() -> None:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP_RUNNING))
 
 
-def _become_user(uid: int) -> None:
-    """Take the sandbox's own kernel user, then enter a user namespace that knows no other."""
-    if uid:  # 0: an ordinary supervisor without a range, every sandbox is that user
+def take_user(uid: int) -> None:
+    """Become the sandbox's kernel user; 0: an ordinary supervisor without a range, every sandbox is that user."""
+    if uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
+
+
+def _become_user(uid: int) -> None:
+    """Take the sandbox's own kernel user, then enter a user namespace that knows no other."""
+    take_user(uid)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root after a change of user
     os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNS)
     for name, line in (
@@ -152,7 +157,7 @@ def limit(plan: Plan) -> None:
 def renounce() -> None:
     """No capability left, and none to be had by executing anything."""
     syscalls.drop_all_capabilities()
-    syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+    filters.forbid_new_privileges()
 
 
 def seal(plan: Plan, program: bytes) -> None:
