@@ -16,7 +16,8 @@ from typing import Any, override
 from fumehood.cli_files import Folder, NotSaved, checked_parts, pictures
 from fumehood.cli_output import Exit, Output, SavedFile, SkippedFile, Writer, broken_exit_code
 from fumehood.protocol.sandbox import AnyOutput, Display, End, EndStatus, FileEntry, Result, SandboxSpec
-from fumehood.sandboxd.errors import FileRefused, IsolationUnavailable, SandboxError
+from fumehood.protocol.sandbox_errors import FileRefused, SandboxError
+from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.executions import Execution
 from fumehood.sandboxd.sandbox import LocalSandbox, data_quota, printable
 from fumehood.sandboxd.settings import Settings

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from fumehood.sandboxd.errors import AtCapacity, FileRefused, SandboxError, SandboxGone
+from fumehood.protocol.sandbox_errors import AtCapacity, FileRefused, SandboxError, SandboxGone
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.supervisor import Supervisor
 from tests.support.sandboxes import Outcome, has_cgroups, run, settings

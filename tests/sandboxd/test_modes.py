@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from fumehood.protocol.sandbox_errors import AtCapacity
 from fumehood.sandboxd import cgroups, seccomp, supervisor
 from fumehood.sandboxd.cgroups import CgroupUnavailable
-from fumehood.sandboxd.errors import AtCapacity, IsolationUnavailable
+from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.inside import filters, jail, landlock
 from fumehood.sandboxd.runtime import discover_bubblewrap
 from fumehood.sandboxd.sandbox import LocalSandbox

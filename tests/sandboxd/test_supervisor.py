@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from fumehood.protocol.sandbox import MemoryTier, SandboxSpec
-from fumehood.sandboxd.errors import (
+from fumehood.protocol.sandbox_errors import (
     AtCapacity,
     FileRefused,
     SandboxError,

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from fumehood.protocol.sandbox import SandboxSpec
-from fumehood.sandboxd.errors import SandboxError, SandboxGone
+from fumehood.protocol.sandbox_errors import SandboxError, SandboxGone
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor

@@ -1,8 +1,15 @@
-"""What passes between a sandbox server and its callers; imports msgspec and the standard library."""
+"""What passes between a sandbox server and its callers; imports msgspec and the standard library.
 
-from typing import Literal
+docs/sandbox-protocol.md tells how it travels. A change that an older peer would misread raises `PROTOCOL_VERSION`.
+What can go wrong is in `fumehood.protocol.sandbox_errors`.
+"""
+
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
+
+PROTOCOL_VERSION = 1
 
 type MemoryTier = Literal["1g", "4g", "16g", "64g"]
 type Mode = Literal["namespaces", "pod", "unsafe-degraded"]
@@ -16,15 +23,88 @@ MEMORY_TIERS: dict[MemoryTier, int] = {
 }
 
 
-class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
+# Names that callers choose: they come back in URLs and logs.
+type Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+type Tenant = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:@-]{0,128}$")]
+type Domain = Annotated[str, Meta(min_length=1, max_length=253)]
+type RequirementLine = Annotated[str, Meta(min_length=1, max_length=500)]
+type Requirements = Annotated[list[RequirementLine], Meta(max_length=100)]
+
+
+class DomainSecret(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A value that the egress proxy puts into requests to one domain; the code only ever sees a placeholder.
+
+    name: of the environment variable that holds the placeholder; wherever the placeholder stands in a header of
+    a request to `domain`, the proxy puts `value`.
+    """
+
+    domain: Domain
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+    value: Annotated[str, Meta(min_length=1, max_length=8192)]
+
+
+class NetworkDisabled(
+    msgspec.Struct, frozen=True, tag_field="type", tag="disabled", forbid_unknown_fields=True
+):
+    """No network at all."""
+
+
+class NetworkAllowlist(
+    msgspec.Struct, frozen=True, tag_field="type", tag="allowlist", kw_only=True, forbid_unknown_fields=True
+):
+    """HTTP and HTTPS to these domains through the egress proxy; a domain counts without its subdomains."""
+
+    allowed_domains: Annotated[list[Domain], Meta(min_length=1, max_length=100)]
+    domain_secrets: Annotated[list[DomainSecret], Meta(max_length=50)] = []
+
+
+type NetworkPolicy = NetworkDisabled | NetworkAllowlist
+
+
+class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a caller may choose about a sandbox; the rest is the operator's.
 
+    requirements: packages to install before the sandbox is handed over, as in a requirements file: names, extras,
+    versions and markers, no options, URLs or paths.
+    tenant: whose quota it counts against, and whom it may share a zygote with.
     fresh_interpreter: start a new Python in the finished jail instead of continuing the forked one; it has
     an address-space layout and a hash seed of its own, and pays for its imports.
     """
 
     memory: MemoryTier = "1g"
+    network: NetworkPolicy = NetworkDisabled()
+    requirements: Requirements = []
+    tenant: Tenant = ""
     fresh_interpreter: bool = False
+
+
+class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A sandbox that lives; times are seconds since 1970."""
+
+    id: str
+    memory: MemoryTier
+    tenant: str
+    created_at: float
+    last_used_at: float
+    running: str | None = None  # the id of the execution that has its turn
+    waiting: int = 0
+
+
+type Timeout = Annotated[float, Meta(gt=0, le=86_400)]
+
+
+class ExecuteRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One call of code in a sandbox.
+
+    execution_id: chosen by the caller; asking again under the same id attaches to the run that is there and runs
+    nothing twice. Without one the server chooses.
+    requirements: packages to install before the code runs; if that fails, the code does not run.
+    """
+
+    code: str
+    timeout_seconds: Timeout = 60.0
+    requirements: Requirements = []
+    execution_id: Name | None = None
 
 
 class OutputEvent(msgspec.Struct, frozen=True, tag_field="type"):
@@ -65,13 +145,14 @@ class Note(OutputEvent, frozen=True, tag="note"):
     text: str
 
 
-type EndStatus = Literal["ok", "error", "timeout", "interrupted", "out_of_memory", "lost"]
+type EndStatus = Literal["ok", "error", "timeout", "interrupted", "out_of_memory", "lost", "install_failed"]
 
 
 class End(OutputEvent, frozen=True, tag="end", kw_only=True):
     """How the execution ended, as the supervisor observed it.
 
-    exit_code: 0; 1 when the code raised; n for `sys.exit(n)`; -1 for a time-out and for a lost sandbox.
+    exit_code: 0; 1 when the code raised; n for `sys.exit(n)`; -1 for a time-out, a lost sandbox and packages that
+    could not be installed.
     state_kept: whether variables are still there for the next call; False means that the sandbox is gone.
     reason: one sentence for people and models, empty when the code simply finished or raised.
     """
@@ -92,3 +173,66 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     size: int
     modified_ns: int
+
+
+class FileListing(msgspec.Struct, frozen=True, kw_only=True):
+    """Files below /mnt/data, sorted by path.
+
+    mark: names this state; given back, the next listing tells only what changed since.
+    complete: `files` is everything; False means that it and `deleted` are the changes since the mark.
+    truncated: some are left out: too many, too deep, or of names that are not text.
+    """
+
+    files: list[FileEntry]
+    mark: str
+    deleted: list[str] = []
+    complete: bool = True
+    truncated: bool = False
+
+
+type ArchiveFormat = Literal["zip", "tar", "tar.gz", "tar.zst"]
+
+
+class Unpacked(msgspec.Struct, frozen=True, kw_only=True):
+    """What an archive left behind; `skipped` tells the members that are neither files nor directories."""
+
+    files: int
+    bytes: int
+    skipped: int = 0
+
+
+class OneShotRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /execute`: code in a fresh sandbox that ends with it; `files` maps names to base64."""
+
+    code: str
+    timeout_seconds: Timeout = 60.0
+    requirements: Requirements = []
+    files: dict[str, str] = {}
+    memory: MemoryTier = "1g"
+    tenant: Tenant = ""
+
+
+class OneShotResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """stderr ends with the traceback or with the sentence that says why the code could not run or finish."""
+
+    status: Literal["success", "error"]
+    stdout: str
+    stderr: str
+    exit_code: int
+    execution_time_ms: int
+    files_produced: dict[str, str]
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """status: `ok`, or `starting` while no sandbox could be made; then the HTTP status is 503."""
+
+    status: Literal["ok", "starting", "stopping"]
+    mode: Mode
+    protocol: int
+    version: str
+    python: str
+    capacity: int
+    live: int
+    parked: int
+    running: int
+    uptime_seconds: float

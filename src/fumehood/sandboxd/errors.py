@@ -1,38 +1,15 @@
-"""What can go wrong with sandboxes, by audience; imports nothing.
+"""The one error that only whoever starts a sandbox server meets; imports only `fumehood.protocol.sandbox_errors`."""
 
-SandboxError                     the operator's or the caller's to know
-├── IsolationUnavailable         this machine cannot isolate; nothing is started
-├── SandboxStartFailed           one sandbox could not be made; the next may
-├── AtCapacity                   as many sandboxes live as are allowed
-├── SandboxGone                  the sandbox ended before or while it was asked for something
-└── FileRefused                  a name, type or size that is not served
-"""
-
-
-class SandboxError(Exception):
-    pass
+from fumehood.protocol.sandbox_errors import SandboxError
 
 
 class IsolationUnavailable(SandboxError):
-    """`advice` says what to do about it."""
+    """This machine cannot isolate, nothing is started; `advice` says what to do about it."""
+
+    code = "isolation_unavailable"
+    status = 503
 
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(f"{reason} {advice}")
         self.reason = reason
         self.advice = advice
-
-
-class SandboxStartFailed(SandboxError):
-    pass
-
-
-class AtCapacity(SandboxError):
-    pass
-
-
-class SandboxGone(SandboxError):
-    pass
-
-
-class FileRefused(SandboxError):
-    pass

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Literal
 
 from fumehood.protocol.sandbox import Mode, Stdout
+from fumehood.protocol.sandbox_errors import SandboxError
 from fumehood.sandboxd import cgroups, seccomp
 from fumehood.sandboxd.cgroups import CgroupUnavailable
-from fumehood.sandboxd.errors import IsolationUnavailable, SandboxError
+from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.inside import syscalls
 from fumehood.sandboxd.runtime import Bubblewrap, RuntimeUnavailable, discover_bubblewrap, discover_runtime
 from fumehood.sandboxd.sandbox import LocalSandbox

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, FileEntry, MemoryTier
+from fumehood.protocol.sandbox_errors import FileRefused, SandboxGone, SandboxStartFailed
 from fumehood.sandboxd.cgroups import Cgroup, joining
-from fumehood.sandboxd.errors import FileRefused, SandboxGone, SandboxStartFailed
 from fumehood.sandboxd.executions import Execution, ProtocolBroken
 from fumehood.sandboxd.inside import bounds, files, layout, wire
 from fumehood.sandboxd.inside.wire import Kind

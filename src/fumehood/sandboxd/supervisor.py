@@ -15,9 +15,10 @@ from dataclasses import asdict
 from typing import Any, Self
 
 from fumehood.protocol.sandbox import MEMORY_TIERS, MemoryTier, SandboxSpec
+from fumehood.protocol.sandbox_errors import AtCapacity, SandboxError, SandboxStartFailed
 from fumehood.sandboxd import cgroups, seccomp
 from fumehood.sandboxd.cgroups import Cgroup, CgroupLimits, CgroupTree, CgroupUnavailable, joining
-from fumehood.sandboxd.errors import AtCapacity, IsolationUnavailable, SandboxError, SandboxStartFailed
+from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.inside import jail, layout
 from fumehood.sandboxd.launching import Launch, root_entries
 from fumehood.sandboxd.runtime import RuntimeUnavailable, discover_bubblewrap, discover_runtime

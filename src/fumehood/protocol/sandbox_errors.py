@@ -1,0 +1,142 @@
+"""What can go wrong with sandboxes, and its form on the wire; imports msgspec and the standard library.
+
+SandboxError                     `code` and `status` are what a remote caller gets
+├── RequestRefused          400  a parameter that cannot be served; `param` names it
+│   ├── FileRefused         400  a name or type of file that is not served
+│   └── InstallFailed       400  packages that are refused, unknown, or in conflict; nothing ran
+├── NotAllowed              401  no token, or the wrong one
+├── NotThere                404  no such sandbox, execution or file
+│   ├── SandboxNotFound
+│   ├── ExecutionNotFound
+│   └── FileNotFound
+├── Conflict                409  the id is taken by something else
+├── SandboxGone             410  the sandbox ended before or while it was asked for something
+├── TooLarge                413  more than a limit allows
+├── TryLater                429  the same request may be served later
+│   ├── AtCapacity               as many sandboxes live as are allowed
+│   └── QuotaExceeded            as many as this tenant may have
+├── SandboxStartFailed      503  one sandbox could not be made; the next may
+└── Unreachable             503  the caller cannot reach the sandbox server at all
+"""
+
+from typing import ClassVar
+
+import msgspec
+
+
+class SandboxError(Exception):
+    """`param` names the parameter at fault, where there is one."""
+
+    code: ClassVar[str] = "sandbox_error"
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class RequestRefused(SandboxError):
+    code = "invalid_request"
+    status = 400
+
+
+class FileRefused(RequestRefused):
+    code = "file_refused"
+
+
+class InstallFailed(RequestRefused):
+    code = "install_failed"
+
+
+class NotAllowed(SandboxError):
+    code = "not_allowed"
+    status = 401
+
+
+class NotThere(SandboxError):
+    code = "not_found"
+    status = 404
+
+
+class SandboxNotFound(NotThere):
+    code = "sandbox_not_found"
+
+
+class ExecutionNotFound(NotThere):
+    code = "execution_not_found"
+
+
+class FileNotFound(NotThere):
+    code = "file_not_found"
+
+
+class Conflict(SandboxError):
+    code = "conflict"
+    status = 409
+
+
+class SandboxGone(SandboxError):
+    code = "sandbox_gone"
+    status = 410
+
+
+class TooLarge(SandboxError):
+    code = "too_large"
+    status = 413
+
+
+class TryLater(SandboxError):
+    code = "try_later"
+    status = 429
+
+
+class AtCapacity(TryLater):
+    code = "at_capacity"
+
+
+class QuotaExceeded(TryLater):
+    code = "quota_exceeded"
+
+
+class SandboxStartFailed(SandboxError):
+    code = "sandbox_start_failed"
+    status = 503
+
+
+class Unreachable(SandboxError):
+    code = "unreachable"
+    status = 503
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    message: str
+    type: str
+    code: str
+    param: str | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+def to_body(error: SandboxError) -> ErrorBody:
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    return ErrorBody(error=ErrorDetail(message=error.message, type=kind, code=error.code, param=error.param))
+
+
+def from_body(status: int, body: ErrorBody) -> SandboxError:
+    """The exception that a server raised; one that this version does not know keeps its message."""
+    kind = _BY_CODE.get(body.error.code, SandboxError)
+    if kind is SandboxError and 400 <= status < 500:
+        kind = RequestRefused
+    return kind(body.error.message, param=body.error.param)
+
+
+def _all_kinds(kind: type[SandboxError]) -> list[type[SandboxError]]:
+    return [kind, *(below for child in kind.__subclasses__() for below in _all_kinds(child))]
+
+
+_BY_CODE = {kind.code: kind for kind in _all_kinds(SandboxError)}
