@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from fumehood.protocol.sandbox import SandboxSpec
+from fumehood.protocol.sandbox import ArchiveFormat, SandboxSpec
 from fumehood.protocol.sandbox_errors import SandboxError, SandboxGone
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.settings import Settings
@@ -76,6 +76,12 @@ class Driver:
 
     async def do_write_file(self, number: int, sandbox: str, path: str, content: str) -> None:
         await self._find(sandbox).files.write(path, base64.b64decode(content))
+
+    async def do_unpack(
+        self, number: int, sandbox: str, content: str, kind: ArchiveFormat, into: str
+    ) -> dict[str, Any]:
+        done = await self._find(sandbox).files.unpack(base64.b64decode(content), kind=kind, into=into)
+        return msgspec.to_builtins(done)
 
     async def do_delete_file(self, number: int, sandbox: str, path: str) -> None:
         await self._find(sandbox).files.delete(path)

@@ -21,7 +21,7 @@ from fumehood.sandboxd.helpers import Helper, Helpers
 from fumehood.sandboxd.inside import files, staging
 from fumehood.sandboxd.marks import Marks
 from fumehood.sandboxd.settings import Settings
-from fumehood.sandboxd.uploads import Upload
+from fumehood.sandboxd.uploads import SourceFailed, Upload
 
 _AT_ONCE = 2  # short tasks, and transfers apart from them: they run in the sandbox's share of the processor
 _TASK_TIMEOUT = 30.0
@@ -224,6 +224,8 @@ class SandboxFiles:
                     )
                     async with at_work as helper:
                         answer = await upload.run(helper)
+            except SourceFailed as failed:
+                raise failed.error from None
             except EOFError:
                 self._access.data()
                 raise FileRefused(f"{printable(subject)}: {_HELPER_ENDED}") from None

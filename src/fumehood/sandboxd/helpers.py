@@ -13,7 +13,7 @@ from fumehood.sandboxd.cgroups import Cgroup, joining
 from fumehood.sandboxd.packets import Packets
 from fumehood.sandboxd.zygotes import Zygote
 
-_END_WAIT = 5.0
+_END_WAIT = 2.0
 
 
 class Helper:

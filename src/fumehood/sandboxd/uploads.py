@@ -4,6 +4,7 @@ Nothing is gathered here: the next piece is asked for when the helper has taken 
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
@@ -14,6 +15,14 @@ from fumehood.sandboxd.helpers import Helper
 from fumehood.sandboxd.settings import Settings
 
 _PIECE = 256 * 1024
+
+
+class SourceFailed(Exception):
+    """What was to be sent could not be had; `error` is whatever its iterator raised."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Upload:
@@ -97,11 +106,12 @@ class Upload:
 
     async def _pump(self, sock: socket.socket) -> None:
         try:
-            async for piece in self._pieces():
-                self._sent += len(piece)
-                if self._sent > self._limit:
-                    raise TooLarge(f"{self._subject}: larger than {self._limit} bytes")
-                await self._send(sock, piece)
+            async with contextlib.aclosing(self._pieces()) as pieces:
+                async for piece in pieces:
+                    self._sent += len(piece)
+                    if self._sent > self._limit:
+                        raise TooLarge(f"{self._subject}: larger than {self._limit} bytes")
+                    await self._send(sock, piece)
             sock.shutdown(socket.SHUT_WR)
         except (BrokenPipeError, ConnectionResetError):
             pass  # the helper has had enough, and says why
@@ -123,12 +133,15 @@ class Upload:
             return
         source: AsyncIterator[bytes] = aiter(self._content)
         while True:
+            patience = asyncio.timeout(self._settings.transfer_patience)
             try:
-                async with asyncio.timeout(self._settings.transfer_patience):
+                async with patience:
                     piece = await anext(source)
             except StopAsyncIteration:
                 return
-            except TimeoutError:
+            except Exception as error:
+                if not patience.expired():
+                    raise SourceFailed(error) from error
                 raise self._refused(
                     f"nothing of it arrived for {self._settings.transfer_patience:g} s"
                 ) from None
