@@ -197,7 +197,7 @@ async def test_a_helper_that_is_killed_or_frozen_leaves_nothing(
     before = set(sandbox.place.cgroup.processes())
     source = Source(30, stop_after=10)
     work = sandbox.files.write("f", source) if do == "write" else sandbox.files.unpack(source, kind="zip")
-    upload: asyncio.Future[object] = asyncio.ensure_future(work)
+    upload = asyncio.ensure_future(work)
     await source.stopped.wait()
     try:
         os.kill(await _helper_of(sandbox, before), how)
