@@ -11,7 +11,7 @@ import os
 import socket
 from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import children, files, forks, init, syscalls
+from fumehood.sandboxd.inside import children, forks, helper, init, syscalls
 
 _ZYGOTE = 0  # the number of the zygote among the children; sandboxes count from 1
 
@@ -67,7 +67,7 @@ class Warden(children.Parent):
             return  # the closed reply socket tells
         if pid == 0:
             children.only_these_fds(fds)
-            files.help_with(uid, self.program, socket.socket(fileno=fds[0]), fds[1], fds[2:])
+            helper.run(uid, self.program, socket.socket(fileno=fds[0]), fds[1], fds[2:])
         self._helpers.add(number)
         self.watch(number, pid)
 
