@@ -75,6 +75,7 @@ class LocalSandbox:
         self.number = number  # between supervisor and zygote
         self.place = place
         self.memory: MemoryTier = "1g"
+        self.warm = False  # it was waiting when it was asked for
         self._settings = settings
         self._zygote = zygote
         self._on_gone = on_gone
