@@ -12,7 +12,7 @@ import signal
 import socket
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, FileEntry, MemoryTier
 from fumehood.protocol.sandbox_errors import FileRefused, SandboxGone, SandboxStartFailed
@@ -23,6 +23,9 @@ from fumehood.sandboxd.inside.wire import Kind
 from fumehood.sandboxd.packets import Packets
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.zygotes import Zygote
+
+if TYPE_CHECKING:
+    from fumehood.sandboxd.files import SandboxFiles
 
 logger = logging.getLogger(__name__)
 
@@ -416,6 +419,12 @@ class LocalSandbox:
             return self._noted_oom_kills
 
     # ---- files ------------------------------------------------------------------------------------------------
+
+    @property
+    def files(self) -> "SandboxFiles":
+        from fumehood.sandboxd.files import SandboxFiles
+
+        return SandboxFiles(self)
 
     async def list_files(self) -> tuple[list[FileEntry], bool]:
         """Regular files below the data directory, and whether there were more than are listed."""
