@@ -77,7 +77,7 @@ def sandbox(
         float,
         typer.Option(metavar="SECONDS", help="End a sandbox that nobody used for so long; 0 means never."),
     ] = 86_400.0,
-    upload_bytes: Annotated[
+    file_bytes: Annotated[
         int, typer.Option(metavar="BYTES", min=1, help="The largest file or archive that is taken.")
     ] = 4 << 30,
     grace: Annotated[
@@ -117,7 +117,7 @@ def sandbox(
         tenant_sandboxes=tenant_sandboxes,
         tenant_memory=tenant_memory,
         idle_seconds=idle_seconds or None,
-        upload_bytes=upload_bytes,
+        file_bytes=file_bytes,
     )
     logs.configure(log_format.value, getattr(logging, log_level.value.upper()))
     raise typer.Exit(_run(settings, address, token, grace))

@@ -227,7 +227,7 @@ class App:
 
     async def write_file(self, exchange: Exchange) -> None:
         served = self._sandbox(exchange)
-        chunks = exchange.chunks(self._service.settings.upload_bytes)
+        chunks = exchange.chunks(self._service.settings.file_bytes)
         await exchange.answer_json(await served.write(exchange.parameters["path"], chunks))
 
     async def delete_file(self, exchange: Exchange) -> None:
@@ -240,7 +240,7 @@ class App:
         if kind is None:
             raise RequestRefused(f"`kind` is one of {', '.join(ARCHIVES)}.", param="kind")
         unpacked = await served.unpack(
-            exchange.chunks(self._service.settings.upload_bytes),
+            exchange.chunks(self._service.settings.file_bytes),
             kind=kind,
             into=exchange.query("into") or "",
         )

@@ -31,9 +31,10 @@ from fumehood.protocol.sandbox_errors import (
 )
 from fumehood.sandboxd import logs
 from fumehood.sandboxd.executions import Execution
+from fumehood.sandboxd.files import printable
 from fumehood.sandboxd.inside import files as paths
 from fumehood.sandboxd.metrics import Metrics
-from fumehood.sandboxd.sandbox import LocalSandbox, data_quota, printable
+from fumehood.sandboxd.sandbox import LocalSandbox, data_quota
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor
 

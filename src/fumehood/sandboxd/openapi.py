@@ -107,7 +107,7 @@ def _version() -> Json:
 def _body(operation: Operation, schemas: dict[int, Json], settings: Settings) -> Json:
     if isinstance(operation.body, str):
         content: Json = {operation.body: {"schema": {"type": "string", "format": "binary"}}}
-        limit = settings.upload_bytes
+        limit = settings.file_bytes
     else:
         content = {"application/json": {"schema": schemas[id(operation.body)]}}
         limit = settings.one_shot_bytes if operation.handler == "execute_once" else settings.request_bytes

@@ -15,7 +15,7 @@ from fumehood.protocol.sandbox import (
     SandboxSpec,
     Unpacked,
 )
-from fumehood.protocol.sandbox_errors import SandboxGone
+from fumehood.protocol.sandbox_errors import FileRefused, SandboxGone
 from fumehood.sandboxd.calls import Call, Calls
 from fumehood.sandboxd.executions import Execution
 from fumehood.sandboxd.files import OpenFile
@@ -42,7 +42,6 @@ class ServedSandbox:
         self.local = local
         self.calls = Calls(local, settings, lambda call, end: on_end(self, call, end))
         self.created_at = self.last_used_at = time.time()
-        self._settings = settings
         self._check = check
         self._on_begin = on_begin
         self._last_used = time.monotonic()
@@ -128,7 +127,7 @@ class ServedSandbox:
 
     async def write(self, path: str, content: bytes | AsyncIterable[bytes]) -> FileEntry:
         with self._using():
-            return await self.local.files.write(path, content, limit=self._settings.upload_bytes)
+            return await self.local.files.write(path, content)
 
     async def delete(self, path: str) -> None:
         with self._using():
@@ -137,7 +136,5 @@ class ServedSandbox:
     async def unpack(
         self, content: bytes | AsyncIterable[bytes], *, kind: ArchiveFormat, into: str = ""
     ) -> Unpacked:
-        with self._using():
-            return await self.local.files.unpack(
-                content, kind=kind, into=into, limit=self._settings.upload_bytes
-            )
+        del content, kind, into
+        raise FileRefused("Archives cannot be unpacked yet.")

@@ -20,6 +20,8 @@ class Settings:
     cpus: processors one sandbox may use at most; under contention all get equal shares.
     processes, open_files: bounds of one sandbox.
     inodes: files one sandbox may have in /mnt/data, /tmp, home and /dev/shm together.
+    file_bytes: how large one file or archive may be on its way in or out.
+    transfer_seconds: how long one may take in all; transfer_patience: how long nothing of it may move.
     output_bytes, display_bytes: what one call may print, and show.
     interrupt_grace: seconds between the first interrupt of code that ran too long and its being killed.
     start_timeout: seconds until a zygote or a sandbox that has not started counts as failed.
@@ -38,7 +40,6 @@ class Settings:
         together; the last one can always be read.
     departed, departed_seconds: of how many sandboxes that have ended it is remembered why, and for how long.
     request_bytes, one_shot_bytes: the largest JSON body of a request, and of one to `POST /execute`.
-    upload_bytes: the largest file or archive that is taken in one request.
     produced_files, produced_bytes: what `POST /execute` gives back at most of the files that the code wrote.
     """
 
@@ -52,6 +53,9 @@ class Settings:
     processes: int = 256
     open_files: int = 4096
     inodes: int = 100_000
+    file_bytes: int = 4 << 30
+    transfer_seconds: float = 3600.0
+    transfer_patience: float = 30.0
     output_bytes: int = 1 << 20
     display_bytes: int = 32 << 20
     interrupt_grace: float = 1.5
@@ -70,7 +74,6 @@ class Settings:
     departed_seconds: float = 600.0
     request_bytes: int = 8 << 20
     one_shot_bytes: int = 64 << 20
-    upload_bytes: int = 4 << 30
     produced_files: int = 256
     produced_bytes: int = 32 << 20
 
