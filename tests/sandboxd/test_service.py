@@ -233,9 +233,12 @@ async def test_the_same_call_again_runs_once(sandbox: ServedSandbox) -> None:
     first = await outcome(sandbox, "n += 1; n", "once")
     assert (await outcome(sandbox, "n += 1; n", "once")).events == first.events
     assert (await outcome(sandbox, "n")).result == "1"
-    for other in ({"code": "n += 2"}, {"code": "n += 1; n", "timeout_seconds": 5}):
+    for other in (
+        ExecuteRequest(code="n += 2", execution_id="once"),
+        ExecuteRequest(code="n += 1; n", execution_id="once", timeout_seconds=5),
+    ):
         with pytest.raises(Conflict) as caught:
-            sandbox.begin(ExecuteRequest(execution_id="once", **other))
+            sandbox.begin(other)
         assert caught.value.param == "execution_id"
 
 

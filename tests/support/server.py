@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +101,7 @@ async def serving(
     token: str | None = None,
     grace: float = 0.0,
     sign_of_life: float | None = None,
-) -> AsyncIterator[Running]:
+) -> AsyncGenerator[Running]:
     """A server on a free port or on a unix socket, until the block is left."""
     listener = listen(Address(port=0, path=path))
     server = Server(settings, listener, token=token, grace=grace, sign_of_life=sign_of_life)
