@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -53,6 +53,7 @@ class Execution:
         self.call = os.urandom(wire.CALL_ID_BYTES)  # cannot be guessed by code that runs before the call
         self.code = code
         self.timeout = timeout
+        self.requirements: Sequence[str] = ()  # to be installed before the code runs
         self.log: list[AnyOutput] = []
         self.claimed_end: asyncio.Future[_EndBody] = asyncio.get_running_loop().create_future()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
