@@ -8,6 +8,7 @@ and must not import the rest of the package.
 import ctypes
 import json
 import os
+import resource
 import sys
 from typing import Any, NoReturn
 
@@ -115,6 +116,7 @@ def _exec_other(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
         item if isinstance(item, str) else places[item[0]] + item[1]  # as bubblewrap will find it
         for item in config["arguments"]
     ]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (config["file_bytes"], config["file_bytes"]))
     os.execv(places["bubblewrap"] + config["bubblewrap"], ["bwrap", *arguments])
 
 

@@ -168,9 +168,6 @@ class Supervisor:
             if self._settings.packages:
                 self._no_packages = f"Packages cannot be installed in mode {self._settings.mode}."
             return
-        uid = None
-        if self._users is not None and os.geteuid() == 0:
-            uid = self._users.first + self._free_uids.pop()  # of install jails, never of a sandbox
         try:
             store = open_store(self._settings)
             self._installer = open_installer(
@@ -178,7 +175,7 @@ class Supervisor:
                 store,
                 runtime=launch.runtime,
                 bubblewrap=launch.bubblewrap,
-                uid=uid,
+                uid=None if self._users is None else self._users.installer,
                 tree=self._tree,
             )
         except (OSError, RuntimeUnavailable, IsolationUnavailable) as error:

@@ -17,13 +17,17 @@ _LAYER = re.compile(r"[0-9a-f]{64}")
 _FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
 
 
-def help_with(supervisor: socket.socket, *, namespace: int, layers: int) -> NoReturn:
-    """The helper's whole life: hear which layers, the first on top, attach them, answer, end."""
+def help_with(supervisor: socket.socket, mounts: list[int]) -> NoReturn:
+    """The helper's whole life: hear which layers, the first on top, attach them, answer, end.
+
+    mounts: the mount namespace of the sandbox, and the one that has the store, if there is one.
+    """
     answer: dict[str, str] = {}
     try:
         names: list[str] = json.loads(supervisor.recv(_MAX_TASK))["layers"]
-        if layers < 0:
-            raise OSError("no store of packages was given to this zygote")
+        if len(mounts) != 2:
+            raise OSError("this zygote has no store of packages")
+        namespace, layers = mounts
         os.setns(layers, os.CLONE_NEWNS)
         os.unshare(os.CLONE_NEWNS)
         tree = _put_together(names)

@@ -171,8 +171,8 @@ class Zygote:
         except OSError:
             return  # the closed reply socket tells
         if pid == 0:
-            reply, rest = _only_these_fds([*fds, self._layers])
-            attach.help_with(reply, namespace=rest[0], layers=rest[1])
+            reply, rest = _only_these_fds([*fds, *([self._layers] if self._layers >= 0 else [])])
+            attach.help_with(reply, rest)
         self._helpers.add(number)
         self._watch(number, pid)
 

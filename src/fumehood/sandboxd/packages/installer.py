@@ -7,13 +7,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fumehood.protocol.sandbox_errors import InstallFailed
-from fumehood.sandboxd.packages import requirements, resolving
-from fumehood.sandboxd.packages.jail import TookTooLong
+from fumehood.sandboxd.packages import requirements, resolving, trees
+from fumehood.sandboxd.packages.jail import TookTooLong, TookTooMuch
 from fumehood.sandboxd.packages.resolving import Resolver, Unresolved
 from fumehood.sandboxd.packages.store import Layer, Pin, Request, Store
 from fumehood.sandboxd.packages.trees import UnfitTree
@@ -120,14 +120,27 @@ class Installer:
                 if found := self._recall(key, fresh=True):
                     return found
                 async with self._at_once:
-                    staging = stack.enter_context(self.store.staging())
+                    staging = await stack.enter_async_context(self._staging())
                     return await self._make(key, wanted, present, staging, may_replace=may_replace)
         except TookTooLong:
             seconds = self._resolver.jail.timeout
             raise _failed(wanted, f"it took longer than {seconds:g} s and was stopped") from None
-        except (OSError, UnfitTree) as error:
+        except TookTooMuch:
+            raise _failed(wanted, "the server has too little space left for them") from None
+        except UnfitTree as error:
+            raise _failed(wanted, f"what they unpack to is refused: {error}") from None
+        except OSError as error:
             logger.error("Packages could not be installed: %s", error)
             raise _failed(wanted, f"the server could not store them: {error}") from error
+
+    @contextlib.asynccontextmanager
+    async def _staging(self) -> AsyncGenerator[Path]:
+        work = contextlib.ExitStack()
+        path = work.enter_context(self.store.staging())
+        try:
+            yield path
+        finally:
+            await asyncio.to_thread(work.close)  # a failed build may have left much
 
     async def _turn(self, key: str, stack: contextlib.AsyncExitStack) -> None:
         """Wait while another supervisor works on the same request."""
@@ -168,7 +181,8 @@ class Installer:
                 raise self._explained(wanted, problem.said) from None
             if found := self._recall(key, fresh=False):
                 return found
-            logger.warning("The package index cannot be reached; trying what was fetched before.")
+            said = self._resolver.jail.index.scrub(problem.said)
+            logger.warning("The package index cannot be reached; trying what was fetched before. %s", said)
             offline = True
             try:
                 pins = await self._resolve(wanted, present, staging, may_replace=may_replace, offline=True)
@@ -231,6 +245,9 @@ class Installer:
         (output / ".lock").unlink(missing_ok=True)  # uv's
         layer = await asyncio.to_thread(self.store.adopt, output, key, pins)
         await asyncio.to_thread(self.store.evict)
+        # uv keeps what it fetched for ever; past the bound it starts afresh.
+        if await asyncio.to_thread(trees.used_bytes, jail.cache) > jail.most_bytes:
+            await self._resolver.empty_cache(staging)
         return layer
 
     def _explained(self, wanted: Sequence[str], said: str) -> InstallFailed:

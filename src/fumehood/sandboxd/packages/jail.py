@@ -28,6 +28,8 @@ _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 _MEMORY = 2 << 30
 _PROCESSES = 256
 _OUTPUT_BYTES = 4 << 20
+_RESERVE = 1 << 30  # what stays free on the disk, or a twentieth of it
+_WATCH_EVERY = 0.25
 _ENVIRON = {
     "HOME": "/tmp",
     "PATH": "/usr/bin:/bin",
@@ -49,6 +51,10 @@ class TookTooLong(Exception):
     """The jail was ended at its time-out."""
 
 
+class TookTooMuch(Exception):
+    """The jail was ended because it left too little space on the disk."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     code: int
@@ -68,6 +74,7 @@ class InstallJail:
     uid: int | None
     tree: CgroupTree | None
     timeout: float
+    most_bytes: int
     numbers: "itertools.count[int]"
 
     @property
@@ -82,7 +89,7 @@ class InstallJail:
     async def run(self, arguments: Sequence[str], inputs: Path, output: Path | None = None) -> Finished:
         """uv with these arguments; `inputs` is at /in, `output` where a sandbox has its packages.
 
-        Raises TookTooLong, and OSError where the jail cannot be made.
+        Raises TookTooLong, TookTooMuch, and OSError where the jail cannot be made.
         """
         read, write = os.pipe()
         with os.fdopen(read, "rb", buffering=0) as gate, os.fdopen(write, "wb", buffering=0) as opener:
@@ -110,13 +117,32 @@ class InstallJail:
     async def _follow(self, process: asyncio.subprocess.Process) -> Finished:
         if process.stdout is None or process.stderr is None:
             raise OSError("the jail has no output")
+        watch = asyncio.ensure_future(self._watch_space(process))
         try:
             async with asyncio.timeout(self.timeout):
                 stdout, stderr = await asyncio.gather(_read(process.stdout), _read(process.stderr))
                 code = await process.wait()
         except TimeoutError:
             raise TookTooLong from None
-        return Finished(code, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
+        finally:
+            watch.cancel()
+        if watch.done() and not watch.cancelled():
+            raise TookTooMuch
+        said = stderr.decode(errors="replace")
+        if code and ("Traceback (most" in said or said.startswith("bwrap:")):  # not uv's words
+            raise OSError(f"the install jail did not start: {said.strip().splitlines()[-1][:300]}")
+        return Finished(code, stdout.decode(errors="replace"), said)
+
+    async def _watch_space(self, process: asyncio.subprocess.Process) -> None:
+        """End the jail before the disk is full: what a wheel unpacks to is known only afterwards."""
+        while True:
+            about = os.statvfs(self.cache)
+            free = about.f_bavail * about.f_frsize
+            if free < min(_RESERVE, about.f_blocks * about.f_frsize // 20):
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGKILL)
+                return
+            await asyncio.sleep(_WATCH_EVERY)
 
     @contextlib.asynccontextmanager
     async def _cgroup(self) -> AsyncGenerator[Cgroup | None]:
@@ -168,6 +194,7 @@ class InstallJail:
             "drop_to": self.uid,
             "bubblewrap": program,
             "places": places,
+            "file_bytes": self.most_bytes,
             "arguments": [*jail, "--", "/uv", *arguments],
         }
 

@@ -17,7 +17,7 @@ from fumehood.sandboxd.settings import Settings
 
 
 def open_store(settings: Settings) -> Store:
-    store = Store(settings.packages_dir or default_directory(), most_bytes=settings.packages_bytes)
+    store = Store(Path(settings.packages_dir or default_directory()), most_bytes=settings.packages_bytes)
     store.open()
     return store
 
@@ -48,6 +48,7 @@ def open_installer(
         uid=uid,
         tree=tree,
         timeout=settings.install_timeout,
+        most_bytes=settings.packages_bytes,
         numbers=itertools.count(1),
     )
     return Installer(store, Resolver(jail, Base(sandbox_distributions)))

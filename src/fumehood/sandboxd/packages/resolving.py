@@ -19,7 +19,7 @@ _NETWORK = re.compile(
     r"connection (?:refused|reset|closed)|HTTP status server error|network is unreachable",
     re.IGNORECASE,
 )
-_REFUSED = re.compile(r"HTTP status client error \((\d{3}[^)]*)\)")
+_REFUSED = re.compile(r"(?:HTTP status client error|authentication credentials) \((\d{3}[^)]*)\)")
 _UNKNOWN = re.compile(
     r"([\w.-]+) was not found in the (package registry|cache|provided package locations|index)"
 )
@@ -89,6 +89,12 @@ class Resolver:
         arguments += ["--only-binary", ":all:", "--require-hashes", "--compile-bytecode", "--color", "never"]
         arguments += [*self._more_links(), *(["--offline"] if offline else []), "-r", "/in/pins.txt"]
         return await self.jail.run(arguments, inputs, output)
+
+    async def empty_cache(self, staging: Path) -> None:
+        inputs = staging / "clean"
+        inputs.mkdir(mode=0o755)
+        (inputs / "pyvenv.cfg").write_text(self.jail.pyvenv())
+        await self.jail.run(["cache", "clean"], inputs)
 
     def _more_links(self) -> list[str]:
         return [] if self.jail.index.find_links is None else ["--find-links", "/links"]

@@ -226,7 +226,7 @@ class Store:
     @contextlib.contextmanager
     def turn(self, key: str) -> Generator[bool]:
         """Whether this request is ours to work on now; another supervisor may be at it."""
-        fd = os.open(self.path / "requests" / f"{key[:2]}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self.path / "requests" / f"{key[:4]}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
