@@ -22,7 +22,7 @@ from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.inside import jail, layout
 from fumehood.sandboxd.launching import Launch, root_entries
 from fumehood.sandboxd.packages import requirements
-from fumehood.sandboxd.packages.attached import NOT_OFFERED
+from fumehood.sandboxd.packages.attached import NO_JAIL, NOT_OFFERED
 from fumehood.sandboxd.packages.installer import NOTHING, Installer, Provision
 from fumehood.sandboxd.packages.opening import open_installer, open_store
 from fumehood.sandboxd.runtime import RuntimeUnavailable, discover_bubblewrap, discover_runtime
@@ -98,6 +98,8 @@ class Supervisor:
                 "Mode unsafe-degraded: no namespaces. All sandboxes share one kernel user on the host; only Landlock "
                 "and the system-call filter hold the code."
             )
+        if self._settings.mode != "namespaces" and self._settings.packages:
+            self._no_packages = NO_JAIL.format(mode=self._settings.mode)
         if self._settings.mode != "pod":
             self._open_cgroups()
             self._users = self._find_users()
@@ -165,8 +167,6 @@ class Supervisor:
     def _open_packages(self, launch: Launch) -> None:
         """Get ready to install packages; where that cannot be, whoever asks for some is told why."""
         if not self._settings.packages or launch.bubblewrap is None:
-            if self._settings.packages:
-                self._no_packages = f"Packages cannot be installed in mode {self._settings.mode}."
             return
         try:
             store = open_store(self._settings)

@@ -16,6 +16,10 @@ from fumehood.sandboxd.zygotes import Zygote
 _MOST_LAYERS = 32
 _ATTACH_SECONDS = 30
 NOT_OFFERED = "This server installs no packages; use what is there."
+NO_JAIL = (
+    "Packages cannot be installed in mode {mode}: the installer needs namespaces. Put them into the image, or where "
+    "the server's own packages are."
+)
 
 type Attach = Callable[[list[str]], Awaitable[None]]
 type Say = Callable[[str], None]

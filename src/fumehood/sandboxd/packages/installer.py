@@ -61,6 +61,10 @@ class _Build:
         try:
             # Whoever stops waiting does not stop it for the others, nor for the next one who asks.
             return (await asyncio.shield(self.task)).share()
+        except asyncio.CancelledError:
+            if self.task.cancelled():  # not whoever waits, but the installer
+                raise requirements.refused("The server is shutting down.") from None
+            raise
         finally:
             self._waiting -= 1
             self._close_if_unwanted()
@@ -122,7 +126,7 @@ class Installer:
                 async with self._at_once:
                     staging = await stack.enter_async_context(self._staging())
                     return await self._make(key, wanted, present, staging, may_replace=may_replace)
-        except TookTooLong:
+        except (TookTooLong, TimeoutError):
             seconds = self._resolver.jail.timeout
             raise _failed(wanted, f"it took longer than {seconds:g} s and was stopped") from None
         except TookTooMuch:
