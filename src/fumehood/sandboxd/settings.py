@@ -31,8 +31,8 @@ class Settings:
     index_url: where these come from; None means FUMEHOOD_INDEX_URL, UV_DEFAULT_INDEX, UV_INDEX_URL or PIP_INDEX_URL
         of the environment, else PyPI. Credentials in it are shown to nobody.
     find_links: a directory with further wheels.
-    packages_dir: where installed packages are kept; None means /var/cache/fumehood/packages for root, else
-        fumehood/packages in the user's cache directory.
+    packages_dir: where installed packages are kept; None means FUMEHOOD_PACKAGES_DIR of the environment, else
+        /var/cache/fumehood/packages for root, else fumehood/packages in the user's cache directory.
     packages_bytes: how much may be kept there besides uv's own cache; what is in use stays.
     install_timeout: seconds that resolving or installing may take.
     """

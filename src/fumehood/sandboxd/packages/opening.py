@@ -23,6 +23,8 @@ def open_store(settings: Settings) -> Store:
 
 
 def default_directory() -> Path:
+    if chosen := os.environ.get("FUMEHOOD_PACKAGES_DIR"):
+        return Path(chosen)
     if os.geteuid() == 0:
         return Path("/var/cache/fumehood/packages")
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
