@@ -201,8 +201,9 @@ async def test_a_slow_reader_costs_no_memory(running: Running, client: Client) -
             await asyncio.sleep(0.02)
 
 
-async def test_a_large_upload_keeps_memory_flat(client: Client) -> None:
-    size = 200 << 20
+@pytest.mark.parametrize("size", [200 << 20, pytest.param(1 << 30, marks=pytest.mark.slow)])
+async def test_a_large_upload_keeps_memory_flat(client: Client, size: int) -> None:
+    await client.make("large", memory="4g")
     piece = b"x" * (1 << 18)
 
     async def content() -> AsyncGenerator[bytes]:
@@ -210,10 +211,10 @@ async def test_a_large_upload_keeps_memory_flat(client: Client) -> None:
             yield piece
 
     before = _peak()
-    async with client.session.put(client.url("/sandboxes/box/files/large"), data=content()) as response:
+    async with client.session.put(client.url("/sandboxes/large/files/large"), data=content()) as response:
         assert (response.status, (await response.json())["size"]) == (200, size)
     taken = 0
-    async with client.session.get(client.url("/sandboxes/box/files/large")) as response:
+    async with client.session.get(client.url("/sandboxes/large/files/large")) as response:
         async for chunk in response.content.iter_any():
             taken += len(chunk)
     assert taken == size

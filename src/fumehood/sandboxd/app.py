@@ -13,7 +13,7 @@ from typing import override
 import msgspec
 from starlette.routing import Match, Route, Router
 
-from fumehood.protocol.sandbox import ArchiveFormat, ExecuteRequest, OneShotRequest, SandboxSpec
+from fumehood.protocol.sandbox import ArchiveFormat, End, ExecuteRequest, OneShotRequest, SandboxSpec
 from fumehood.protocol.sandbox_errors import (
     NotAllowed,
     NotThere,
@@ -37,6 +37,8 @@ from fumehood.sandboxd.served import ServedSandbox
 from fumehood.sandboxd.service import NAME, Service, check_name
 
 SIGN_OF_LIFE = 10.0
+# What code prints at once travels with the head of the answer: one packet, one wake-up of the reader.
+_HEAD_START = 0.02
 _FIRST_LOOK = 1.0  # seconds until it is worth watching whether a reader is still there
 _TENANT = re.compile(r"[A-Za-z0-9_.:@-]{0,128}")
 _KINDS: dict[str, ArchiveFormat] = {kind: kind for kind in ARCHIVES}
@@ -160,6 +162,8 @@ class App:
 
     async def _stream(self, exchange: Exchange, call: Call, after: int = -1) -> None:
         """Write events as they come; the code does not mind when nobody listens any more."""
+        if not call.execution.log:
+            await call.execution.wait_for_more(_HEAD_START)
         await exchange.begin_events(call.id)
         patience = min(_FIRST_LOOK, self._sign_of_life)
         watcher: asyncio.Task[None] | None = None
@@ -173,7 +177,10 @@ class App:
                     return
                 if batch:
                     silent = 0.0
-                    await exchange.send(_encode_lines(batch))
+                    last = isinstance(batch[-1], End)
+                    await exchange.send(_encode_lines(batch), more=not last)
+                    if last:
+                        return
                 elif (silent := silent + patience) >= self._sign_of_life:
                     silent = 0.0
                     await exchange.send(b"\n")

@@ -46,6 +46,7 @@ type State = Literal["starting", "ok", "stopping"]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _VERSION = metadata.version("fumehood")
+_PYTHON = platform.python_version()
 _DELETED = "it was deleted"
 _LAST_WORDS = 5.0  # seconds for what remains to be done after the code has stopped
 
@@ -137,7 +138,7 @@ class Service:
             mode=self.settings.mode,
             protocol=PROTOCOL_VERSION,
             version=_VERSION,
-            python=platform.python_version(),
+            python=_PYTHON,
             capacity=self.settings.capacity,
             live=self.supervisor.live,
             parked=self.supervisor.parked,
