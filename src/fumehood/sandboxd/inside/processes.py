@@ -19,7 +19,7 @@ def run(program: bytes, channel: socket.socket, cgroups: list[int], prepared: ru
         plan = jail.Plan.decode(channel.recv(init.MAX_PLAN).decode())
         syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGTERM)  # no namespace ends with the zygote
-        init.send_handles(channel, plan.work_directory)
+        init.send_handles(channel, plan)
         jail.limit(plan)
         jail.renounce()
         _start(plan, program, channel, prepared)
