@@ -78,6 +78,7 @@ async def test_a_killed_build_leaves_nothing(index: Index, tmp_path: Path) -> No
         assert (await run(sandbox, "import hello; hello.version")).result == "1"
 
 
+@pytest.mark.slow
 async def test_two_supervisors_build_once_and_leave_each_other_s_layers(index: Index, tmp_path: Path) -> None:
     for name in ("first", "second", "third"):
         index.add(wheel(name, "1.0", {f"{name}.py": "x = 1", f"{name}.bin": os.urandom(400_000)}))

@@ -1,6 +1,7 @@
 """Packages from an index into real sandboxes: at creation, while they live, offline, refused; imports `fumehood`."""
 
 import asyncio
+import json
 import os
 import sys
 import threading
@@ -157,6 +158,46 @@ async def test_a_request_again_needs_no_index(index: Index, tmp_path: Path) -> N
         sandbox = await second.create(SandboxSpec(requirements=["hello<2"]))
         assert (await run(sandbox, "import hello; hello.version")).result == "1"
     assert len(index.asked) == before
+
+
+async def test_after_a_day_the_index_is_asked_again_if_it_answers(tmp_path: Path) -> None:
+    with Index() as index:
+        index.add(wheel("daily", "1.0", {"daily.py": "x = 1"}))
+        async with Supervisor(_settings(index, tmp_path, preload=())) as running:
+
+            async def version() -> str | None:
+                sandbox = await running.create(SandboxSpec(requirements=["daily"]))
+                return (await run(sandbox, "import daily; daily.x")).result
+
+            assert await version() == "1"
+            index.add(wheel("daily", "2.0", {"daily.py": "x = 2"}))
+            assert await version() == "1"
+            _age(tmp_path)
+            assert await version() == "2"
+            _age(tmp_path)
+            index.close()
+            assert await version() == "2"
+
+
+def _age(directory: Path) -> None:
+    """Make every request that is remembered one of the day before yesterday."""
+    for path in (directory / "requests").glob("*.json"):
+        request = json.loads(path.read_text())
+        request["made_at"] -= 2 * 24 * 3600
+        path.write_text(json.dumps(request))
+
+
+async def test_uv_s_cache_is_bounded_too(index: Index, tmp_path: Path) -> None:
+    def cached() -> list[str]:
+        return [path.name for path in (tmp_path / "cache").rglob("*.bin")]
+
+    for name in ("bulky", "bulkier"):
+        index.add(wheel(name, "1.0", {f"{name}.bin": os.urandom(400_000)}))
+    async with Supervisor(_settings(index, tmp_path, preload=(), packages_bytes=600_000)) as running:
+        await running.create(SandboxSpec(requirements=["bulky"]))
+        assert cached() == ["bulky.bin"]
+        await running.create(SandboxSpec(requirements=["bulkier"]))
+        assert cached() == []
 
 
 async def test_offline_from_what_was_fetched_before(tmp_path: Path) -> None:

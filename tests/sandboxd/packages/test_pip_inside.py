@@ -190,6 +190,19 @@ closed
     await sandbox.destroy()
 
 
+async def test_connections_are_taken_at_a_pace(sandbox: LocalSandbox) -> None:
+    code = """
+import socket, time
+began = time.monotonic()
+for _ in range(40):
+    with socket.create_connection(('127.0.0.1', 3129), timeout=30) as connection:
+        connection.sendall(b'x\\n')
+        connection.recv(1000)
+time.monotonic() - began >= 0.39
+"""
+    assert (await run(sandbox, code)).result == "True"
+
+
 async def test_not_too_often(sandbox: LocalSandbox) -> None:
     code = f"""{_TALK}
 answers = [talk(b'{{"requirements": ["./x"]}}\\n') for _ in range(30)]

@@ -1,5 +1,6 @@
 """What is made of uv's words, and of an index's secrets; imports `fumehood.sandboxd.packages`."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -87,8 +88,14 @@ def test_credentials_are_scrubbed_however_they_are_quoted() -> None:
     assert index.environment()["HTTPS_PROXY"] == proxy
 
 
-def test_what_is_said_is_bounded() -> None:
-    assert len(Index.find(None, None, {}).scrub("x" * 100_000)) == 2001
+@pytest.mark.parametrize("unit", ["x", "a.", "x://", "://x", "has no ", "Because ", "@", "(", " \n"])
+def test_what_is_said_is_bounded_and_read_in_no_time(unit: str) -> None:
+    said = unit * (1_000_000 // len(unit))
+    began = time.process_time()
+    assert len(Index.find(None, None, {}).scrub(said)) == 2001
+    assert len(explain(said)) <= 700
+    assert not Unresolved(said).no_solution
+    assert time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize(

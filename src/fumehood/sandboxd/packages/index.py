@@ -46,7 +46,7 @@ class Index:
         for address in (self.url, *(value for _, value in self.proxies)):
             for secret in _credentials(address or ""):
                 text = text.replace(secret, "****")
-        text = re.sub(r"(\w+://)[^\s/@]+@", r"\1****@", text)
+        text = re.sub(r"://[^\s/@]+@", "://****@", text)
         text = "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
         return text if len(text) <= _MOST_SAID else text[:_MOST_SAID] + "…"
 

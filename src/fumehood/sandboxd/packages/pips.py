@@ -18,6 +18,8 @@ from fumehood.sandboxd.packages.store import Pin
 logger = logging.getLogger(__name__)
 
 _CONNECTIONS = 4
+_ACCEPT_EVERY = 0.01  # seconds; code may connect as often as it likes, and gets its share of this process
+_ACCEPT_AGAIN = 1.0  # after a failure, for want of descriptors say
 _LINE_BYTES = 64 * 1024
 _READ_SECONDS = 10
 _WRITE_SECONDS = 10
@@ -47,23 +49,32 @@ class PipService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._allowance = float(_BURST)
         self._counted_at = self._loop.time()
-        self._loop.add_reader(self._listener.fileno(), self._accept)
+        self._resume: asyncio.TimerHandle | None = None
+        self._listen()
 
     def close(self) -> None:
+        if self._resume is not None:
+            self._resume.cancel()
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
         for task in self._tasks:
             task.cancel()
 
+    def _listen(self) -> None:
+        if len(self._tasks) < _CONNECTIONS:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+        else:
+            self._resume = self._loop.call_later(_ACCEPT_EVERY, self._listen)
+
     def _accept(self) -> None:
+        self._loop.remove_reader(self._listener.fileno())
         try:
             connection, _ = self._listener.accept()
         except OSError:
+            self._resume = self._loop.call_later(_ACCEPT_AGAIN, self._listen)
             return
+        self._resume = self._loop.call_later(_ACCEPT_EVERY, self._listen)
         connection.setblocking(False)
-        if len(self._tasks) >= _CONNECTIONS:
-            connection.close()
-            return
         task = asyncio.ensure_future(self._serve(connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -14,6 +14,7 @@ from fumehood.sandboxd.packages.store import Pin
 
 # One that is a sentence of its own in every case is quoted as uv wrote it.
 _MOST_QUOTED = 600
+_MOST_READ = 8000  # of what uv said: an index chooses much of it, and patterns take their time
 _NETWORK = re.compile(
     r"error sending request|tcp connect error|dns error|operation timed out|Could not connect|"
     r"connection (?:refused|reset|closed)|HTTP status server error|network is unreachable",
@@ -21,9 +22,9 @@ _NETWORK = re.compile(
 )
 _REFUSED = re.compile(r"(?:HTTP status client error|authentication credentials) \((\d{3}[^)]*)\)")
 _UNKNOWN = re.compile(
-    r"([\w.-]+) was not found in the (package registry|cache|provided package locations|index)"
+    r"([\w.-]{1,120}) was not found in the (package registry|cache|provided package locations|index)"
 )
-_NO_WHEELS = re.compile(r"(?:of )?([\w.=<>,|*-]+) (?:have|has) no (?:usable wheels|wheels with a matching)")
+_NO_WHEELS = re.compile(r"([\w.=<>,|*-]{1,120}) (?:have|has) no (?:usable wheels|wheels with a matching)")
 _WHEELS_REQUIRED = re.compile(r"Wheels are required for `([^`]+)`")
 _BECAUSE = re.compile(r"\b(Because .*)", re.DOTALL)
 _CONCLUSION = re.compile(r",? ?(?:and )?we can conclude that your requirements are unsatisfiable\.?")
@@ -36,7 +37,7 @@ class Unresolved(Exception):
 
     def __init__(self, said: str) -> None:
         super().__init__(said)
-        self.said = said
+        self.said = said = said[:_MOST_READ]
         self.network = bool(_NETWORK.search(said))
         self.no_solution = "No solution found" in said
 
@@ -122,6 +123,7 @@ def read_pins(text: str) -> list[Pin]:
 
 def explain(said: str) -> str:
     """uv's error as one sentence for whoever asked; quoted only where nothing simpler is known."""
+    said = said[:_MOST_READ]
     if refusal := _REFUSED.search(said):
         return f"the package index refused the request ({refusal[1]})"
     if "No space left on device" in said:
