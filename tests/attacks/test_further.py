@@ -32,8 +32,8 @@ needs_cgroups = pytest.mark.skipif(not has_cgroups(), reason="memory cannot be b
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs uid 0")
 
 FORGE = """
-import gc, os, socket, struct
-output = next(o for o in gc.get_objects() if type(o).__name__ == "Output" and hasattr(o, "_channel"))
+import os, socket, struct, sys
+output = sys.__stdout__._output
 channel = output._channel
 def send(kind, body=b"", more=0, call=None):
     channel.send(struct.pack("!BB16s", kind, more, output._call if call is None else call) + body)

@@ -260,8 +260,8 @@ async def test_exit_codes(sandbox: LocalSandbox, code: str, status: str, exit_co
     ("code", "reason"),
     [
         ("import os; os._exit(7)", "exited with code 7"),
-        ("import os; os.kill(os.getpid(), 9)", "as after SIGKILL"),
-        ("import ctypes; ctypes.string_at(0)", "as after SIGSEGV"),
+        ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL"),
+        ("import ctypes; ctypes.string_at(0)", "ended by SIGSEGV"),
     ],
 )
 async def test_lost_interpreters_are_reported(supervisor: Supervisor, code: str, reason: str) -> None:

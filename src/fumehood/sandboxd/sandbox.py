@@ -102,6 +102,7 @@ class LocalSandbox:
         self._turn = asyncio.Lock()
         self._running: Execution | None = None
         self._gone: str | None = None
+        self._interpreter_code: int | None = None
         self._final_oom_kills: int | None = None
         self._noted_oom_kills = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -203,8 +204,11 @@ class LocalSandbox:
             case "resized":
                 if not self._resized.done():
                     self._resized.set_result(event["error"])
+            case "ended":
+                self._interpreter_code = event["code"]
+                self.kill(self._gone or self._describe_end(event["code"]))
             case "exited":
-                self.exited(event["code"])
+                self.exited(event["code"] if self._interpreter_code is None else self._interpreter_code)
             case unknown:
                 raise AssertionError(f"unknown event {unknown!r} from the zygote")
 
@@ -223,11 +227,13 @@ class LocalSandbox:
             return "the process that makes sandboxes ended"
         if self._oom_kills() > self._noted_oom_kills:
             return f"it ran out of memory ({self.memory})"
-        if code == -signal.SIGKILL:
+        if self._interpreter_code is None and code == -signal.SIGKILL:
             return "its first process was killed"
+        if code < 0:
+            return f"the interpreter was ended by {signal.Signals(-code).name}"
         if code > 128:
             with contextlib.suppress(ValueError):
-                # Init can only hand on a number, and a program may choose the same one.
+                # Without namespaces the first process can only hand on a number, which a program may choose too.
                 return f"the interpreter ended with code {code}, as after {signal.Signals(code - 128).name}"
         return f"the interpreter exited with code {code}"
 
@@ -376,7 +382,7 @@ class LocalSandbox:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._settings.interrupt_grace
         while loop.time() < until:
-            self._signal(signal.SIGINT)
+            self._zygote.interrupt(self.number)
             if not await self._wait(execution, _INTERRUPT_EVERY):
                 return
         self.kill("the code did not stop when it was interrupted")

@@ -31,6 +31,7 @@ from fumehood.sandboxd.zygotes import Zygote
 logger = logging.getLogger(__name__)
 
 _PARKED_MEMORY: MemoryTier = "1g"
+_NOWHERE = Place(uid=0, cgroup=None, scratch=None, directly_readable=False)
 _LIMITS_ADVICE = (
     "Or set limits to best-effort, which runs code without a bound on memory: one program can then use up the "
     "host's."
@@ -151,6 +152,7 @@ class Supervisor:
             users=self._users,
             cgroup=self._zygote_cgroup,
             timeout=self._settings.start_timeout,
+            common=self._plan(_NOWHERE, fresh_interpreter=False) if namespaces else None,
         )
 
     def _program(self) -> bytes:
