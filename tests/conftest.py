@@ -11,6 +11,10 @@ settings.register_profile("fumehood", deadline=None, print_blob=True, database=N
 settings.load_profile("fumehood")
 
 
+# The kits are tests too, though they are shipped.
+pytest.register_assert_rewrite("fumehood.testing.sandbox_kit", "fumehood.testing.sandbox_kit_files")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if os.geteuid() == 0:
         return
