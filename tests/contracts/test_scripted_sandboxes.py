@@ -1,37 +1,13 @@
 """The conformance kit on the scripted double; imports pytest and fumehood."""
 
-import asyncio
 from collections.abc import AsyncGenerator
 
 import pytest
 
 from fumehood.interfaces import SandboxProvider
-from fumehood.protocol.sandbox import End, Raised, Result, Stderr, Stdout
-from fumehood.testing import Action, DeleteFile, ScriptedSandbox, ScriptedSandboxes, Step, WriteFile
-from fumehood.testing.sandbox_kit import PYTHON_PROGRAMS, Program, SandboxKit, Subject
-
-
-async def _until_go(sandbox: ScriptedSandbox) -> None:
-    while not any(file.path == "go" for file in sandbox.files.listing().files):
-        await asyncio.sleep(0)
-
-
-def _behaviours() -> dict[Program, list[Action]]:
-    return {
-        "prints hello": [Stdout("hello\n")],
-        "speaks on every channel": [Stdout("out\n"), Stderr("err\n"), Result({"text/plain": "'value'"})],
-        "raises ValueError": [Raised("ValueError", "no", "ValueError: no\n")],
-        "exits with 3": [End(status="error", exit_code=3, duration_ms=0, state_kept=True)],
-        "waits to be interrupted": [Stdout("waiting\n"), asyncio.Event()],
-        "waits for the file go": [
-            Stdout("waiting\n"),
-            _until_go,
-            WriteFile("done.txt", b"done"),
-            Stdout("done\n"),
-        ],
-        "writes out.txt": [WriteFile("out.txt", b"made")],
-        "deletes out.txt": [DeleteFile("out.txt")],
-    }
+from fumehood.testing import ScriptedSandboxes
+from fumehood.testing.sandbox_kit import SandboxKit, Subject
+from tests.support.behaviours import scripted
 
 
 async def _another() -> SandboxProvider:
@@ -41,6 +17,5 @@ async def _another() -> SandboxProvider:
 class TestScriptedSandboxes(SandboxKit):
     @pytest.fixture
     async def subject(self) -> AsyncGenerator[Subject]:
-        steps = [Step(PYTHON_PROGRAMS[name], actions) for name, actions in _behaviours().items()]
-        async with ScriptedSandboxes(always=steps) as provider:
+        async with scripted() as provider:
             yield Subject(provider, another=_another)

@@ -8,6 +8,7 @@ The last three are for whoever asks again; others see Unreachable.
 """
 
 import asyncio
+import os
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -215,7 +216,7 @@ class Connection:
         """Failures of the connection as Unreachable, in a sentence."""
         try:
             yield
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, RuntimeError, ValueError) as error:
             unreachable = self._translated(error)
             # This one shows the request's headers, and so the token.
             cause = None if isinstance(error, aiohttp.ClientResponseError) else error
@@ -232,14 +233,13 @@ class Connection:
                     f"{where} cannot be reached: no connection within {_CONNECT_SECONDS:g} s."
                 )
             case aiohttp.ClientConnectorError():
-                return NotConnected(
-                    f"{where} cannot be reached: {error.os_error.strerror or error.os_error}."
-                )
+                return NotConnected(f"{where} cannot be reached: {_reason(error.os_error)}.")
             case TimeoutError():
                 return Silent(f"{where} has stopped answering.")
             case aiohttp.ClientResponseError():
                 return Unreachable(f"{where} does not speak HTTP: {_short(error.message)}.")
-            case aiohttp.ClientConnectionError() | aiohttp.ClientPayloadError() | OSError():
+            # aiohttp raises RuntimeError when it is asked to read from what has been closed.
+            case aiohttp.ClientConnectionError() | aiohttp.ClientPayloadError() | OSError() | RuntimeError():
                 return Interrupted(f"The connection to the sandbox server at {self.url} broke.")
             case _:
                 return Unreachable(f"{where} cannot be asked: {_short(str(error))}.")
@@ -334,6 +334,10 @@ def _checked_token(token: str) -> str:
 def segment(text: str) -> str:
     """One part of a path, such that nobody on the way takes it for anything else."""
     return quote(text, safe="").replace(".", "%2E") if text in (".", "..") else quote(text, safe="")
+
+
+def _reason(error: OSError) -> str:
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else _short(str(error))
 
 
 def _short(text: str) -> str:

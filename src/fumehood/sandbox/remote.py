@@ -63,10 +63,10 @@ class RemoteSandboxes:
         patience: Patience | None = None,
         explain: Callable[[Unreachable], SandboxError] | None = None,
     ) -> None:
-        self._connection = Connection(url, token, patience or Patience(), explain)
+        self.connection = Connection(url, token, patience or Patience(), explain)
 
     def __repr__(self) -> str:
-        return f"<RemoteSandboxes {self._connection.url}>"
+        return f"<RemoteSandboxes {self.connection.url}>"
 
     async def __aenter__(self) -> Self:
         return self
@@ -79,28 +79,28 @@ class RemoteSandboxes:
         chosen = secrets.token_hex(12) if name is None else name
         if not _is_name(chosen):
             raise RequestRefused(f"{chosen!r} cannot be the name of a sandbox.", param="name")
-        info = await self._connection.ask("PUT", _path(chosen), SandboxInfo, body=_encoded(spec))
+        info = await self.connection.ask("PUT", _path(chosen), SandboxInfo, body=_encoded(spec))
         return SandboxRef(info.id)
 
     async def attach(self, ref: SandboxRef) -> "RemoteSandbox":
         if not _is_name(ref.id):
             raise SandboxNotFound(f"There is no sandbox {ref.id!r}.")
-        info = await self._connection.ask("GET", _path(ref.id), SandboxInfo)
-        return RemoteSandbox(self._connection, info.id)
+        info = await self.connection.ask("GET", _path(ref.id), SandboxInfo)
+        return RemoteSandbox(self.connection, info.id)
 
     async def destroy(self, ref: SandboxRef) -> None:
         if _is_name(ref.id):
-            await self._connection.repeated(lambda: self._connection.tell("DELETE", _path(ref.id)))
+            await self.connection.repeated(lambda: self.connection.tell("DELETE", _path(ref.id)))
 
     async def sandboxes(self) -> list[SandboxInfo]:
-        return (await self._connection.ask("GET", "/sandboxes", _Sandboxes)).sandboxes
+        return (await self.connection.ask("GET", "/sandboxes", _Sandboxes)).sandboxes
 
     async def health(self) -> Health:
         """What the server tells of itself; raises Unreachable also while it starts or stops."""
-        return await self._connection.ask("GET", "/health", Health)
+        return await self.connection.ask("GET", "/health", Health)
 
     async def close(self) -> None:
-        await self._connection.close()
+        await self.connection.close()
 
 
 class RemoteSandbox:
@@ -220,15 +220,17 @@ class _Stream:
     """
 
     def __init__(self, connection: Connection, path: str, after: int) -> None:
-        self.after = after
+        self.after = self._asked_after = after
         self.accepted = False
         self.failures = 0
         self._connection = connection
         self._path = path
         self._start: tuple[str, bytes] | None = None
+        self._started = False
 
     def start_with(self, path: str, request: bytes) -> None:
         self._start = (path, request)
+        self._started = True
 
     async def read(self) -> AsyncGenerator[AnyOutput]:
         """The events of one connection, up to the `End`; raises Interrupted if it ends before."""
@@ -247,6 +249,8 @@ class _Stream:
                     if isinstance(event, End):
                         await self._rest(response)
                         return
+        if self.after == self._asked_after and not self._started:
+            return  # somebody asked for what comes after the end
         raise self._connection.explained(
             Interrupted(
                 f"The sandbox server at {self._connection.url} ended a call's events before their end."
