@@ -104,7 +104,8 @@ class Connection:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._closed:
-            raise Unreachable(f"The connection to the sandbox server at {self.url} has been closed.")
+            closed = Unreachable(f"The connection to the sandbox server at {self.url} has been closed.")
+            raise self.explained(closed)
         if self._session is None:
             # Every running call holds a connection, so their number is the server's business.
             connector = (
