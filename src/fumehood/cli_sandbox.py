@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,6 +67,13 @@ def sandbox(
     mode: ModeOption = Mode.NAMESPACES,
     limits: LimitsOption = Limits.ENFORCED,
     guest_socket: GuestSocketOption = None,
+    preload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,…",
+            help="Packages to import before any sandbox starts; '' starts faster, without any.",
+        ),
+    ] = None,
     pool: Annotated[int, typer.Option(min=0, help="Sandboxes kept ready.")] = 4,
     capacity: Annotated[int, typer.Option(min=1, help="How many sandboxes may live at once.")] = 256,
     tenant_sandboxes: Annotated[
@@ -128,6 +136,8 @@ def sandbox(
         idle_seconds=idle_seconds or None,
         file_bytes=file_bytes,
     )
+    if preload is not None:
+        settings = replace(settings, preload=tuple(filter(None, preload.split(","))))
     logs.configure(log_format.value, getattr(logging, log_level.value.upper()))
     if exit_with_stdin:
         threading.Thread(target=_stop_at_end_of_input, daemon=True).start()

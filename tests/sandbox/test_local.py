@@ -19,7 +19,9 @@ from fumehood.protocol.sandbox_errors import SandboxGone, SandboxNotFound, Unrea
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings, sweep
 from tests.support.sandboxes import has_cgroups
 
-SETTINGS = LocalSettings(pool=0, limits="enforced" if has_cgroups() else "best-effort")
+SETTINGS = LocalSettings(
+    pool=0, limits="enforced" if has_cgroups() else "best-effort", options=("--preload", "")
+)
 PATIENCE = 60
 
 
@@ -144,7 +146,7 @@ import asyncio, sys, tempfile
 tempfile.tempdir = sys.argv[1]
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings
 async def main():
-    provider = LocalSandboxes(LocalSettings(pool=0, limits=sys.argv[2]))
+    provider = LocalSandboxes(LocalSettings(pool=0, limits=sys.argv[2], options=("--preload", "")))
     await provider.start()
     print(provider.pid, flush=True)
     await asyncio.Event().wait()
