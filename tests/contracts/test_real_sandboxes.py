@@ -27,7 +27,7 @@ TOKEN = "a-token-of-some-length"
 
 @pytest_asyncio.fixture(loop_scope="class", scope="class")
 async def subject(request: pytest.FixtureRequest) -> AsyncGenerator[Subject]:
-    kit: Any = request.cls  # pyright: ignore[reportUnknownMemberType]
+    kit = cast("type[Any]", request.cls)  # pyright: ignore[reportUnknownMemberType]
     async with kit.opened() as made:
         yield made
 
