@@ -3,7 +3,6 @@
 Each class has one server for all of its tests: what they share, they may not notice.
 """
 
-import asyncio
 import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -16,11 +15,10 @@ import pytest_asyncio
 from fumehood.interfaces import SandboxProvider
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings
 from fumehood.sandbox.remote import RemoteSandboxes
-from fumehood.sandboxd.server import Server
 from fumehood.sandboxd.service import Service
-from fumehood.sandboxd.sockets import Address, listen
 from fumehood.testing.sandbox_kit import SandboxKit, Subject
 from tests.support.sandboxes import has_cgroups, settings
+from tests.support.server import serving
 
 TOKEN = "a-token-of-some-length"
 
@@ -30,20 +28,6 @@ async def subject(request: pytest.FixtureRequest) -> AsyncGenerator[Subject]:
     kit = cast("type[Any]", request.cls)  # pyright: ignore[reportUnknownMemberType]
     async with kit.opened() as made:
         yield made
-
-
-@asynccontextmanager
-async def _server(address: Address, token: str | None = None) -> AsyncGenerator[str]:
-    """The server as the command runs it, without the process around it."""
-    server = Server(settings(preload=()), listen(address), token=token, grace=0)
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    serving = asyncio.ensure_future(server.serve(ready.set_result))
-    try:
-        await asyncio.wait({ready, serving}, return_when=asyncio.FIRST_COMPLETED)
-        yield ready.result()
-    finally:
-        server.stop()
-        await serving
 
 
 @pytest.mark.asyncio(loop_scope="class")
@@ -67,9 +51,12 @@ class TestOverTcpWithToken(SandboxKit):
     @asynccontextmanager
     async def opened() -> AsyncGenerator[Subject]:
         async def another() -> SandboxProvider:
-            return RemoteSandboxes(url, TOKEN)
+            return RemoteSandboxes(server.where, TOKEN)
 
-        async with _server(Address(port=0), TOKEN) as url, RemoteSandboxes(url, TOKEN) as remote:
+        async with (
+            serving(settings(preload=()), token=TOKEN) as server,
+            RemoteSandboxes(server.where, TOKEN) as remote,
+        ):
             yield Subject(remote, another=another)
 
 
@@ -79,8 +66,10 @@ class TestOverUnixSocket(SandboxKit):
     @asynccontextmanager
     async def opened() -> AsyncGenerator[Subject]:
         with tempfile.TemporaryDirectory(prefix="fh", dir="/tmp") as directory:
-            address = Address(path=Path(directory) / "socket")
-            async with _server(address) as url, RemoteSandboxes(url) as remote:
+            async with (
+                serving(settings(preload=()), path=Path(directory) / "socket") as server,
+                RemoteSandboxes(server.where) as remote,
+            ):
                 yield Subject(remote)
 
 

@@ -42,9 +42,17 @@ async def local(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGener
 
 async def until_ended(pid: int) -> None:
     deadline = time.monotonic() + PATIENCE
-    while Path(f"/proc/{pid}").exists():
+    while _running(pid):
         assert time.monotonic() < deadline, "the server is still there"
         await asyncio.sleep(0.02)
+
+
+def _running(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return "\nState:\tZ" not in status  # whoever inherits it may take its time to notice
 
 
 async def printed(provider: LocalSandboxes, code: str) -> str:

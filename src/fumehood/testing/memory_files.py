@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from fumehood.protocol.sandbox import ArchiveFormat, FileEntry, FileListing, Unpacked
-from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, TooLarge
+from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge
 
 _EPOCH_NS = 1_700_000_000 * 10**9  # a clock of its own: tests see the same times every day
 _MOST_PARTS = 32
@@ -81,16 +81,19 @@ class MemoryFiles:
         self._deleted[path] = self._version
 
     def unpack(self, content: bytes, kind: ArchiveFormat, into: str) -> Unpacked:
-        """All members or none: everything is looked at before the first is written."""
+        """All members or none."""
         if into:
             checked(into)
         members = _members(content, kind, self._limit)
         files = {_joined(into, member.name): member for member in members}
         wanted = {path: member.content for path, member in files.items() if member.content is not None}
-        for path in wanted:
-            self.check_place(path)
-        for path, data in wanted.items():
-            self.write(path, data)
+        before = dict(self._files), dict(self._deleted)
+        try:
+            for path, data in wanted.items():
+                self.write(path, data)
+        except SandboxError:
+            self._files, self._deleted = before
+            raise
         skipped = sum(member.content is None and not member.is_directory for member in members)
         return Unpacked(files=len(wanted), bytes=sum(map(len, wanted.values())), skipped=skipped)
 
