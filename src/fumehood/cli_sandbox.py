@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -67,13 +66,6 @@ def sandbox(
     mode: ModeOption = Mode.NAMESPACES,
     limits: LimitsOption = Limits.ENFORCED,
     guest_socket: GuestSocketOption = None,
-    preload: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,…",
-            help="Packages to import before any sandbox starts; '' starts faster, without any.",
-        ),
-    ] = None,
     pool: Annotated[int, typer.Option(min=0, help="Sandboxes kept ready.")] = 4,
     capacity: Annotated[int, typer.Option(min=1, help="How many sandboxes may live at once.")] = 256,
     tenant_sandboxes: Annotated[
@@ -90,6 +82,13 @@ def sandbox(
     file_bytes: Annotated[
         int, typer.Option(metavar="BYTES", min=1, help="The largest file or archive that is taken.")
     ] = 4 << 30,
+    preload: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Packages that every sandbox has loaded when it starts, with commas between them.",
+        ),
+    ] = "numpy,pandas,pyarrow,matplotlib",
     grace: Annotated[
         float, typer.Option(metavar="SECONDS", help="When stopped, give running code so long to end.")
     ] = 10.0,
@@ -126,6 +125,7 @@ def sandbox(
             param_hint="--listen",
         )
     settings = Settings(
+        preload=tuple(filter(None, preload.split(","))),
         mode=mode.value,
         limits=limits.value,
         guest_socket=guest_socket_for(context, mode, guest_socket),
@@ -136,8 +136,6 @@ def sandbox(
         idle_seconds=idle_seconds or None,
         file_bytes=file_bytes,
     )
-    if preload is not None:
-        settings = replace(settings, preload=tuple(filter(None, preload.split(","))))
     logs.configure(log_format.value, getattr(logging, log_level.value.upper()))
     if exit_with_stdin:
         threading.Thread(target=_stop_at_end_of_input, daemon=True).start()

@@ -26,7 +26,17 @@ from fumehood.sandbox.remote import RemoteSandbox, RemoteSandboxes
 logger = logging.getLogger(__name__)
 
 # What the server may know of this process's environment. Everything else could be a secret.
-_PASSED_ON = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR")
+_PASSED_ON = (
+    "FUMEHOOD_PACKAGES_DIR",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "PATH",
+    "TMPDIR",
+    "TZ",
+    "XDG_CACHE_HOME",
+    "XDG_RUNTIME_DIR",
+)
 _PREFIX = "fumehood-local-"
 _LONGEST_BASE = 65  # a socket's path has at most 107 bytes
 _ABANDONED_AFTER = 60.0
@@ -42,7 +52,8 @@ class LocalSettings:
     """
     mode, limits, pool, capacity: as the options of `fumehood sandbox`, which has more of them.
     options: those others, as one would write them.
-    environment: variables for the server besides the few that it is given anyway.
+    environment: variables for the server besides the few that it is given anyway, e.g. FUMEHOOD_INDEX_URL, which
+        may hold a password.
     start_seconds: until a server that is not ready counts as failed.
     """
 
