@@ -103,6 +103,17 @@ async def test_a_server_that_dies_is_replaced_and_its_sandboxes_are_gone(local: 
     assert await printed(local, "print('again')") == "again\n"
 
 
+async def test_a_server_that_dies_while_it_is_asked_is_asked_again(local: LocalSandboxes) -> None:
+    first = local.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)  # it takes the request, and never answers
+    asking = asyncio.ensure_future(local.create(SandboxSpec(), "new"))
+    await asyncio.sleep(0.1)
+    os.kill(first, signal.SIGKILL)
+    assert (await asking).id == "new"
+    assert local.pid not in (None, first)
+
+
 async def test_callers_at_once_start_one_server(local: LocalSandboxes) -> None:
     assert local.pid is not None
     os.kill(local.pid, signal.SIGKILL)

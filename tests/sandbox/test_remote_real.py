@@ -1,8 +1,12 @@
 """The client and the real server with a bad network between them; imports pytest and fumehood."""
 
 import random
+from collections.abc import AsyncGenerator
+
+import pytest
 
 from fumehood.protocol.sandbox import AnyOutput, Display, End, ExecuteRequest, SandboxSpec, Stdout
+from fumehood.protocol.sandbox_errors import FileRefused, SandboxGone, TooLarge
 from fumehood.sandbox.http import Patience
 from fumehood.sandbox.remote import RemoteSandboxes
 from tests.support.relay import relay
@@ -41,6 +45,31 @@ async def test_events_come_once_each_through_a_network_that_cuts() -> None:
         assert isinstance(seen[-1], End)
         assert [event async for event in sandbox.follow("talk")] == seen
         assert b"".join([piece async for piece in sandbox.read("runs.txt")]) == b"x"
+
+
+async def _endless() -> AsyncGenerator[bytes]:
+    while True:
+        yield b"x" * 100_000
+
+
+async def test_uploads_that_are_refused_half_way_are_told_why() -> None:
+    async with (
+        serving(settings(preload=(), file_bytes=5 << 20)) as server,
+        RemoteSandboxes(server.where, patience=Patience(retries=0)) as remote,
+    ):
+        ref = await remote.create(SandboxSpec())
+        sandbox = await remote.attach(ref)
+        for _ in range(3):
+            with pytest.raises(TooLarge):
+                await sandbox.write("large", _endless())
+            with pytest.raises(FileRefused, match="damaged"):
+                await sandbox.unpack(_endless(), kind="tar.gz")
+            with pytest.raises(FileRefused):
+                await sandbox.write("../up", _endless())
+        assert (await sandbox.list()).files == []
+        await remote.destroy(ref)
+        with pytest.raises(SandboxGone):
+            await sandbox.write("large", _endless())
 
 
 async def test_signs_of_life_keep_a_silent_call_alive() -> None:

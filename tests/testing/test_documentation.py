@@ -18,7 +18,9 @@ def test_examples(tmp_path: Path) -> None:
     for number, example in enumerate(examples):
         (tmp_path / f"test_example_{number}.py").write_text(example)
     (tmp_path / "my_provider.py").write_text(_THEIRS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\npythonpath = .\n")
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\npythonpath = .\n"
+    )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", tmp_path],
         cwd=tmp_path,

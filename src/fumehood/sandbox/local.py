@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, cast
@@ -119,19 +119,29 @@ class LocalSandboxes:
         await self._living()
 
     async def create(self, spec: SandboxSpec, name: str | None = None) -> SandboxRef:
-        return await (await self._living()).create(spec, name)
+        return await self._ask(lambda remote: remote.create(spec, name))
 
     async def attach(self, ref: SandboxRef) -> RemoteSandbox:
-        return await (await self._living()).attach(ref)
+        return await self._ask(lambda remote: remote.attach(ref))
 
     async def destroy(self, ref: SandboxRef) -> None:
-        await (await self._living()).destroy(ref)
+        await self._ask(lambda remote: remote.destroy(ref))
 
     async def sandboxes(self) -> list[SandboxInfo]:
-        return await (await self._living()).sandboxes()
+        return await self._ask(lambda remote: remote.sandboxes())
 
     async def health(self) -> Health:
-        return await (await self._living()).health()
+        return await self._ask(lambda remote: remote.health())
+
+    async def _ask[T](self, question: Callable[[RemoteSandboxes], Awaitable[T]]) -> T:
+        """Ask the server; if it dies meanwhile, its successor."""
+        server = await self._living()
+        try:
+            return await question(server.remote)
+        except SandboxGone:
+            if server.alive or self._closed:
+                raise
+        return await question((await self._living()).remote)
 
     async def close(self) -> None:
         self._closed = True
@@ -145,7 +155,7 @@ class LocalSandboxes:
         """Of the server, while one runs."""
         return None if self._server is None or not self._server.alive else self._server.process.pid
 
-    async def _living(self) -> RemoteSandboxes:
+    async def _living(self) -> "_Server":
         async with self._starting:
             if self._closed:
                 raise Unreachable("The sandbox server on this host has been closed.")
@@ -155,7 +165,7 @@ class LocalSandboxes:
                 self._server = None
             if self._server is None:
                 self._server = await _Server.start(self._settings)
-            return self._server.remote
+            return self._server
 
 
 class _Server:
@@ -170,7 +180,13 @@ class _Server:
 
     @property
     def alive(self) -> bool:
-        return self.process.returncode is None
+        if self.process.returncode is not None:
+            return False
+        try:  # the loop may not have heard of it yet
+            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return False
+        return ended is None
 
     @classmethod
     async def start(cls, settings: LocalSettings) -> Self:
