@@ -153,6 +153,13 @@ def test_a_reader_that_leaves_ends_the_code(command: Command) -> None:
     assert command.live() == []
 
 
+def test_requirements_are_the_servers_to_judge(command: Command) -> None:
+    done = command.run("--with", "--index-url=http://127.0.0.1:1", "-c", "print('ran')")
+    assert (done.returncode, done.stdout) == (125, "")
+    assert "--index-url" in done.stderr
+    assert command.live() == []
+
+
 def test_a_server_that_cannot_be_reached(tmp_path: Path) -> None:
     with socket.socket() as taken:  # bound, but nobody listens
         taken.bind(("127.0.0.1", 0))
