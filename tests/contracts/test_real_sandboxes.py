@@ -65,12 +65,15 @@ class TestOverUnixSocket(SandboxKit):
     @staticmethod
     @asynccontextmanager
     async def opened() -> AsyncGenerator[Subject]:
+        async def another() -> SandboxProvider:
+            return RemoteSandboxes(server.where)
+
         with tempfile.TemporaryDirectory(prefix="fh", dir="/tmp") as directory:
             async with (
                 serving(settings(preload=()), path=Path(directory) / "socket") as server,
                 RemoteSandboxes(server.where) as remote,
             ):
-                yield Subject(remote)
+                yield Subject(remote, another=another)
 
 
 @pytest.mark.asyncio(loop_scope="class")

@@ -1,7 +1,6 @@
-"""The conformance kit on the client of the sandbox protocol, over TCP and a unix socket; imports pytest, fumehood."""
+"""The conformance kit on the client of the sandbox protocol, with a double behind it; imports pytest, fumehood."""
 
 from collections.abc import AsyncGenerator
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from tests.support.behaviours import scripted
 from tests.support.sandbox_http import Manners, served
 
 
-class TestOverTcpWithToken(SandboxKit):
+class TestWithScriptedSandboxes(SandboxKit):
     @pytest.fixture
     async def subject(self) -> AsyncGenerator[Subject]:
         async def another() -> SandboxProvider:
@@ -24,14 +23,3 @@ class TestOverTcpWithToken(SandboxKit):
             RemoteSandboxes(server.url, "a-token") as remote,
         ):
             yield Subject(remote, another=another)
-
-
-class TestOverUnixSocket(SandboxKit):
-    @pytest.fixture
-    async def subject(self, tmp_path: Path) -> AsyncGenerator[Subject]:
-        async with (
-            scripted() as provider,
-            served(provider, socket=tmp_path / "socket") as server,
-            RemoteSandboxes(server.url) as remote,
-        ):
-            yield Subject(remote)
