@@ -12,6 +12,10 @@ settings.register_profile("fumehood", deadline=None, print_blob=True, database=N
 settings.load_profile("fumehood")
 
 
+# The kits are tests too, though they are shipped.
+pytest.register_assert_rewrite("fumehood.testing.sandbox_kit", "fumehood.testing.sandbox_kit_files")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # What tests install is theirs alone, and gone with them.
     directory = tempfile.TemporaryDirectory(prefix="fumehood-packages-", ignore_cleanup_errors=True)

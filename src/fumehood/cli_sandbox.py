@@ -4,7 +4,9 @@ import asyncio
 import logging
 import math
 import os
+import signal
 import sys
+import threading
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -90,6 +92,13 @@ def sandbox(
     grace: Annotated[
         float, typer.Option(metavar="SECONDS", help="When stopped, give running code so long to end.")
     ] = 10.0,
+    exit_with_stdin: Annotated[
+        bool,
+        typer.Option(
+            "--exit-with-stdin",
+            help="Stop when standard input ends: whoever holds its other end has ended too.",
+        ),
+    ] = False,
     log_format: Annotated[
         LogFormat, typer.Option(help="How to write the log, to standard error.")
     ] = LogFormat.TEXT,
@@ -128,6 +137,8 @@ def sandbox(
         file_bytes=file_bytes,
     )
     logs.configure(log_format.value, getattr(logging, log_level.value.upper()))
+    if exit_with_stdin:
+        threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
     raise typer.Exit(_run(settings, address, token, grace))
 
 
@@ -169,6 +180,12 @@ def _token(file: Path | None) -> str | None:
             f"a token has at least {_LEAST_TOKEN} printable characters and no spaces", param_hint=hint
         )
     return token
+
+
+def _stop_at_end_of_input() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _run(settings: "Settings", address: "Address", token: str | None, grace: float) -> int:
