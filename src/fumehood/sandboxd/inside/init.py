@@ -33,7 +33,7 @@ def run(program: bytes, channel: socket.socket, cgroups: list[int]) -> NoReturn:
         else:
             syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGTERM)  # no namespace ends with the zygote
-        _send_handles(channel, plan.work_directory)
+        _send_handles(channel, plan)
         jail.limit(plan)
         jail.renounce()
         _start(plan, program, channel)
@@ -50,14 +50,18 @@ def _silence() -> None:
     os.close(null)
 
 
-def _send_handles(channel: socket.socket, work_directory: str) -> None:
+def _send_handles(channel: socket.socket, plan: jail.Plan) -> None:
     """Hand the supervisor what it needs later, while nobody untrusted can be in between."""
-    data = os.open(work_directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    handles = [
+        os.open(plan.work_directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC),
+        os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC),
+    ]
+    if plan.walls == "namespaces":  # elsewhere the loopback interface is not the sandbox's own
+        handles.append(jail.listen(layout.EGRESS_PORT))
     (packet,) = wire.packets(wire.Message(wire.Kind.JAILED, wire.NO_CALL, b""))
-    socket.send_fds(channel, [packet], [data, namespace])
-    os.close(data)
-    os.close(namespace)
+    socket.send_fds(channel, [packet], handles)
+    for fd in handles:
+        os.close(fd)
 
 
 def _report(channel: socket.socket, text: str) -> None:
