@@ -17,6 +17,7 @@ from typing import Any
 from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, FileEntry, MemoryTier
 from fumehood.protocol.sandbox_errors import FileRefused, SandboxGone, SandboxStartFailed
 from fumehood.sandboxd.cgroups import Cgroup, joining
+from fumehood.sandboxd.egress.proxy import Access
 from fumehood.sandboxd.executions import Execution, ProtocolBroken
 from fumehood.sandboxd.inside import bounds, files, layout, wire
 from fumehood.sandboxd.inside.wire import Kind
@@ -31,6 +32,7 @@ _DEATH_WAIT = 1.0
 _HELPERS = 2  # at once: they run in the sandbox's share of the processor
 _HELPER_TIMEOUT = 30
 _HEADROOM = 16 << 20
+_HANDLES = {"namespaces": 3}  # descriptors that come with JAILED; see init
 _MESSAGE_LIMIT = bounds.DISPLAY_LIMIT * 3 // 2
 
 
@@ -91,6 +93,8 @@ class LocalSandbox:
         self._pidfd = -1
         self._data = -1
         self._namespace = -1
+        self._egress_listener = -1
+        self._access: Access | None = None
         self._turn = asyncio.Lock()
         self._running: Execution | None = None
         self._gone: str | None = None
@@ -117,8 +121,8 @@ class LocalSandbox:
             self.kill("it did not start in time")
             raise SandboxStartFailed(f"The sandbox did not start within {timeout:g} s.") from None
 
-    async def hand_over(self, memory: MemoryTier) -> None:
-        """Turn a parked sandbox into the caller's: its memory tier, its quota, its limits."""
+    async def hand_over(self, memory: MemoryTier, access: Access | None = None) -> None:
+        """Turn a parked sandbox into the caller's: its memory tier, its quota, its limits, its network."""
         self.memory = memory
         size = MEMORY_TIERS[memory]
         if self.place.cgroup is not None:
@@ -128,13 +132,17 @@ class LocalSandbox:
             self._zygote.request({"op": "resize", "number": self.number, **quota}, [self._data])
         elif not self._resized.done():
             self._resized.set_result(None)
-        body = {
+        body: dict[str, Any] = {
             "data_limit": size * 9 // 10,
             "output_limit": self._settings.output_bytes,
             "display_bytes": self._settings.display_bytes,
             "cwd": self.place.work_directory,
             "environment": self.place.environment(),
         }
+        if access is not None:
+            body["environment"] |= access.environment
+            body["trust"] = access.trust
+        self._open_network(access)
         self._send(Kind.CONFIGURE, wire.NO_CALL, body)
         try:
             async with asyncio.timeout(10):
@@ -145,6 +153,15 @@ class LocalSandbox:
         if problem is not None:
             self.kill(problem)
             raise SandboxStartFailed(f"The sandbox's disk quota could not be set: {problem}")
+
+    def _open_network(self, access: Access | None) -> None:
+        """Let the proxy accept what the code connects to; without an allow-list nobody listens there."""
+        listener, self._egress_listener = self._egress_listener, -1
+        if access is not None:
+            self._access = access
+            access.open(listener, self.id)
+        elif listener >= 0:
+            os.close(listener)
 
     def kill(self, reason: str) -> None:
         """End it now, with every process in it; a running call ends as lost."""
@@ -176,10 +193,12 @@ class LocalSandbox:
     def release(self) -> None:
         """Close what is open towards the sandbox; the process has ended or is beyond reach."""
         self._packets.close()
-        for fd in (self._pidfd, self._data, self._namespace):
+        if self._access is not None:
+            self._access.close()
+        for fd in (self._pidfd, self._data, self._namespace, self._egress_listener):
             if fd >= 0:
                 os.close(fd)
-        self._pidfd = self._data = self._namespace = -1
+        self._pidfd = self._data = self._namespace = self._egress_listener = -1
 
     # ---- what zygote and sandbox report -----------------------------------------------------------------------
 
@@ -245,8 +264,10 @@ class LocalSandbox:
                 self._running = None
             return
         match message.kind:
-            case Kind.JAILED if self._data < 0 and len(fds) == 2:
-                self._data, self._namespace = fds
+            case Kind.JAILED if self._data < 0 and len(fds) == _HANDLES.get(self._settings.mode, 2):
+                self._data, self._namespace, *listeners = fds
+                if listeners:
+                    (self._egress_listener,) = listeners
                 fds.clear()
                 self._packets.accept_fds = False  # from here on code of others may hold the other end
             case Kind.FAILED if not self._ready.done():

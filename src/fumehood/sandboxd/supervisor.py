@@ -18,6 +18,8 @@ from fumehood.protocol.sandbox import MEMORY_TIERS, MemoryTier, SandboxSpec
 from fumehood.protocol.sandbox_errors import AtCapacity, SandboxError, SandboxStartFailed
 from fumehood.sandboxd import cgroups, seccomp
 from fumehood.sandboxd.cgroups import Cgroup, CgroupLimits, CgroupTree, CgroupUnavailable, joining
+from fumehood.sandboxd.egress.policy import Policy
+from fumehood.sandboxd.egress.proxy import Egress
 from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.inside import jail, layout
 from fumehood.sandboxd.launching import Launch, root_entries
@@ -40,7 +42,7 @@ _LIMITS_ADVICE = (
 class Supervisor:
     """Use as `async with Supervisor(settings) as supervisor:`; leaving ends every sandbox.
 
-    create raises AtCapacity, SandboxStartFailed, IsolationUnavailable; entering raises IsolationUnavailable.
+    create raises RequestRefused, AtCapacity, SandboxStartFailed, IsolationUnavailable; entering raises the last.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -62,6 +64,7 @@ class Supervisor:
         self._scratch: str | None = None
         self._closing = False
         self._pod_used = False
+        self.egress = Egress(settings)
 
     # ---- start and end ----------------------------------------------------------------------------------------
 
@@ -171,6 +174,7 @@ class Supervisor:
                 self._zygote = None
         for sandbox in [*self._live.values()]:
             sandbox.exited(-1)
+        await self.egress.close()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._tree is not None:
@@ -256,19 +260,23 @@ class Supervisor:
     async def create(self, spec: SandboxSpec | None = None) -> LocalSandbox:
         """A sandbox of one's own: a parked one with the limits asked for, or a new one."""
         spec = spec or SandboxSpec()
+        policy = self.egress.admit(spec.network)
         while not spec.fresh_interpreter and (parked := await self._take_parked()) is not None:
             self._refill()
             with contextlib.suppress(SandboxStartFailed):  # it died while it waited: the next one
-                return await self._hand_over(parked, spec)
+                return await self._hand_over(parked, spec, policy)
         self._make_room()
         self._starting += 1
         sandbox = await self._start(fresh_interpreter=spec.fresh_interpreter)
         self._refill()
-        return await self._hand_over(sandbox, spec)
+        return await self._hand_over(sandbox, spec, policy)
 
-    async def _hand_over(self, sandbox: LocalSandbox, spec: SandboxSpec) -> LocalSandbox:
+    async def _hand_over(
+        self, sandbox: LocalSandbox, spec: SandboxSpec, policy: Policy | None
+    ) -> LocalSandbox:
         try:
-            await sandbox.hand_over(spec.memory)
+            access = None if policy is None else await self.egress.prepare(policy)
+            await sandbox.hand_over(spec.memory, access)
         except BaseException:  # whoever asked may have gone away: nobody else would end it
             self._background(sandbox.destroy())
             raise
