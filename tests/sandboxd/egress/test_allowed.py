@@ -139,7 +139,7 @@ import socket, threading
 size = 24 << 20
 s = socket.create_connection(("127.0.0.1", 3128), 60)
 s.sendall(b"POST http://data.test:{net.plain.port}/ HTTP/1.1\\r\\nHost: data.test:{net.plain.port}\\r\\n"
-          b"Content-Length: %d\\r\\n\\r\\n" % size)
+          b"Connection: close\\r\\nContent-Length: %d\\r\\n\\r\\n" % size)
 threading.Thread(target=s.sendall, args=(bytes(size),)).start()
 count = 0
 while data := s.recv(1 << 20):

@@ -50,8 +50,9 @@ async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    await reader.read()
-    await asyncio.Event().wait()
+    """Reads and says nothing."""
+    while await reader.read(65536):
+        pass
 
 
 HOLD = """
@@ -143,7 +144,6 @@ async def test_silent_servers(net: Net, hasty: Bounds, monkeypatch: pytest.Monke
     monkeypatch.setattr(net.plain, "handler", never)
     box = await net.create(PLAIN, SECURE)
     assert "HTTPError 504" in await proxied(box, f"http://{PLAIN}:{net.plain.port}/")
-    monkeypatch.setattr(net.secure, "tls", None)
     await until(lambda: net.plain.open_now == 0)
     await box.destroy()
 
@@ -175,11 +175,18 @@ async def test_bytes_are_bounded_where_the_operator_says_so(authority: Authority
     ):
         net = Net(supervisor, site, site, authority)
         box = await net.create(PLAIN)
-        got = await raw(box, f"GET http://{PLAIN}:{site.port}/ HTTP/1.0\r\n\r\n".encode())
-        assert len(got) <= 1 << 20
-        assert (await raw(box, f"GET http://{PLAIN}:{site.port}/ HTTP/1.0\r\n\r\n".encode())).startswith(
-            b"HTTP/1.1 403"
+        outcome = await run(
+            box,
+            f"""
+import subprocess
+done = subprocess.run(["curl", "-sS", "http://{PLAIN}:{site.port}/"], capture_output=True)
+print(0 < len(done.stdout) <= 1 << 20)
+""",
         )
+        assert outcome.stdout == "True\n", outcome
+        answer = await raw(box, f"GET http://{PLAIN}:{site.port}/ HTTP/1.0\r\n\r\n".encode())
+        assert answer.startswith(b"HTTP/1.1 403")
+        assert b"as many bytes as it may" in answer
 
 
 async def test_a_slow_reader_costs_no_memory(
@@ -296,3 +303,32 @@ async def test_names_are_looked_up_whole() -> None:
     with pytest.raises(resolver.ResolveFailed):
         await names.addresses("no-such-name.invalid")
     names.close()
+
+
+async def test_a_slow_reader_gets_the_last_bytes_too(
+    net: Net, fresh: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Server gone, everything in the proxy's hands: it waits for the reader."""
+
+    async def all_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + b"x" * 3_000_000)
+        await writer.drain()
+        writer.transport.set_write_buffer_limits(0)
+        await writer.drain()
+
+    monkeypatch.setattr(net.plain, "handler", all_at_once)
+    outcome = await run(
+        fresh,
+        f"""
+import socket, time
+s = socket.create_connection(("127.0.0.1", 3128), 10)
+s.sendall(b"GET http://data.test:{net.plain.port}/ HTTP/1.0\\r\\n\\r\\n")
+time.sleep(2.5)
+count = 0
+while data := s.recv(65536):
+    count += data.count(b"x")
+print(count)
+""",
+    )
+    assert outcome.stdout == "3000000\n", outcome

@@ -1,7 +1,6 @@
 """One connection of a sandbox to its proxy, from the first byte to the last; imports only siblings."""
 
 import asyncio
-import contextlib
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -75,11 +74,11 @@ class Session:
 
     async def run(self) -> None:
         """Until the client, the server or a bound ends it; closes everything."""
-        broken = (TimeoutError, OSError, EOFError, Broken, _Spent, h11.ProtocolError)
         try:
-            with contextlib.suppress(*broken):
-                async with asyncio.timeout(self._gate.bounds.total_seconds):
-                    await self._serve(self._client, None)
+            async with asyncio.timeout(self._gate.bounds.total_seconds):
+                await self._serve(self._client, None)
+        except (TimeoutError, OSError, EOFError, Broken, _Spent, h11.ProtocolError):
+            self._client.break_off()
         finally:
             self._drop_upstream()
             self._client.close()
@@ -110,12 +109,18 @@ class Session:
                 await stream.send(refusal.answer())
                 break
             first = False
-        await stream.linger(_LINGER)
+        await self._linger(stream)
+
+    async def _linger(self, stream: SocketStream | TlsStream) -> None:
+        async with asyncio.timeout(self._gate.bounds.idle_seconds):
+            await stream.linger(_LINGER)
 
     def _check(self, to: Authority) -> None:
         why = self._gate.policy.refusal(to)
         if why is not None:
             raise Refused(HTTPStatus.FORBIDDEN, why)
+        if not self._gate.spend(0):
+            raise Refused(HTTPStatus.FORBIDDEN, "this sandbox has moved as many bytes as it may")
 
     # ---- plain requests, and those within a terminated TLS connection ---------------------------------------------
 
@@ -236,7 +241,7 @@ class Session:
             self._report(to, "refused", f"within the tunnel: {error}")
             if data[:1] == b"\x16":
                 await self._client.send(_ACCESS_DENIED)
-                await self._client.linger(_LINGER)
+                await self._linger(self._client)
             return False
         self._client.unread(data)
         return True

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import struct
 from typing import Protocol
 
 CHUNK = 64 * 1024
+_RESET = struct.pack("ii", 1, 0)
 
 
 class Stream(Protocol):
@@ -24,9 +26,12 @@ class Stream(Protocol):
 
 
 class SocketStream:
-    """A connected socket; `sent` and `received` count bytes."""
+    """A connected socket, with TLS or without."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, sock: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._sock = sock
         self._reader = reader
         self._writer = writer
         self._held = b""
@@ -44,7 +49,7 @@ class SocketStream:
         reader, writer = await asyncio.open_connection(
             sock=sock, ssl=context, server_hostname=name, ssl_handshake_timeout=timeout, limit=CHUNK
         )
-        return cls(reader, writer)
+        return cls(sock, reader, writer)
 
     def unread(self, data: bytes) -> None:
         """Put bytes back in front of what is still to be read."""
@@ -68,16 +73,17 @@ class SocketStream:
         await self._writer.drain()
 
     async def finish(self) -> None:
-        """Nothing more is sent; the other direction stays open."""
-        with contextlib.suppress(OSError):
-            if self._writer.can_write_eof():
-                self._writer.write_eof()
+        """Send what is still here, and nothing more; the other direction stays open."""
+        self._writer.transport.set_write_buffer_limits(0)
+        await self._writer.drain()
+        if self._writer.can_write_eof():
+            self._writer.write_eof()
 
     async def linger(self, seconds: float) -> None:
         """Let the peer read what was sent last: bytes of its own that nobody read would reset the connection."""
+        await self.finish()
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(seconds):
-                await self.finish()
                 while await self._reader.read(CHUNK):
                     pass
 
@@ -88,6 +94,12 @@ class SocketStream:
 
     def close(self) -> None:
         self._writer.transport.abort()
+
+    def break_off(self) -> None:
+        """So that the peer cannot take what it got for the whole."""
+        with contextlib.suppress(OSError):
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self.close()
 
 
 class TlsStream:
@@ -145,10 +157,9 @@ class TlsStream:
             await self._below.send(self._outgoing.read())
 
     async def linger(self, seconds: float) -> None:
-        with contextlib.suppress(ssl.SSLError, OSError):
-            with contextlib.suppress(ssl.SSLWantReadError):
-                self._tls.unwrap()  # says that this was all
-            await self._flush()
+        with contextlib.suppress(ssl.SSLError):
+            self._tls.unwrap()  # says that this was all
+        await self._flush()
         await self._below.linger(seconds)
 
     def close(self) -> None:
