@@ -17,7 +17,7 @@ from typing import Any
 from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, FileEntry, MemoryTier
 from fumehood.protocol.sandbox_errors import FileRefused, SandboxGone, SandboxStartFailed
 from fumehood.sandboxd.cgroups import Cgroup, joining
-from fumehood.sandboxd.egress.proxy import Access
+from fumehood.sandboxd.egress.proxy import Access, admit
 from fumehood.sandboxd.executions import Execution, ProtocolBroken
 from fumehood.sandboxd.inside import bounds, files, layout, wire
 from fumehood.sandboxd.inside.wire import Kind
@@ -32,7 +32,7 @@ _DEATH_WAIT = 1.0
 _HELPERS = 2  # at once: they run in the sandbox's share of the processor
 _HELPER_TIMEOUT = 30
 _HEADROOM = 16 << 20
-_HANDLES = {"namespaces": 3}  # descriptors that come with JAILED; see init
+_HANDLES = {"namespaces": 3}  # descriptors that come with JAILED: data, namespace, egress listener
 _MESSAGE_LIMIT = bounds.DISPLAY_LIMIT * 3 // 2
 
 
@@ -93,7 +93,7 @@ class LocalSandbox:
         self._pidfd = -1
         self._data = -1
         self._namespace = -1
-        self._egress_listener = -1
+        self._listeners: list[int] = []  # on the sandbox's loopback, for services of this side
         self._access: Access | None = None
         self._turn = asyncio.Lock()
         self._running: Execution | None = None
@@ -132,17 +132,15 @@ class LocalSandbox:
             self._zygote.request({"op": "resize", "number": self.number, **quota}, [self._data])
         elif not self._resized.done():
             self._resized.set_result(None)
-        body: dict[str, Any] = {
+        self._access = admit(access, self._listeners, self.id)
+        body = {
             "data_limit": size * 9 // 10,
             "output_limit": self._settings.output_bytes,
             "display_bytes": self._settings.display_bytes,
             "cwd": self.place.work_directory,
-            "environment": self.place.environment(),
+            "environment": self.place.environment() | (access.environment if access else {}),
+            "trust": access.trust if access else "",
         }
-        if access is not None:
-            body["environment"] |= access.environment
-            body["trust"] = access.trust
-        self._open_network(access)
         self._send(Kind.CONFIGURE, wire.NO_CALL, body)
         try:
             async with asyncio.timeout(10):
@@ -153,15 +151,6 @@ class LocalSandbox:
         if problem is not None:
             self.kill(problem)
             raise SandboxStartFailed(f"The sandbox's disk quota could not be set: {problem}")
-
-    def _open_network(self, access: Access | None) -> None:
-        """Let the proxy accept what the code connects to; without an allow-list nobody listens there."""
-        listener, self._egress_listener = self._egress_listener, -1
-        if access is not None:
-            self._access = access
-            access.open(listener, self.id)
-        elif listener >= 0:
-            os.close(listener)
 
     def kill(self, reason: str) -> None:
         """End it now, with every process in it; a running call ends as lost."""
@@ -195,10 +184,11 @@ class LocalSandbox:
         self._packets.close()
         if self._access is not None:
             self._access.close()
-        for fd in (self._pidfd, self._data, self._namespace, self._egress_listener):
+        for fd in (self._pidfd, self._data, self._namespace, *self._listeners):
             if fd >= 0:
                 os.close(fd)
-        self._pidfd = self._data = self._namespace = self._egress_listener = -1
+        self._pidfd = self._data = self._namespace = -1
+        self._listeners.clear()
 
     # ---- what zygote and sandbox report -----------------------------------------------------------------------
 
@@ -265,9 +255,7 @@ class LocalSandbox:
             return
         match message.kind:
             case Kind.JAILED if self._data < 0 and len(fds) == _HANDLES.get(self._settings.mode, 2):
-                self._data, self._namespace, *listeners = fds
-                if listeners:
-                    (self._egress_listener,) = listeners
+                self._data, self._namespace, *self._listeners = fds
                 fds.clear()
                 self._packets.accept_fds = False  # from here on code of others may hold the other end
             case Kind.FAILED if not self._ready.done():

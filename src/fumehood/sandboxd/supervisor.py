@@ -18,8 +18,7 @@ from fumehood.protocol.sandbox import MEMORY_TIERS, MemoryTier, SandboxSpec
 from fumehood.protocol.sandbox_errors import AtCapacity, SandboxError, SandboxStartFailed
 from fumehood.sandboxd import cgroups, seccomp
 from fumehood.sandboxd.cgroups import Cgroup, CgroupLimits, CgroupTree, CgroupUnavailable, joining
-from fumehood.sandboxd.egress.policy import Policy
-from fumehood.sandboxd.egress.proxy import Egress
+from fumehood.sandboxd.egress.proxy import Egress, Grant
 from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.inside import jail, layout
 from fumehood.sandboxd.launching import Launch, root_entries
@@ -260,22 +259,20 @@ class Supervisor:
     async def create(self, spec: SandboxSpec | None = None) -> LocalSandbox:
         """A sandbox of one's own: a parked one with the limits asked for, or a new one."""
         spec = spec or SandboxSpec()
-        policy = self.egress.admit(spec.network)
+        grant = await self.egress.grant(spec.network)
         while not spec.fresh_interpreter and (parked := await self._take_parked()) is not None:
             self._refill()
             with contextlib.suppress(SandboxStartFailed):  # it died while it waited: the next one
-                return await self._hand_over(parked, spec, policy)
+                return await self._hand_over(parked, spec, grant)
         self._make_room()
         self._starting += 1
         sandbox = await self._start(fresh_interpreter=spec.fresh_interpreter)
         self._refill()
-        return await self._hand_over(sandbox, spec, policy)
+        return await self._hand_over(sandbox, spec, grant)
 
-    async def _hand_over(
-        self, sandbox: LocalSandbox, spec: SandboxSpec, policy: Policy | None
-    ) -> LocalSandbox:
+    async def _hand_over(self, sandbox: LocalSandbox, spec: SandboxSpec, grant: Grant | None) -> LocalSandbox:
         try:
-            access = None if policy is None else await self.egress.prepare(policy)
+            access = None if grant is None else self.egress.access(grant)
             await sandbox.hand_over(spec.memory, access)
         except BaseException:  # whoever asked may have gone away: nobody else would end it
             self._background(sandbox.destroy())

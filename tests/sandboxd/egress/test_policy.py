@@ -9,7 +9,7 @@ import pytest
 from fumehood.protocol.sandbox import DomainSecret, NetworkAllowlist, NetworkDisabled, SandboxSpec
 from fumehood.protocol.sandbox_errors import RequestRefused
 from fumehood.sandboxd.egress.names import Authority
-from fumehood.sandboxd.egress.policy import Policy, admit
+from fumehood.sandboxd.egress.policy import Policy, allowed
 from fumehood.sandboxd.egress.proxy import Egress
 from fumehood.sandboxd.settings import Settings
 
@@ -17,7 +17,7 @@ from fumehood.sandboxd.settings import Settings
 def ask(*domains: str, secrets: list[DomainSecret] | None = None, **settings: Any) -> Policy | None:
     network = NetworkAllowlist(allowed_domains=list(domains), domain_secrets=secrets or [])
     chosen: dict[str, Any] = {"egress": "allowlist", **settings}
-    return admit(network, Settings(**chosen))
+    return allowed(network, Settings(**chosen))
 
 
 def refused(*domains: str, **more: Any) -> str:
@@ -29,13 +29,13 @@ def refused(*domains: str, **more: Any) -> str:
 
 def test_no_network_needs_no_permission() -> None:
     for mode in ("namespaces", "pod", "unsafe-degraded"):
-        assert admit(NetworkDisabled(), Settings(mode=mode)) is None
+        assert allowed(NetworkDisabled(), Settings(mode=mode)) is None
 
 
 def test_off_by_default() -> None:
     network = NetworkAllowlist(allowed_domains=["example.org"])
     with pytest.raises(RequestRefused, match="setting egress to allowlist"):
-        admit(network, Settings())
+        allowed(network, Settings())
 
 
 @pytest.mark.parametrize("mode", ["pod", "unsafe-degraded"])
@@ -121,6 +121,7 @@ def test_settings_that_make_no_sense_are_refused_at_once() -> None:
     mistakes: tuple[dict[str, Any], ...] = (
         {"egress_private": ("10.0.0.1/8",)},
         {"egress_hosts": {"*": "1.1.1.1"}},
+        {"egress_hosts": {"example.org": "example.com"}},
         {"egress_domains": ("*.example.org",)},
     )
     for wrong in mistakes:

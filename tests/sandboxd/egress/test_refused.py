@@ -256,11 +256,11 @@ async def test_parked_sandboxes_serve_either(net: Net, authority: object) -> Non
             while not supervisor._parked:  # pyright: ignore[reportPrivateUsage]
                 await asyncio.sleep(0.01)
         parked = supervisor._parked[0]  # pyright: ignore[reportPrivateUsage]
-        assert parked._egress_listener >= 0  # pyright: ignore[reportPrivateUsage]
+        assert parked._listeners  # pyright: ignore[reportPrivateUsage]
         assert parked._access is None  # pyright: ignore[reportPrivateUsage]
         box = await supervisor.create(SandboxSpec())
         assert box is parked
-        assert box._egress_listener == -1  # pyright: ignore[reportPrivateUsage]
+        assert len(box._listeners) == 0  # pyright: ignore[reportPrivateUsage]
         assert supervisor.egress.connections == 0
         outcome = await run(box, "import socket; socket.create_connection(('127.0.0.1', 3128), 5)")
         assert outcome.raised is not None

@@ -4,11 +4,13 @@ import base64
 import logging
 import ssl
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from fumehood.protocol.sandbox import DomainSecret
+from fumehood.protocol.sandbox_errors import SandboxStartFailed
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.supervisor import Supervisor
 from tests.sandboxd.egress.conftest import OTHER, PLAIN, SECURE, Net, net_settings, proxied
@@ -276,3 +278,17 @@ def handshake(server: ssl.SSLContext, trusted: str, name: str) -> str | None:
                 return str(error)
             other[0].write(mine[1].read())
     return None
+
+
+async def test_certificates_that_cannot_be_read(authority: Authority, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.pem"
+    wrong.write_text("no certificate")
+    for file in (wrong, tmp_path / "missing.pem"):
+        async with (
+            Website() as site,
+            Supervisor(net_settings(authority, site, egress_ca_file=file)) as supervisor,
+        ):
+            net = Net(supervisor, site, site, authority)
+            with pytest.raises(SandboxStartFailed, match="egress_ca_file"):
+                await net.create(SECURE, secrets=SECRETS[:1])
+            assert supervisor.sandboxes == {}

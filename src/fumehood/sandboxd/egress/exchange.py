@@ -11,6 +11,7 @@ from fumehood.sandboxd.egress.messages import Asked, Refused, passed_back
 from fumehood.sandboxd.egress.names import Authority
 from fumehood.sandboxd.egress.streams import SocketStream, Stream
 
+_LONGEST_HEAD = 256 * 1024  # of a response; servers are more talkative than clients
 _BROKEN = (OSError, EOFError, h11.ProtocolError)
 
 
@@ -39,7 +40,7 @@ class Exchange:
         self._client = client
         self._incoming = incoming
         self._upstream = upstream
-        self._outgoing = h11.Connection(h11.CLIENT)
+        self._outgoing = h11.Connection(h11.CLIENT, max_incomplete_event_size=_LONGEST_HEAD)
         self._moved = moved
         self.answered = False
 
@@ -136,5 +137,6 @@ class Exchange:
 
 
 def _raise_if_client_broke(sending: asyncio.Future[None]) -> None:
-    if sending.done() and isinstance(error := sending.exception(), h11.ProtocolError):
+    """A server that does not take all of a request may still answer; anything else is the end."""
+    if sending.done() and (error := sending.exception()) is not None and not isinstance(error, OSError):
         raise error

@@ -50,7 +50,7 @@ class Policy:
         return {**ENVIRONMENT, **{name: f"${name}" for name in sorted(names)}}
 
 
-def admit(network: NetworkPolicy, settings: Settings) -> Policy | None:
+def allowed(network: NetworkPolicy, settings: Settings) -> Policy | None:
     """The policy of a sandbox, or None for no network; RequestRefused if it is more than the operator grants."""
     if isinstance(network, NetworkDisabled):
         return None

@@ -2,25 +2,32 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
+import os
 import socket
 import ssl
+import traceback
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fumehood.protocol.sandbox import NetworkPolicy
-from fumehood.sandboxd.egress import policy
+from fumehood.protocol.sandbox_errors import SandboxStartFailed
 from fumehood.sandboxd.egress.addresses import Addresses, networks
 from fumehood.sandboxd.egress.bounds import Bounds
 from fumehood.sandboxd.egress.connecting import Connector
 from fumehood.sandboxd.egress.names import normalised
 from fumehood.sandboxd.egress.placeholders import Placeholders
-from fumehood.sandboxd.egress.policy import TRUST_ENVIRONMENT, Policy
+from fumehood.sandboxd.egress.policy import TRUST_ENVIRONMENT, Policy, allowed
 from fumehood.sandboxd.egress.resolver import Resolver
 from fumehood.sandboxd.egress.session import Event, Gate, Session
 from fumehood.sandboxd.egress.streams import SocketStream
 from fumehood.sandboxd.settings import Settings
+
+if TYPE_CHECKING:
+    from fumehood.sandboxd.egress.certificates import SandboxAuthority
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +35,16 @@ _PAUSE = 0.2  # after a failure to accept, mostly for want of descriptors
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What was allowed: `environment` and `trust`, certificates, are for inside."""
+
+    policy: Policy
+    environment: dict[str, str]
+    trust: str
+    authority: "SandboxAuthority | None" = field(repr=False)
 
 
 class Egress:
@@ -39,7 +56,10 @@ class Egress:
     def __init__(self, settings: Settings, bounds: Bounds | None = None) -> None:
         self._settings = settings
         self.bounds = bounds or Bounds()
-        hosts = {normalised(name): address for name, address in settings.egress_hosts.items()}
+        hosts = {
+            normalised(name): str(ipaddress.ip_address(address))
+            for name, address in settings.egress_hosts.items()
+        }
         self.connector = Connector(
             Resolver(hosts, timeout=self.bounds.resolve_seconds),
             Addresses(networks(settings.egress_private)),
@@ -52,29 +72,44 @@ class Egress:
         self._tasks: set[asyncio.Task[None]] = set()
         self._upstream_tls: ssl.SSLContext | None = None
 
-    def admit(self, network: NetworkPolicy) -> Policy | None:
-        """None for no network; RequestRefused for more than the operator grants."""
-        return policy.admit(network, self._settings)
+    async def grant(self, network: NetworkPolicy) -> Grant | None:
+        """What a sandbox with this policy needs, or None for no network.
 
-    async def prepare(self, granted: Policy) -> "Access":
-        """Everything that a sandbox with this policy needs, before it is handed over."""
-        trust = ""
+        RequestRefused for more than the operator allows, SandboxStartFailed if it cannot be had.
+        """
+        policy = allowed(network, self._settings)
+        if policy is None:
+            return None
+        try:
+            return await self._grant(policy)
+        except (OSError, ValueError) as error:
+            file = self._settings.egress_ca_file
+            raise SandboxStartFailed(
+                f"The certificates of egress_ca_file ({file}) are not usable: {error}."
+            ) from error
+
+    async def _grant(self, policy: Policy) -> Grant:
+        trust, authority = "", None
         if self._settings.egress_ca_file is not None:
-            trust = await asyncio.to_thread(self._settings.egress_ca_file.read_text)
-        access = Access(self, self._settings, granted)
-        if granted.secrets:
+            trust = await asyncio.to_thread(self._settings.egress_ca_file.read_text, "ascii")
+        if policy.secrets:
             # Imported when first needed: most servers never are asked for this.
             from fumehood.sandboxd.egress.certificates import SandboxAuthority
 
-            authority = await SandboxAuthority.make(granted.secrets)
+            authority = await SandboxAuthority.make(policy.secrets)
             if self._upstream_tls is None:
                 self._upstream_tls = await asyncio.to_thread(_verifying, self._settings.egress_ca_file)
-            access.gate = replace(access.gate, authority=authority, upstream_tls=self._upstream_tls)
             trust = f"{trust}\n{authority.pem}"
-        if trust:
-            access.trust = trust
-            access.environment |= TRUST_ENVIRONMENT
-        return access
+        environment = policy.environment() | (TRUST_ENVIRONMENT if trust else {})
+        return Grant(policy, environment, trust, authority)
+
+    def access(self, grant: Grant) -> "Access":
+        """A door for one sandbox."""
+        return Access(self, self._settings, grant)
+
+    @property
+    def upstream_tls(self) -> ssl.SSLContext | None:
+        return self._upstream_tls
 
     def watch(self, session: asyncio.Task[None]) -> None:
         """Remember it until it has ended."""
@@ -97,7 +132,9 @@ class Egress:
 class Access:
     """One sandbox's door to the network: `environment` and `trust` are for inside."""
 
-    def __init__(self, egress: Egress, settings: Settings, granted: Policy) -> None:
+    def __init__(self, egress: Egress, settings: Settings, grant: Grant) -> None:
+        self.environment = grant.environment
+        self.trust = grant.trust
         self._egress = egress
         self._most = settings.egress_connections
         self._budget = settings.egress_bytes
@@ -106,15 +143,16 @@ class Access:
         self._listener: socket.socket | None = None
         self._sessions: set[asyncio.Task[None]] = set()
         self._fresh: set[socket.socket] = set()  # accepted, and its task has not begun
-        self.environment = granted.environment()
-        self.trust = ""
-        self.gate = Gate(
-            policy=granted,
+        secrets = grant.policy.secrets
+        self._gate = Gate(
+            policy=grant.policy,
             bounds=egress.bounds,
             connector=egress.connector,
             report=self._report,
             spend=self._spend,
-            placeholders={domain: Placeholders(secrets) for domain, secrets in granted.secrets.items()},
+            authority=grant.authority,
+            upstream_tls=egress.upstream_tls,
+            placeholders={domain: Placeholders(values) for domain, values in secrets.items()},
         )
 
     def open(self, listener: int, sandbox: str) -> None:
@@ -165,6 +203,10 @@ class Access:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._sessions.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Its place and kind only: the text might tell what passed through.
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            logger.error("The proxy failed: %s in %s:%s.", type(error).__name__, place.name, place.lineno)
         self._resume()
 
     async def _serve(self, sock: socket.socket) -> None:
@@ -176,7 +218,7 @@ class Access:
             return
         self._egress.connections += 1
         try:
-            await Session(await _stream(sock), self.gate).run()
+            await Session(await _stream(sock), self._gate).run()
         finally:
             self._egress.connections -= 1
 
@@ -196,6 +238,18 @@ class Access:
         )
         if self._egress.on_event is not None:
             self._egress.on_event(event)
+
+
+def admit(access: Access | None, listeners: list[int], sandbox: str) -> Access | None:
+    """Let the proxy accept at a sandbox's first listener; without access nobody ever does."""
+    if not listeners:
+        if access is not None:
+            raise SandboxStartFailed("The sandbox has no way to the proxy.")
+    elif access is None:
+        os.close(listeners.pop(0))
+    else:
+        access.open(listeners.pop(0), sandbox)
+    return access
 
 
 async def _stream(sock: socket.socket) -> SocketStream:

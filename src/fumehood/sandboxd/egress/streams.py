@@ -70,14 +70,20 @@ class SocketStream:
 
     async def send(self, data: bytes) -> None:
         self._writer.write(data)
-        await self._writer.drain()
+        try:
+            await self._writer.drain()
+        except RuntimeError as error:  # uvloop's word for a closed connection
+            raise ConnectionResetError from error
 
     async def finish(self) -> None:
         """Send what is still here, and nothing more; the other direction stays open."""
-        self._writer.transport.set_write_buffer_limits(0)
-        await self._writer.drain()
-        if self._writer.can_write_eof():
-            self._writer.write_eof()
+        try:
+            self._writer.transport.set_write_buffer_limits(0)
+            await self._writer.drain()
+            if self._writer.can_write_eof():
+                self._writer.write_eof()
+        except RuntimeError as error:
+            raise ConnectionResetError from error
 
     async def linger(self, seconds: float) -> None:
         """Let the peer read what was sent last: bytes of its own that nobody read would reset the connection."""

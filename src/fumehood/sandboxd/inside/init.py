@@ -60,8 +60,8 @@ def _send_handles(channel: socket.socket, plan: jail.Plan) -> None:
         handles.append(jail.listen(layout.EGRESS_PORT))
     (packet,) = wire.packets(wire.Message(wire.Kind.JAILED, wire.NO_CALL, b""))
     socket.send_fds(channel, [packet], handles)
-    for fd in handles:
-        os.close(fd)
+    for handle in handles:
+        os.close(handle)
 
 
 def _report(channel: socket.socket, text: str) -> None:
