@@ -45,7 +45,7 @@ def outside(who: Who) -> Iterator[Outside]:
             self.end_headers()
             self.wfile.write(b"ok")
 
-        def log_message(self, format: str, *args: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's word
             pass
 
     residue = Residue()
