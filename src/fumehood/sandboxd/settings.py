@@ -64,7 +64,7 @@ class Settings:
     egress_hosts: Mapping[str, str] = field(default_factory=dict[str, str])
     egress_ca_file: Path | None = None
     egress_connections: int = 32
-    egress_connections_total: int = 1024
+    egress_connections_total: int = 512
     egress_bytes: int | None = None
 
     def aggregate_processes(self) -> int:

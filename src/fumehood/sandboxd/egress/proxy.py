@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import ipaddress
 import logging
 import os
@@ -11,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from fumehood.protocol.sandbox import NetworkPolicy
@@ -89,14 +91,13 @@ class Egress:
             ) from error
 
     async def _grant(self, policy: Policy) -> Grant:
-        trust, authority = "", None
+        trust = ""
+        authority: SandboxAuthority | None = None
         if self._settings.egress_ca_file is not None:
-            trust = await asyncio.to_thread(self._settings.egress_ca_file.read_text, "ascii")
+            trust = await asyncio.to_thread(self._settings.egress_ca_file.read_text, "utf-8", "replace")
         if policy.secrets:
-            # Imported when first needed: most servers never are asked for this.
-            from fumehood.sandboxd.egress.certificates import SandboxAuthority
-
-            authority = await SandboxAuthority.make(policy.secrets)
+            certificates = await asyncio.to_thread(_certificates)
+            authority = await certificates.SandboxAuthority.make(policy.secrets)
             if self._upstream_tls is None:
                 self._upstream_tls = await asyncio.to_thread(_verifying, self._settings.egress_ca_file)
             trust = f"{trust}\n{authority.pem}"
@@ -258,6 +259,11 @@ async def _stream(sock: socket.socket) -> SocketStream:
     except BaseException:
         sock.close()
         raise
+
+
+def _certificates() -> ModuleType:
+    """Imported when first needed, and not on the event loop: it takes a while, and most servers never need it."""
+    return importlib.import_module("fumehood.sandboxd.egress.certificates")
 
 
 def _verifying(further: Path | None) -> ssl.SSLContext:
