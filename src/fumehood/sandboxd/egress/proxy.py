@@ -97,10 +97,11 @@ class Egress:
             trust = await asyncio.to_thread(self._settings.egress_ca_file.read_text, "utf-8", "replace")
         if policy.secrets:
             certificates = await asyncio.to_thread(_certificates)
-            authority = await certificates.SandboxAuthority.make(policy.secrets)
+            made: SandboxAuthority = await certificates.SandboxAuthority.make(policy.secrets)
+            authority = made
             if self._upstream_tls is None:
                 self._upstream_tls = await asyncio.to_thread(_verifying, self._settings.egress_ca_file)
-            trust = f"{trust}\n{authority.pem}"
+            trust = f"{trust}\n{made.pem}"
         environment = policy.environment() | (TRUST_ENVIRONMENT if trust else {})
         return Grant(policy, environment, trust, authority)
 
