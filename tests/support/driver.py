@@ -55,7 +55,7 @@ class Driver:
         return self._sandboxes[name]
 
     async def do_create(self, number: int, **spec: Any) -> dict[str, Any]:
-        sandbox = await self._supervisor.create(SandboxSpec(**spec))
+        sandbox = await self._supervisor.create(msgspec.convert(spec, SandboxSpec))
         self._sandboxes[sandbox.id] = sandbox
         return {"sandbox": sandbox.id}
 

@@ -42,6 +42,13 @@ class DomainSecret(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$(?!\n)")]
     value: Annotated[str, Meta(min_length=1, max_length=8192)]
 
+    def __repr__(self) -> str:
+        """Without the value: specs end up in logs and tracebacks."""
+        return f"DomainSecret(domain={self.domain!r}, name={self.name!r}, value=…)"
+
+    def __rich_repr__(self) -> list[tuple[str, str]]:
+        return [("domain", self.domain), ("name", self.name), ("value", "…")]
+
 
 class NetworkDisabled(
     msgspec.Struct, frozen=True, tag_field="type", tag="disabled", forbid_unknown_fields=True

@@ -16,6 +16,8 @@ from typing import Any
 from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, MemoryTier
 from fumehood.protocol.sandbox_errors import SandboxGone, SandboxStartFailed
 from fumehood.sandboxd.cgroups import Cgroup
+from fumehood.sandboxd.egress.proxy import Access as NetworkAccess
+from fumehood.sandboxd.egress.proxy import admit
 from fumehood.sandboxd.executions import Execution, ProtocolBroken
 from fumehood.sandboxd.files import Access, SandboxFiles
 from fumehood.sandboxd.helpers import Helpers
@@ -31,6 +33,9 @@ logger = logging.getLogger(__name__)
 _INTERRUPT_EVERY = 0.1
 _DEATH_WAIT = 1.0
 _HEADROOM = 16 << 20
+_HANDLES = {
+    "namespaces": 4
+}  # descriptors that come with JAILED: data, namespace, listeners for egress and pip
 _MESSAGE_LIMIT = bounds.DISPLAY_LIMIT * 3 // 2
 
 
@@ -104,6 +109,7 @@ class LocalSandbox:
         self._namespace = -1
         self._listeners: list[int] = []  # on the sandbox's loopback, for services of this side
         self.offer_packages(None)
+        self._access: NetworkAccess | None = None
         self._turn = asyncio.Lock()
         self._running: Execution | None = None
         self._gone: str | None = None
@@ -130,8 +136,8 @@ class LocalSandbox:
             self.kill("it did not start in time")
             raise SandboxStartFailed(f"The sandbox did not start within {timeout:g} s.") from None
 
-    async def hand_over(self, memory: MemoryTier) -> None:
-        """Turn a parked sandbox into the caller's: its memory tier, its quota, its limits."""
+    async def hand_over(self, memory: MemoryTier, access: NetworkAccess | None = None) -> None:
+        """Turn a parked sandbox into the caller's: its memory tier, its quota, its limits, its network."""
         self.memory = memory
         size = MEMORY_TIERS[memory]
         if self.place.cgroup is not None:
@@ -141,12 +147,14 @@ class LocalSandbox:
             self._zygote.request({"op": "resize", "number": self.number, **quota}, [self._data])
         elif not self._resized.done():
             self._resized.set_result(None)
+        self._access = admit(access, self._listeners, self.id)
         body = {
             "data_limit": size * 9 // 10,
             "output_limit": self._settings.output_bytes,
             "display_bytes": self._settings.display_bytes,
             "cwd": self.place.work_directory,
-            "environment": self.place.environment(),
+            "environment": self.place.environment() | (access.environment if access else {}),
+            "trust": access.trust if access else "",
         }
         self._send(Kind.CONFIGURE, wire.NO_CALL, body)
         try:
@@ -206,6 +214,8 @@ class LocalSandbox:
         """Close what is open towards the sandbox; the process has ended or is beyond reach."""
         self._packets.close()
         self.packages.close()
+        if self._access is not None:
+            self._access.close()
         for fd in (self._pidfd, self._data, self._namespace, *self._listeners):
             if fd >= 0:
                 os.close(fd)
@@ -281,7 +291,7 @@ class LocalSandbox:
                 self._running = None
             return
         match message.kind:
-            case Kind.JAILED if self._data < 0 and len(fds) in (2, 3):
+            case Kind.JAILED if self._data < 0 and len(fds) == _HANDLES.get(self._settings.mode, 2):
                 self._data, self._namespace, *self._listeners = fds
                 fds.clear()
                 self._packets.accept_fds = False  # from here on code of others may hold the other end

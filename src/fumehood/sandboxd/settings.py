@@ -1,8 +1,10 @@
 """What an operator may set about sandboxes, with defaults that are safe; imports only `fumehood.protocol.sandbox`."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from fumehood.protocol.sandbox import Limits, Mode
 
@@ -50,6 +52,14 @@ class Settings:
     departed, departed_seconds: of how many sandboxes that have ended it is remembered why, and for how long.
     request_bytes, one_shot_bytes: the largest JSON body of a request, and of one to `POST /execute`.
     produced_files, produced_bytes: what `POST /execute` gives back at most of the files that the code wrote.
+    egress: whether callers may ask for a network policy with an allow-list; see docs/network.md.
+    egress_domains: the domains they may ask for; None means any.
+    egress_ports: the ports that may be connected to.
+    egress_private: networks that may be reached although their addresses are private, as `10.1.0.0/16`.
+    egress_hosts: addresses of names that are not looked up.
+    egress_ca_file: certificate authorities to trust besides the system's, here and in sandboxes with an allow-list.
+    egress_connections, egress_connections_total: at once, of one sandbox and of all.
+    egress_bytes: what one sandbox may send and receive in all; None means no bound.
     """
 
     mode: Mode = "namespaces"
@@ -93,6 +103,15 @@ class Settings:
     one_shot_bytes: int = 64 << 20
     produced_files: int = 256
     produced_bytes: int = 32 << 20
+    egress: Literal["off", "allowlist"] = "off"
+    egress_domains: tuple[str, ...] | None = None
+    egress_ports: tuple[int, ...] = (80, 443)
+    egress_private: tuple[str, ...] = ()
+    egress_hosts: Mapping[str, str] = field(default_factory=dict[str, str])
+    egress_ca_file: Path | None = None
+    egress_connections: int = 32
+    egress_connections_total: int = 512
+    egress_bytes: int | None = None
 
     def aggregate_processes(self) -> int:
         """Enough for every sandbox to have all of its own, short of what the host has in all."""

@@ -19,6 +19,7 @@ from fumehood.protocol.sandbox import MEMORY_TIERS, MemoryTier, SandboxSpec
 from fumehood.protocol.sandbox_errors import AtCapacity, InstallFailed, SandboxError, SandboxStartFailed
 from fumehood.sandboxd import cgroups, seccomp
 from fumehood.sandboxd.cgroups import Cgroup, CgroupLimits, CgroupTree, CgroupUnavailable, joining
+from fumehood.sandboxd.egress.proxy import Egress, Grant
 from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.inside import jail, layout
 from fumehood.sandboxd.launching import Launch, root_entries
@@ -46,7 +47,7 @@ _LIMITS_ADVICE = (
 class Supervisor:
     """Use as `async with Supervisor(settings) as supervisor:`; leaving ends every sandbox.
 
-    create raises AtCapacity, SandboxStartFailed, IsolationUnavailable; entering raises IsolationUnavailable.
+    create raises RequestRefused, AtCapacity, SandboxStartFailed, IsolationUnavailable; entering raises the last.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -74,6 +75,7 @@ class Supervisor:
         self._pod_used = False
         self.on_gone: Callable[[LocalSandbox], None] | None = None  # told of every sandbox that has ended
         self.zygote_starts = 0
+        self.egress = Egress(settings)
 
     # ---- start and end ----------------------------------------------------------------------------------------
 
@@ -213,6 +215,7 @@ class Supervisor:
                 self._zygote = None
         for sandbox in [*self._live.values()]:
             sandbox.exited(-1)
+        await self.egress.close()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._tree is not None:
@@ -326,9 +329,10 @@ class Supervisor:
     async def create(self, spec: SandboxSpec | None = None) -> LocalSandbox:
         """A sandbox of one's own: a parked one with the limits asked for, or a new one."""
         spec = spec or SandboxSpec()
+        grant = await self.egress.grant(spec.network)
         provision = await self._provide(spec)
         try:
-            return await self._create(spec, provision)
+            return await self._create(spec, provision, grant)
         finally:
             provision.close()
 
@@ -341,25 +345,26 @@ class Supervisor:
         wanted = requirements.parse(spec.requirements)
         return await self._installer.provide(wanted, self._installer.base.versions, may_replace=True)
 
-    async def _create(self, spec: SandboxSpec, provision: Provision) -> LocalSandbox:
+    async def _create(self, spec: SandboxSpec, provision: Provision, grant: Grant | None) -> LocalSandbox:
         bare = bool(provision.replaced) and not spec.fresh_interpreter
         parkable = not spec.fresh_interpreter and not bare
         while parkable and (parked := await self._take_parked()) is not None:
             self._refill()
             parked.warm = True
             with contextlib.suppress(SandboxStartFailed):  # it died while it waited: the next one
-                return await self._hand_over(parked, spec, provision)
+                return await self._hand_over(parked, spec, provision, grant)
         self._make_room()
         self._starting += 1
         sandbox = await self._start(fresh_interpreter=spec.fresh_interpreter, bare=bare)
         self._refill()
-        return await self._hand_over(sandbox, spec, provision)
+        return await self._hand_over(sandbox, spec, provision, grant)
 
     async def _hand_over(
-        self, sandbox: LocalSandbox, spec: SandboxSpec, provision: Provision
+        self, sandbox: LocalSandbox, spec: SandboxSpec, provision: Provision, grant: Grant | None
     ) -> LocalSandbox:
         try:
-            await sandbox.hand_over(spec.memory)
+            access = None if grant is None else self.egress.access(grant)
+            await sandbox.hand_over(spec.memory, access)
             await sandbox.packages.take(provision.share())
         except BaseException:  # whoever asked may have gone away: nobody else would end it
             self._background(sandbox.destroy())

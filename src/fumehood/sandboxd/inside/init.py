@@ -57,20 +57,12 @@ def send_handles(channel: socket.socket, plan: jail.Plan) -> None:
         os.open(plan.work_directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC),
         os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC),
     ]
-    if plan.walls == "namespaces":
-        handles.append(_listen(layout.PIP_PORT))
+    if plan.walls == "namespaces":  # elsewhere the loopback interface is not the sandbox's own
+        handles += [jail.listen(layout.EGRESS_PORT), jail.listen(layout.PIP_PORT)]
     (packet,) = wire.packets(wire.Message(wire.Kind.JAILED, wire.NO_CALL, b""))
     socket.send_fds(channel, [packet], handles)
     for handle in handles:
         os.close(handle)
-
-
-def _listen(port: int) -> int:
-    """A place on the sandbox's own loopback at which the supervisor, not anybody in here, will answer."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    listener.bind(("127.0.0.1", port))
-    listener.listen(8)
-    return listener.detach()
 
 
 def report(channel: socket.socket, text: str) -> None:

@@ -17,6 +17,7 @@ from fumehood.sandboxd.inside import filters, landlock, layout, syscalls
 
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP_RUNNING = 0x1 | 0x40
+_BACKLOG = 64
 _MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
 
 
@@ -125,6 +126,14 @@ def _raise_loopback() -> None:
             file.write("4096 4096 65536")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as control:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP_RUNNING))
+
+
+def listen(port: int) -> int:
+    """A listening socket on the sandbox's own loopback, for whoever is to accept there; nobody does yet."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
+        listener.bind(("127.0.0.1", port))
+        listener.listen(_BACKLOG)
+        return listener.detach()
 
 
 def take_user(uid: int) -> None:

@@ -17,6 +17,10 @@ POD_READ_ONLY = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/opt", "/etc", "/pr
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 STAGING = "/run"  # empty before and after; mounts are put together here
 
+EGRESS_PORT = 3128  # of the sandbox's own loopback; the supervisor's proxy accepts there, or nobody
+TRUST = "/home/user/.fumehood/ca.pem"  # certificate authorities, where there are more than the system's
+SYSTEM_TRUST = "/etc/ssl/certs/ca-certificates.crt"
+
 USER_ID = 1000  # what the code believes itself to be
 HOSTNAME = "sandbox"
 PIP_PORT = 3129  # on loopback: where `pip` inside asks the supervisor

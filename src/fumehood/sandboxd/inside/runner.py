@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import bounds, display, interrupts, streams, tracebacks, wire
+from fumehood.sandboxd.inside import bounds, display, interrupts, layout, streams, tracebacks, wire
 
 globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
 
@@ -130,6 +130,8 @@ class Runner:
 
     def _configure(self, request: dict[str, Any]) -> None:
         os.environ.update(request.get("environment") or {})
+        if trust := request.get("trust"):
+            _trust(trust)
         if cwd := request.get("cwd"):
             os.chdir(cwd)
             # Where spawned workers look for modules instead of "".
@@ -374,6 +376,16 @@ def _reopened_input() -> io.TextIOBase:
 
 def _getpass_unavailable(*_args: object, **_kwargs: object) -> str:
     raise EOFError(f"getpass() is not available: {_NO_KEYBOARD}")
+
+
+def _trust(certificates: str) -> None:
+    """Put further certificate authorities beside the system's; the environment tells programs where."""
+    known = ""
+    with contextlib.suppress(OSError), open(layout.SYSTEM_TRUST, encoding="ascii", errors="replace") as file:
+        known = file.read()
+    os.makedirs(os.path.dirname(layout.TRUST), exist_ok=True)
+    with open(layout.TRUST, "w", encoding="ascii", errors="replace") as file:
+        file.write(f"{known}\n{certificates}")
 
 
 class _Exit:

@@ -28,7 +28,7 @@ class Kind(enum.IntEnum):
     EXECUTE = 2  # JSON {"code": str, …}
     # init -> supervisor, before any user code; fds are taken from no other frame
     FAILED = 14  # UTF-8 text: the jail could not be built, nothing ran
-    JAILED = 15  # carries the data directory and the mount namespace as fds
+    JAILED = 15  # carries fds: the data directory, the mount namespace, the listeners of `namespaces`
     # runner -> supervisor
     READY = 16  # JSON, once
     CONFIGURED = 17

@@ -1,0 +1,131 @@
+"""A certificate authority of one sandbox's own, for the domains with secrets; imports cryptography.
+
+Its key stays in this process. Whoever has it could only deceive the one sandbox that trusts it, and name constraints
+keep even that to the domains in question.
+"""
+
+import asyncio
+import datetime as dt
+import os
+import ssl
+from collections.abc import Iterable
+from typing import Self
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+_AUTHORITY_DAYS = 90
+_LEAF_DAYS = 7
+_CLOCKS_DIFFER = dt.timedelta(hours=1)
+
+
+class SandboxAuthority:
+    """Made and used off the event loop; `pem` is the certificate that the sandbox is to trust."""
+
+    def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
+        self._key = key
+        self._certificate = certificate
+        self.pem = certificate.public_bytes(serialization.Encoding.PEM).decode("ascii")
+        self._contexts: dict[str, tuple[dt.datetime, ssl.SSLContext]] = {}
+        self._lock = asyncio.Lock()
+
+    @classmethod
+    async def make(cls, domains: Iterable[str]) -> Self:
+        return cls(*await asyncio.to_thread(_authority, sorted(domains)))
+
+    async def context(self, domain: str) -> ssl.SSLContext:
+        """The server's side of TLS for one domain; a certificate is made once and again before it expires."""
+        async with self._lock:
+            renewal, context = self._contexts.get(domain, (None, None))
+            if renewal is None or context is None or renewal < _now():
+                context = await asyncio.to_thread(self._make_context, domain)
+                renewal = _now() + dt.timedelta(days=_LEAF_DAYS - 1)
+                self._contexts[domain] = (renewal, context)
+            return context
+
+    def _make_context(self, domain: str) -> ssl.SSLContext:
+        key = ec.generate_private_key(ec.SECP256R1())
+        authority_id = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
+        certificate = (
+            _builder(domain, _LEAF_DAYS)
+            .issuer_name(self._certificate.subject)
+            .public_key(key.public_key())
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(domain)]), critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority_id), critical=False
+            )
+            .sign(self._key, hashes.SHA256())
+        )
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        _load(context, certificate, key)
+        return context
+
+
+def _authority(domains: list[str]) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = _builder("Fumehood sandbox egress", _AUTHORITY_DAYS)
+    certificate = (
+        builder.issuer_name(_name("Fumehood sandbox egress"))
+        .public_key(key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(
+            x509.NameConstraints([x509.DNSName(domain) for domain in domains], excluded_subtrees=None),
+            critical=True,
+        )
+        .add_extension(
+            x509.KeyUsage(
+                key_cert_sign=True,
+                crl_sign=True,
+                digital_signature=False,
+                content_commitment=False,
+                key_encipherment=False,
+                data_encipherment=False,
+                key_agreement=False,
+                encipher_only=False,
+                decipher_only=False,
+            ),
+            critical=True,
+        )
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return key, certificate
+
+
+def _builder(common_name: str, days: int) -> x509.CertificateBuilder:
+    now = _now()
+    return (
+        x509.CertificateBuilder()
+        .subject_name(
+            _name(common_name[:64])
+        )  # the longest that X.509 allows; the name that counts is the other
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCKS_DIFFER)
+        .not_valid_after(now + dt.timedelta(days=days))
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _now() -> dt.datetime:
+    return dt.datetime.now(dt.UTC)
+
+
+def _load(context: ssl.SSLContext, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+    """Python's ssl reads files only; this one is memory, so that no key is ever on a disk."""
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    with os.fdopen(os.memfd_create("certificate"), "wb") as file:
+        file.write(private + certificate.public_bytes(serialization.Encoding.PEM))
+        file.flush()
+        context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")

@@ -1,0 +1,334 @@
+"""How much a sandbox may take of the proxy, and what is left when it ends; imports `tests.support`."""
+
+import asyncio
+import os
+import resource
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+
+from fumehood.sandboxd.egress.bounds import Bounds
+from fumehood.sandboxd.sandbox import LocalSandbox
+from fumehood.sandboxd.supervisor import Supervisor
+from tests.sandboxd.egress.conftest import PLAIN, SECURE, Net, net_settings, proxied, raw
+from tests.sandboxd.egress.test_hello import real_hello
+from tests.support.sandboxes import run
+from tests.support.websites import Authority, Website
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def until(condition: Callable[[], object], seconds: float = 20) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def fresh(net: Net) -> AsyncIterator[LocalSandbox]:
+    made = await net.create(PLAIN, SECURE)
+    yield made
+    await made.destroy()
+
+
+@pytest.fixture
+def hasty(net: Net, monkeypatch: pytest.MonkeyPatch) -> Bounds:
+    """For sandboxes that are made afterwards."""
+    bounds = Bounds(head_seconds=0.4, rest_seconds=0.4, idle_seconds=0.4, total_seconds=30)
+    monkeypatch.setattr(net.supervisor.egress, "bounds", bounds)
+    return bounds
+
+
+async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1099511627776\r\n\r\n")
+    while True:
+        writer.write(bytes(65536))
+        await writer.drain()
+
+
+async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Reads and says nothing."""
+    while await reader.read(65536):
+        pass
+
+
+HOLD = """
+import socket
+held = []
+for _ in range({count}):
+    s = socket.create_connection(("127.0.0.1", 3128), 10)
+    s.sendall(b"GET http://data.test:{port}/ HTTP/1.1\\r\\nHost: data.test:{port}\\r\\n\\r\\n")
+    held.append(s)
+"""
+
+
+async def test_many_connections_wait_for_their_turn(
+    net: Net, fresh: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(net.plain, "handler", never)
+    start = net.plain.open_now
+    outcome = await run(fresh, HOLD.format(count=60, port=net.plain.port))
+    assert outcome.end.status == "ok", outcome
+    await until(lambda: net.plain.open_now - start == 32)
+    assert net.supervisor.egress.connections >= 32
+    # A neighbour is not affected.
+    neighbour = await net.create(SECURE)
+    assert await proxied(neighbour, f"https://{SECURE}:{net.secure.port}/") == "GET /"
+    await neighbour.destroy()
+    monkeypatch.undo()
+    await run(fresh, "for s in held: s.close()")
+    await fresh.destroy()
+    await until(lambda: net.plain.open_now == start)
+
+
+async def test_more_than_the_bound_at_once_all_get_through(net: Net, fresh: LocalSandbox) -> None:
+    outcome = await run(
+        fresh,
+        f"""
+import concurrent.futures, urllib.request
+def get(number):
+    return urllib.request.urlopen("http://{PLAIN}:{net.plain.port}/%d" % number, timeout=60).read().decode()
+with concurrent.futures.ThreadPoolExecutor(60) as pool:
+    print(sorted(pool.map(get, range(150))) == sorted("GET /%d" % number for number in range(150)))
+""",
+    )
+    assert outcome.stdout == "True\n", outcome
+
+
+async def test_the_bound_of_all_sandboxes_together(authority: Authority) -> None:
+    async with (
+        Website(handler=never) as site,
+        Supervisor(net_settings(authority, site, egress_connections_total=3)) as supervisor,
+    ):
+        net = Net(supervisor, site, site, authority)
+        one, two = await net.create(PLAIN), await net.create(PLAIN)
+        await run(one, HOLD.format(count=3, port=site.port))
+        await until(lambda: supervisor.egress.connections == 3)
+        assert (await raw(two, b"")).startswith(b"HTTP/1.1 503")
+        await one.destroy()
+        await until(lambda: supervisor.egress.connections == 0)
+        assert (await raw(two, b"x\r\n\r\n")).startswith(b"HTTP/1.1 400")
+
+
+async def test_slow_heads(net: Net, hasty: Bounds) -> None:
+    box = await net.create(PLAIN, SECURE)
+    assert await raw(box) == b""
+    assert (await raw(box, b"GET http://data.test/ HT")).startswith(b"HTTP/1.1 408")
+    tunnel = (
+        f"CONNECT {SECURE}:{net.secure.port} HTTP/1.1\r\nHost: {SECURE}:{net.secure.port}\r\n\r\n".encode()
+    )
+    assert (await raw(box, tunnel)).endswith(b"\r\n\r\n")
+    assert (await raw(box, tunnel, real_hello(SECURE)[:50])).endswith(b"\r\n\r\n")
+    outcome = await run(
+        box,
+        """
+import socket, time
+s = socket.create_connection(("127.0.0.1", 3128), 10)
+began = time.monotonic()
+try:
+    while True:
+        s.sendall(b"x")
+        time.sleep(0.05)
+except OSError:
+    print(time.monotonic() - began < 5)
+""",
+    )
+    assert outcome.stdout == "True\n", outcome
+    await box.destroy()
+
+
+async def test_silent_servers(net: Net, hasty: Bounds, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(net.plain, "handler", never)
+    box = await net.create(PLAIN, SECURE)
+    assert "HTTPError 504" in await proxied(box, f"http://{PLAIN}:{net.plain.port}/")
+    await until(lambda: net.plain.open_now == 0)
+    await box.destroy()
+
+
+async def test_a_life_is_bounded(net: Net, hasty: Bounds, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(net.supervisor.egress, "bounds", replace(hasty, total_seconds=0.5))
+    monkeypatch.setattr(net.plain, "handler", endless)
+    box = await net.create(PLAIN)
+    outcome = await run(
+        box,
+        f"""
+import urllib.request, http.client
+try:
+    response = urllib.request.urlopen("http://{PLAIN}:{net.plain.port}/")
+    while response.read(1 << 20):
+        pass
+except (http.client.IncompleteRead, ConnectionResetError) as error:
+    print("ended")
+""",
+    )
+    assert outcome.stdout == "ended\n", outcome
+    await box.destroy()
+
+
+async def test_bytes_are_bounded_where_the_operator_says_so(authority: Authority) -> None:
+    async with (
+        Website(handler=endless) as site,
+        Supervisor(net_settings(authority, site, egress_bytes=1 << 20)) as supervisor,
+    ):
+        net = Net(supervisor, site, site, authority)
+        box = await net.create(PLAIN)
+        outcome = await run(
+            box,
+            f"""
+import subprocess
+done = subprocess.run(["curl", "-sS", "http://{PLAIN}:{site.port}/"], capture_output=True)
+print(0 < len(done.stdout) <= 1 << 20)
+""",
+        )
+        assert outcome.stdout == "True\n", outcome
+        answer = await raw(box, f"GET http://{PLAIN}:{site.port}/ HTTP/1.0\r\n\r\n".encode())
+        assert answer.startswith(b"HTTP/1.1 403")
+        assert b"as many bytes as it may" in answer
+
+
+async def test_a_slow_reader_costs_no_memory(
+    net: Net, fresh: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads, so nobody sends: what is under way fits into a few buffers."""
+    sent = 0
+
+    async def counting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1099511627776\r\n\r\n")
+        while True:
+            writer.write(bytes(65536))
+            await writer.drain()
+            sent += 65536
+
+    monkeypatch.setattr(net.plain, "handler", counting)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    await run(fresh, HOLD.format(count=4, port=net.plain.port))
+    last, still = -1, 0
+    while still < 10:
+        await asyncio.sleep(0.05)
+        still = still + 1 if sent == last else 0
+        last = sent
+    assert 0 < sent < 4 * (16 << 20)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10
+
+
+async def test_nothing_is_left_of_a_sandbox(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections in every state: accepted, waiting, half a head, a tunnel, a response under way."""
+    egress = net.supervisor.egress
+    await until(lambda: egress.connections == 0)
+    await until(lambda: net.plain.open_now == net.secure.open_now == 0)
+    before = len(os.listdir("/proc/self/fd"))
+    box = await net.create(PLAIN, SECURE)
+    monkeypatch.setattr(net.plain, "handler", endless)
+    tunnel = f"CONNECT {SECURE}:{net.secure.port} HTTP/1.1\\r\\nHost: {SECURE}:{net.secure.port}\\r\\n\\r\\n"
+    outcome = await run(
+        box,
+        HOLD.format(count=5, port=net.plain.port)
+        + f"""
+import ssl
+for data in (b"", b"GET http://da", b"{tunnel}"):
+    for _ in range(5):
+        s = socket.create_connection(("127.0.0.1", 3128), 10)
+        s.sendall(data)
+        held.append(s)
+    s.recv(1000) if data.startswith(b"CONN") else None
+held.append(ssl.create_default_context().wrap_socket(s, server_hostname="{SECURE}"))
+for _ in range(40):
+    held.append(socket.create_connection(("127.0.0.1", 3128), 10))
+""",
+    )
+    assert outcome.end.status == "ok", outcome
+    await until(lambda: egress.connections == 32)
+    await box.destroy()
+    await until(lambda: egress.connections == 0)
+    await until(lambda: net.plain.open_now == net.secure.open_now == 0)
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+async def test_a_sandbox_that_dies_by_itself_leaves_nothing_either(net: Net) -> None:
+    box = await net.create(PLAIN)
+    await run(box, "import socket; s = [socket.create_connection(('127.0.0.1', 3128)) for _ in range(9)]")
+    await until(lambda: net.supervisor.egress.connections >= 9)
+    await run(box, "import os; os._exit(1)")
+    await until(lambda: net.supervisor.egress.connections == 0)
+
+
+async def test_the_supervisor_ends_with_connections_open(authority: Authority) -> None:
+    async with Website(handler=endless) as site:
+        before = len(os.listdir("/proc/self/fd"))
+        async with Supervisor(net_settings(authority, site)) as supervisor:
+            box = await Net(supervisor, site, site, authority).create(PLAIN)
+            await run(box, HOLD.format(count=8, port=site.port))
+            await until(lambda: site.open_now == 8)
+        assert supervisor.egress.connections == 0
+        await until(lambda: site.open_now == 0)
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+async def test_a_name_server_that_hangs(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look-up that takes too long is given up; who asks meanwhile shares the one that is under way."""
+    import threading
+
+    from fumehood.sandboxd.egress import resolver
+
+    answer = threading.Event()
+    asked: list[str] = []
+
+    def hanging(name: str) -> list[str]:
+        asked.append(name)
+        answer.wait(20)
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(resolver, "look_up", hanging)
+    names = resolver.Resolver({}, timeout=0.2)
+    with pytest.raises(resolver.ResolveFailed):
+        await names.addresses("slow.test")
+    waiting = [asyncio.ensure_future(names.addresses("slow.test")) for _ in range(20)]
+    await asyncio.sleep(0)
+    answer.set()
+    assert {tuple(found) for found in await asyncio.gather(*waiting)} == {("127.0.0.1",)}
+    assert asked == ["slow.test"]
+    names.close()
+
+
+async def test_names_are_looked_up_whole() -> None:
+    """With the dot: no search domain of this host is tried."""
+    from fumehood.sandboxd.egress import resolver
+
+    names = resolver.Resolver({}, timeout=20)
+    with pytest.raises(resolver.ResolveFailed):
+        await names.addresses("no-such-name.invalid")
+    names.close()
+
+
+async def test_a_slow_reader_gets_the_last_bytes_too(
+    net: Net, fresh: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Server gone, everything in the proxy's hands: it waits for the reader."""
+
+    async def all_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + b"x" * 3_000_000)
+        await writer.drain()
+        writer.transport.set_write_buffer_limits(0)
+        await writer.drain()
+
+    monkeypatch.setattr(net.plain, "handler", all_at_once)
+    outcome = await run(
+        fresh,
+        f"""
+import socket, time
+s = socket.create_connection(("127.0.0.1", 3128), 10)
+s.sendall(b"GET http://data.test:{net.plain.port}/ HTTP/1.0\\r\\n\\r\\n")
+time.sleep(2.5)
+count = 0
+while data := s.recv(65536):
+    count += data.count(b"x")
+print(count)
+""",
+    )
+    assert outcome.stdout == "3000000\n", outcome
