@@ -1,0 +1,369 @@
+"""Sandboxes against a Jupyter kernel and `python -c` in bubblewrap, interleaved; imports fumehood, benchmarks.harness.
+
+    make bench-sandbox                   everything, a few minutes
+    make bench-sandbox ARGS=--quick      half a minute, as `make bench-check` runs it
+    make bench-sandbox ARGS=--phases     where the time of a cold creation goes
+
+docs/benchmarks.md says what each row means.
+"""
+
+import argparse
+import asyncio
+import os
+import platform
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import census, references, rows
+from benchmarks.harness.references import Kernel, Spawner
+from benchmarks.harness.rows import Row, Samples
+from benchmarks.harness.subjects import Call, InProcess, Subject
+from fumehood.sandboxd.settings import Settings
+
+RESULTS = Path(__file__).parent / "results" / "sandbox.json"
+POOL = 8
+TRIVIAL = "print(1 + 1)"
+TRIVIAL_PRINTS = "2\n"
+GROUP_BY = """
+import pandas as pd
+frame = pd.DataFrame({"group": ["a", "b", "c"] * 1000, "value": range(3000)})
+print(frame.groupby("group").value.sum())
+"""
+GROUP_BY_PRINTS = "c    1500500"
+MY_NAMESPACE = "import os; print(os.readlink('/proc/self/ns/pid'))"
+ENDLESS = "while True:\n    pass"
+STUBBORN = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True:\n    pass"
+JUPYTER = "Jupyter kernel"
+BWRAP = "bwrap python -c"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How often everything is done."""
+
+    kernels: int  # each started twice: for a trivial cell and for a group-by
+    fresh_per_kernel: int
+    calls_per_kernel: int
+    spawns: int
+    arrivals: int
+    arrivals_per_second: int
+    sustained: int
+    live: int
+    kernels_idle: int
+    interrupts: int
+
+
+FULL = Scale(20, 10, 10, 100, 600, 20, 200, 50, 5, 5)
+QUICK = Scale(4, 10, 10, 30, 100, 20, 60, 20, 2, 1)
+
+
+def check(call: Call, expected: str) -> Call:
+    if call.status != "ok" or expected not in call.text:
+        raise RuntimeError(f"ours ended with {call.status} and printed {call.text!r} instead of {expected!r}")
+    return call
+
+
+async def fresh(subject: Subject, code: str, expected: str) -> float:
+    """Milliseconds from asking for a sandbox to its first output."""
+    began = time.perf_counter()
+    sandbox = await subject.create()
+    call = check(await subject.run(sandbox, code), expected)
+    await subject.delete(sandbox)
+    return (call.first - began) * 1000
+
+
+async def full_pool(subject: Subject) -> None:
+    """Wait until the pool is as warm as it gets, and nothing else goes on."""
+    async with asyncio.timeout(30):
+        while await subject.parked() < POOL:  # noqa: ASYNC110 - the server tells only when asked
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.02)
+
+
+async def kernel_start(code: str, expected: str, calls: int = 0) -> tuple[float, list[float]]:
+    """Milliseconds from asking for a kernel to its first output, and of `calls` calls after it."""
+    began = time.perf_counter()
+    kernel = Kernel()
+    try:
+        await kernel.start()
+        first, _ = await kernel.run(code, expected)
+        further: list[float] = []
+        for _ in range(calls):
+            asked = time.perf_counter()
+            _, ended = await kernel.run(TRIVIAL, TRIVIAL_PRINTS)
+            further.append((ended - asked) * 1000)
+        return (first - began) * 1000, further
+    finally:
+        await kernel.close()
+
+
+async def against_jupyter(subject: Subject, scale: Scale) -> list[Row]:
+    """Fresh with a warm pool, second calls, and a group-by: ours, Jupyter, ours, Jupyter …"""
+    ours: dict[str, list[float]] = {"trivial": [], "second": [], "group": []}
+    theirs: dict[str, list[float]] = {"trivial": [], "second": [], "group": []}
+    for _ in range(scale.kernels):
+        for _ in range(scale.fresh_per_kernel):
+            await full_pool(subject)
+            ours["trivial"].append(await fresh(subject, TRIVIAL, TRIVIAL_PRINTS))
+        start, further = await kernel_start(TRIVIAL, TRIVIAL_PRINTS, scale.calls_per_kernel)
+        theirs["trivial"].append(start)
+        theirs["second"] += further
+        ours["second"] += await second_calls(subject, scale.calls_per_kernel)
+        for _ in range(scale.fresh_per_kernel):
+            await full_pool(subject)
+            ours["group"].append(await fresh(subject, GROUP_BY, GROUP_BY_PRINTS))
+        theirs["group"].append((await kernel_start(GROUP_BY, GROUP_BY_PRINTS))[0])
+    ours["arrivals"] = await open_loop(subject, scale)
+    theirs["arrivals"] = theirs["trivial"]
+    seconds = scale.arrivals // scale.arrivals_per_second
+    told: tuple[tuple[str, str, str, dict[str, float]], ...] = (
+        (
+            "first_output",
+            "trivial",
+            "fresh → first output, warm pool, one after another",
+            {"p50": 150, "p99": 30},
+        ),
+        (
+            "first_output_20",
+            "arrivals",
+            f"fresh → first output, warm pool, {scale.arrivals_per_second}/s for {seconds} s",
+            {"p50": 150, "p99": 30},
+        ),
+        ("group_by", "group", "fresh → pandas group-by", {"p50": 60}),
+        ("second_call", "second", "second call", {"p50": 5}),
+    )
+    return [
+        Row(key, title, "ms", Samples(subject.name, ours[which]), Samples(JUPYTER, theirs[which]), goals)
+        for key, which, title, goals in told
+    ]
+
+
+async def second_calls(subject: Subject, calls: int) -> list[float]:
+    """Milliseconds from asking to the end of a call in a sandbox that has run one before."""
+    sandbox = await subject.create()
+    check(await subject.run(sandbox, TRIVIAL), TRIVIAL_PRINTS)
+    await full_pool(subject)
+    taken: list[float] = []
+    for _ in range(calls):
+        asked = time.perf_counter()
+        call = check(await subject.run(sandbox, TRIVIAL), TRIVIAL_PRINTS)
+        taken.append((call.ended - asked) * 1000)
+    await subject.delete(sandbox)
+    return taken
+
+
+async def open_loop(subject: Subject, scale: Scale) -> list[float]:
+    """Arrivals at a fixed rate, whether or not the earlier ones are done."""
+    await full_pool(subject)
+    began = time.perf_counter()
+    tasks: list[asyncio.Task[float]] = []
+    for number in range(scale.arrivals):
+        due = began + number / scale.arrivals_per_second
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        tasks.append(asyncio.create_task(fresh(subject, TRIVIAL, TRIVIAL_PRINTS)))
+    return list(await asyncio.gather(*tasks))
+
+
+async def against_spawns(subject: Subject, spawner: Spawner, scale: Scale) -> list[Row]:
+    """Fresh without a pool, against a Python started for the purpose."""
+    ours: list[float] = []
+    jailed: list[float] = []
+    plain: list[float] = []
+    for _ in range(scale.spawns):
+        ours.append(await fresh(subject, TRIVIAL, TRIVIAL_PRINTS))
+        jailed.append((await spawner.run(references.jailed_python(TRIVIAL), TRIVIAL_PRINTS)).first * 1000)
+        plain.append((await spawner.run(references.plain_python(TRIVIAL), TRIVIAL_PRINTS)).first * 1000)
+    mine = Samples(subject.name, ours)
+    title = "fresh → first output, pool empty"
+    return [
+        Row("pool_empty", title, "ms", mine, Samples(BWRAP, jailed), {"p50": 1.5}),
+        Row("pool_empty_bare", title, "ms", mine, Samples("python -c", plain)),
+    ]
+
+
+async def cpu_per_container(subject: Subject, spawner: Spawner, scale: Scale) -> Row:
+    """CPU time of one fresh container, used and deleted: the whole tree, from the server to the last child."""
+    meter = census.CpuMeter(subject.pid)
+    ours: list[float] = []
+    theirs: list[float] = []
+    try:
+        meter.adopt(pid for pid in census.tree(subject.pid) if pid != os.getpid())
+        share = max(1, scale.sustained // 4)
+        for _ in range(4):
+            before = meter.read() + own_cpu(subject)
+            await sustained(subject, share)
+            await full_pool(subject)
+            ours.append((meter.read() + own_cpu(subject) - before) / share * 1000)
+            jailed = references.jailed_python(TRIVIAL)
+            theirs += [(await spawner.run(jailed, TRIVIAL_PRINTS)).cpu * 1000 for _ in range(share // 4)]
+    finally:
+        meter.close()
+    return Row(
+        "per_core",
+        "CPU per fresh container (made, used, deleted)",
+        "ms",
+        Samples(subject.name, ours),
+        Samples(BWRAP, theirs),
+        {"p50": 1.3},
+        measures=("p50",),
+        note=f"{1000 / Samples('', ours).of('p50'):.0f} against {1000 / Samples('', theirs).of('p50'):.0f} "
+        "per second and core",
+    )
+
+
+def own_cpu(subject: Subject) -> float:
+    """What is spent in this process counts where the server runs in it; the meter leaves it out."""
+    return time.process_time() if subject.pid == os.getpid() else 0.0
+
+
+async def sustained(subject: Subject, containers: int, at_once: int = 4) -> None:
+    waiting = iter(range(containers))
+
+    async def worker() -> None:
+        for _ in waiting:
+            await fresh(subject, TRIVIAL, TRIVIAL_PRINTS)
+
+    await asyncio.gather(*(worker() for _ in range(at_once)))
+
+
+async def idle_memory(subject: Subject, scale: Scale) -> Row:
+    """Proportional set size of idle containers after a call, and of idle kernels after a cell."""
+    sandboxes = [await subject.create() for _ in range(scale.live)]
+    names = [check(await subject.run(one, MY_NAMESPACE), "pid:").text.strip() for one in sandboxes]
+    await full_pool(subject)
+    processes = census.by_namespace(subject.pid)
+    ours = [sum(map(census.pss, processes[name])) / (1 << 20) for name in names]
+    kernels = [Kernel() for _ in range(scale.kernels_idle)]
+    try:
+        for kernel in kernels:
+            await kernel.start()
+            await kernel.run(TRIVIAL, TRIVIAL_PRINTS)
+        theirs = [sum(map(census.pss, census.tree(kernel.pid))) / (1 << 20) for kernel in kernels]
+    finally:
+        for kernel in kernels:
+            await kernel.close()
+        for one in sandboxes:
+            await subject.delete(one)
+    return Row(
+        "idle_pss",
+        f"idle container, PSS, {scale.live} alive",
+        "MiB",
+        Samples(subject.name, ours),
+        Samples(f"{JUPYTER}, {scale.kernels_idle} alive", theirs),
+        {"mean": 10},
+        measures=("mean",),
+    )
+
+
+async def interrupts(subject: Subject, scale: Scale) -> list[Row]:
+    """From the deadline to the end of a call that would never end."""
+    soft: list[float] = []
+    hard: list[float] = []
+    for _ in range(scale.interrupts):
+        sandbox = await subject.create()
+        check(await subject.run(sandbox, "kept = 2; print(kept)"), TRIVIAL_PRINTS)
+        asked = time.perf_counter()
+        call = await subject.run(sandbox, ENDLESS, timeout=0.3)
+        soft.append(call.ended - asked - 0.3)
+        if call.status != "timeout" or not call.state_kept:
+            raise RuntimeError(f"an endless loop ended with {call}")
+        check(await subject.run(sandbox, "print(kept)"), TRIVIAL_PRINTS)
+        asked = time.perf_counter()
+        call = await subject.run(sandbox, STUBBORN, timeout=0.3)
+        hard.append(call.ended - asked - 0.3)
+        if call.status != "timeout" or call.state_kept:
+            raise RuntimeError(f"an endless loop that ignores interrupts ended with {call}")
+        await subject.delete(sandbox)
+    measures = ("p50", "max")
+    mine = subject.name
+    return [
+        Row(
+            "interrupt",
+            "endless loop: deadline → end, state kept",
+            "s",
+            Samples(mine, soft),
+            limits={"max": 1},
+            measures=measures,
+        ),
+        Row(
+            "kill",
+            "the same, ignoring interrupts: deadline → killed",
+            "s",
+            Samples(mine, hard),
+            limits={"max": 3},
+            measures=measures,
+        ),
+    ]
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on, and nothing that names the machine."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
+    return {
+        "cores": os.cpu_count(),
+        "memory_gib": memory,
+        "architecture": platform.machine(),
+        "kernel": ".".join(platform.release().split("-")[0].split(".")[:2]),
+        "python": platform.python_version(),
+        "root": os.geteuid() == 0,
+        **references.versions(),
+    }
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+async def step(title: str, work: Callable[[], Awaitable[list[Row]]], found: list[Row]) -> None:
+    began = time.perf_counter()
+    found += await work()
+    say(f"{title}: {time.perf_counter() - began:.0f} s")
+
+
+async def measure(scale: Scale) -> list[Row]:
+    found: list[Row] = []
+    async with Spawner() as spawner:
+        warm = await InProcess.start(Settings(pool=POOL))
+        try:
+            await step("against Jupyter", lambda: against_jupyter(warm, scale), found)
+
+            async def cpu() -> list[Row]:
+                return [await cpu_per_container(warm, spawner, scale)]
+
+            await step("CPU per container", cpu, found)
+
+            async def memory() -> list[Row]:
+                return [await idle_memory(warm, scale)]
+
+            await step("idle memory", memory, found)
+            await step("interrupts", lambda: interrupts(warm, scale), found)
+        finally:
+            await warm.close()
+        cold = await InProcess.start(Settings(pool=0))
+        try:
+            await step("pool empty", lambda: against_spawns(cold, spawner, scale), found)
+        finally:
+            await cold.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure sandboxes against their references.")
+    parser.add_argument("--quick", action="store_true", help="half a minute instead of some minutes")
+    parser.add_argument(
+        "--json", type=Path, default=None, help=f"where the result goes; default {RESULTS.name}"
+    )
+    chosen = parser.parse_args()
+    found = asyncio.run(measure(QUICK if chosen.quick else FULL))
+    facts = machine()
+    rows.show("sandbox", facts, found)
+    if chosen.json is not None or not chosen.quick:
+        rows.write_json(chosen.json or RESULTS, "sandbox", facts, found)
+
+
+if __name__ == "__main__":
+    main()
