@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import census, references, rows
+from benchmarks.harness import census, phases, references, rows
 from benchmarks.harness.references import Kernel, Spawner
 from benchmarks.harness.rows import Row, Samples
 from benchmarks.harness.subjects import Call, InProcess, Subject
@@ -357,7 +357,13 @@ def main() -> None:
     parser.add_argument(
         "--json", type=Path, default=None, help=f"where the result goes; default {RESULTS.name}"
     )
+    parser.add_argument(
+        "--phases", action="store_true", help="only show where a cold creation spends its time"
+    )
     chosen = parser.parse_args()
+    if chosen.phases:
+        phases.show(asyncio.run(phases.record(QUICK.spawns)))
+        return
     found = asyncio.run(measure(QUICK if chosen.quick else FULL))
     facts = machine()
     rows.show("sandbox", facts, found)
