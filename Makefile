@@ -85,6 +85,10 @@ bench: $(BENCH_STAMP) ## Run every benchmark
 bench-sandbox: $(BENCH_STAMP) ## Measure sandboxes (ARGS=--quick for half a minute)
 	@$(RUN) python -m benchmarks.sandbox $(ARGS)
 
+bench-check: $(BENCH_STAMP) ## Fail if ratios fell behind the best so far (ARGS=--update keeps better ones)
+	@$(RUN) python -m benchmarks.sandbox --quick --json .venv/bench-sandbox.json
+	@$(RUN) python -m tools.bench_check .venv/bench-sandbox.json $(ARGS)
+
 lock: ## Bring uv.lock up to date with pyproject.toml
 	@env -u UV_DEFAULT_INDEX -u UV_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL $(SETUP) uv lock
 

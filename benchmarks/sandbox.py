@@ -39,6 +39,7 @@ ENDLESS = "while True:\n    pass"
 STUBBORN = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True:\n    pass"
 JUPYTER = "Jupyter kernel"
 BWRAP = "bwrap python -c"
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Scale:
     interrupts: int
 
 
-FULL = Scale(20, 10, 10, 100, 600, 20, 200, 50, 5, 5)
-QUICK = Scale(4, 10, 10, 30, 100, 20, 60, 20, 2, 1)
+FULL = Scale(20, 10, 10, 100, 600, 20, 200, 50, 3, 5)
+QUICK = Scale(4, 10, 10, 30, 100, 20, 60, 50, 3, 1)
 
 
 def check(call: Call, expected: str) -> Call:
@@ -236,13 +237,14 @@ async def idle_memory(subject: Subject, scale: Scale) -> Row:
     names = [check(await subject.run(one, MY_NAMESPACE), "pid:").text.strip() for one in sandboxes]
     await full_pool(subject)
     processes = census.by_namespace(subject.pid)
-    ours = [sum(map(census.pss, processes[name])) / (1 << 20) for name in names]
+    ours = [sum(map(census.pss, processes[name])) / MIB for name in names]
+    everything = sum(census.pss(pid) for pid in census.tree(subject.pid) if pid != subject.pid) / MIB
     kernels = [Kernel() for _ in range(scale.kernels_idle)]
     try:
         for kernel in kernels:
             await kernel.start()
             await kernel.run(TRIVIAL, TRIVIAL_PRINTS)
-        theirs = [sum(map(census.pss, census.tree(kernel.pid))) / (1 << 20) for kernel in kernels]
+        theirs = [sum(map(census.pss, census.tree(kernel.pid))) / MIB for kernel in kernels]
     finally:
         for kernel in kernels:
             await kernel.close()
@@ -256,6 +258,7 @@ async def idle_memory(subject: Subject, scale: Scale) -> Row:
         Samples(f"{JUPYTER}, {scale.kernels_idle} alive", theirs),
         {"mean": 10},
         measures=("mean",),
+        note=f"with the pool and the zygote {everything:.0f} MiB in all",
     )
 
 
@@ -298,6 +301,42 @@ async def interrupts(subject: Subject, scale: Scale) -> list[Row]:
             measures=measures,
         ),
     ]
+
+
+async def churn(subject: Subject, containers: int) -> Row:
+    """Containers made, used and deleted; what is there afterwards that was not there before."""
+    await sustained(subject, 2 * POOL)  # connections, caches and the like exist by now
+    before = await settled(subject)
+    began = time.perf_counter()
+    await sustained(subject, containers)
+    taken = time.perf_counter() - began
+    leaked = (await settled(subject)).growth_over(before)
+    told = (
+        ", ".join(f"{count} {name}" for name, count in leaked.items())
+        or "no process, descriptor, mount, cgroup, file"
+    )
+    return Row(
+        "churn",
+        f"{containers} containers made, used, deleted: left behind",
+        "things",
+        Samples(subject.name, [sum(leaked.values())]),
+        limits={"max": 0},
+        measures=("max",),
+        note=f"{told}; {containers / taken:.0f}/s",
+    )
+
+
+async def settled(subject: Subject) -> census.Census:
+    """A census when nothing changes any more: what is given back in the background has been given back."""
+    await full_pool(subject)
+    last = census.Census.take(subject.pid)
+    for _ in range(100):
+        await asyncio.sleep(0.1)
+        now = census.Census.take(subject.pid)
+        if now == last:
+            break
+        last = now
+    return last
 
 
 def machine() -> dict[str, Any]:

@@ -1,12 +1,16 @@
 """Ours, as the benchmark sees it: make a sandbox, run code in it, delete it; imports fumehood.sandboxd and siblings."""
 
+import itertools
 import os
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Self
 
-from fumehood.protocol.sandbox import End, Stdout
+import msgspec
+
+from benchmarks.harness.rawhttp import Client, Response
+from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest, Health, Stdout
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor
@@ -84,3 +88,58 @@ class InProcess(Subject):
 
     async def close(self) -> None:
         await self.supervisor.close()
+
+
+_decode_event = msgspec.json.Decoder(AnyOutput).decode
+_decode_health = msgspec.json.Decoder(Health).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class Http(Subject):
+    """A server of its own, through its API; sandboxes are named by their ids."""
+
+    def __init__(self, name: str, client: Client, pid: int) -> None:
+        self.name = name
+        self.pid = pid
+        self._client = client
+        self._numbers = itertools.count()
+        self._prefix = f"bench-{os.urandom(4).hex()}"
+
+    async def create(self) -> str:
+        sandbox = f"{self._prefix}-{next(self._numbers)}"
+        _expect(await self._client.request("PUT", f"/sandboxes/{sandbox}"), 201)
+        return sandbox
+
+    async def run(self, sandbox: str, code: str, *, timeout: float = 60.0) -> Call:
+        first = 0.0
+
+        def arrived(piece: bytes) -> None:
+            nonlocal first
+            if not first and b'"stdout"' in piece:
+                first = time.perf_counter()
+
+        body = _encode(ExecuteRequest(code=code, timeout_seconds=timeout))
+        response = await self._client.request("POST", f"/sandboxes/{sandbox}/execute", body, arrived)
+        ended = time.perf_counter()
+        _expect(response, 200)
+        events = [_decode_event(line) for line in bytes(response.body).splitlines() if line]
+        end = events[-1]
+        if not isinstance(end, End):
+            raise RuntimeError("the call had no end")
+        text = "".join(event.text for event in events if isinstance(event, Stdout))
+        return Call(first, ended, text, end.status, end.state_kept)
+
+    async def delete(self, sandbox: str) -> None:
+        _expect(await self._client.request("DELETE", f"/sandboxes/{sandbox}"), 204)
+
+    async def parked(self) -> int:
+        return _decode_health(_expect(await self._client.request("GET", "/health"), 200).body).parked
+
+    async def close(self) -> None:
+        self._client.close()
+
+
+def _expect(response: Response, status: int) -> Response:
+    if response.status != status:
+        raise RuntimeError(f"the server answered {response.status}: {bytes(response.body).decode()}")
+    return response
