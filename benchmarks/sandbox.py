@@ -9,19 +9,21 @@ docs/benchmarks.md says what each row means.
 
 import argparse
 import asyncio
+import contextlib
 import os
 import platform
 import sys
+import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import census, phases, references, rows
+from benchmarks.harness import census, phases, references, rows, servers
 from benchmarks.harness.references import Kernel, Spawner
 from benchmarks.harness.rows import Row, Samples
-from benchmarks.harness.subjects import Call, InProcess, Subject
+from benchmarks.harness.subjects import Call, Http, InProcess, Subject
 from fumehood.sandboxd.settings import Settings
 
 RESULTS = Path(__file__).parent / "results" / "sandbox.json"
@@ -59,7 +61,7 @@ class Scale:
 
 
 FULL = Scale(20, 10, 10, 100, 600, 20, 200, 50, 3, 5)
-QUICK = Scale(4, 10, 10, 30, 100, 20, 60, 50, 3, 1)
+QUICK = Scale(4, 8, 10, 30, 100, 20, 60, 50, 3, 1)
 
 
 def check(call: Call, expected: str) -> Call:
@@ -102,45 +104,100 @@ async def kernel_start(code: str, expected: str, calls: int = 0) -> tuple[float,
         await kernel.close()
 
 
-async def against_jupyter(subject: Subject, scale: Scale) -> list[Row]:
+async def against_jupyter(subject: Subject, others: Sequence[Subject], scale: Scale) -> list[Row]:
     """Fresh with a warm pool, second calls, and a group-by: ours, Jupyter, ours, Jupyter …"""
-    ours: dict[str, list[float]] = {"trivial": [], "second": [], "group": []}
-    theirs: dict[str, list[float]] = {"trivial": [], "second": [], "group": []}
+    starts = {one.name: list[float]() for one in (subject, *others)}
+    seconds = {one.name: list[float]() for one in (subject, *others)}
+    groups, one_shots = list[float](), list[float]()
+    kernel_starts, kernel_seconds, kernel_groups = list[float](), list[float](), list[float]()
     for _ in range(scale.kernels):
-        for _ in range(scale.fresh_per_kernel):
-            await full_pool(subject)
-            ours["trivial"].append(await fresh(subject, TRIVIAL, TRIVIAL_PRINTS))
+        for one in (subject, *others):
+            starts[one.name] += await fresh_ones(one, scale.fresh_per_kernel, TRIVIAL, TRIVIAL_PRINTS)
         start, further = await kernel_start(TRIVIAL, TRIVIAL_PRINTS, scale.calls_per_kernel)
-        theirs["trivial"].append(start)
-        theirs["second"] += further
-        ours["second"] += await second_calls(subject, scale.calls_per_kernel)
-        for _ in range(scale.fresh_per_kernel):
-            await full_pool(subject)
-            ours["group"].append(await fresh(subject, GROUP_BY, GROUP_BY_PRINTS))
-        theirs["group"].append((await kernel_start(GROUP_BY, GROUP_BY_PRINTS))[0])
-    ours["arrivals"] = await open_loop(subject, scale)
-    theirs["arrivals"] = theirs["trivial"]
-    seconds = scale.arrivals // scale.arrivals_per_second
-    told: tuple[tuple[str, str, str, dict[str, float]], ...] = (
-        (
-            "first_output",
-            "trivial",
-            "fresh → first output, warm pool, one after another",
-            {"p50": 150, "p99": 30},
-        ),
-        (
-            "first_output_20",
-            "arrivals",
-            f"fresh → first output, warm pool, {scale.arrivals_per_second}/s for {seconds} s",
-            {"p50": 150, "p99": 30},
-        ),
-        ("group_by", "group", "fresh → pandas group-by", {"p50": 60}),
-        ("second_call", "second", "second call", {"p50": 5}),
-    )
+        kernel_starts.append(start)
+        kernel_seconds += further
+        for one in (subject, *others):
+            seconds[one.name] += await second_calls(one, scale.calls_per_kernel)
+        groups += await fresh_ones(subject, scale.fresh_per_kernel, GROUP_BY, GROUP_BY_PRINTS)
+        kernel_groups.append((await kernel_start(GROUP_BY, GROUP_BY_PRINTS))[0])
+        one_shots += await whole_ones(subject, scale.fresh_per_kernel)
+    arrivals = await open_loop(subject, scale)
+    start, second = Samples(JUPYTER, kernel_starts), Samples(JUPYTER, kernel_seconds)
+    rate = f"{scale.arrivals_per_second}/s for {scale.arrivals // scale.arrivals_per_second} s"
+    mine, fast = subject.name, {"p50": 150.0, "p99": 30.0}
+    sequential = "fresh → first output, warm pool, one after another"
     return [
-        Row(key, title, "ms", Samples(subject.name, ours[which]), Samples(JUPYTER, theirs[which]), goals)
-        for key, which, title, goals in told
+        Row("first_output", sequential, "ms", Samples(mine, starts[mine]), start, fast),
+        *(
+            Row(
+                f"first_output_{key(one)}",
+                f"{sequential}, {one.name}",
+                "ms",
+                Samples(one.name, starts[one.name]),
+                start,
+                fast,
+            )
+            for one in others
+        ),
+        Row(
+            "first_output_20",
+            f"fresh → first output, warm pool, {rate}",
+            "ms",
+            Samples(mine, arrivals),
+            start,
+            fast,
+        ),
+        Row(
+            "group_by",
+            "fresh → pandas group-by",
+            "ms",
+            Samples(mine, groups),
+            Samples(JUPYTER, kernel_groups),
+            {"p50": 60},
+        ),
+        Row("second_call", "second call", "ms", Samples(mine, seconds[mine]), second, {"p50": 5}),
+        *(
+            Row(
+                f"second_call_{key(one)}",
+                f"second call, {one.name}",
+                "ms",
+                Samples(one.name, seconds[one.name]),
+                second,
+                {"p50": 5},
+            )
+            for one in others
+        ),
+        *(
+            [Row("one_shot", "made, used and deleted in one request", "ms", Samples(mine, one_shots), start)]
+            if one_shots
+            else []
+        ),
     ]
+
+
+def key(subject: Subject) -> str:
+    return subject.name.partition(",")[0].partition(" ")[0].lower()
+
+
+async def fresh_ones(subject: Subject, times: int, code: str, expected: str) -> list[float]:
+    taken: list[float] = []
+    for _ in range(times):
+        await full_pool(subject)
+        taken.append(await fresh(subject, code, expected))
+    return taken
+
+
+async def whole_ones(subject: Subject, times: int) -> list[float]:
+    """`POST /execute`, where there is such a thing."""
+    taken: list[float] = []
+    if not isinstance(subject, Http):
+        return taken
+    for _ in range(times):
+        await full_pool(subject)
+        began = time.perf_counter()
+        check(await subject.one_shot(TRIVIAL), TRIVIAL_PRINTS)
+        taken.append((time.perf_counter() - began) * 1000)
+    return taken
 
 
 async def second_calls(subject: Subject, calls: int) -> list[float]:
@@ -186,7 +243,7 @@ async def against_spawns(subject: Subject, spawner: Spawner, scale: Scale) -> li
     ]
 
 
-async def cpu_per_container(subject: Subject, spawner: Spawner, scale: Scale) -> Row:
+async def cpu_per_container(subject: Subject, spawner: Spawner, scale: Scale) -> list[Row]:
     """CPU time of one fresh container, used and deleted: the whole tree, from the server to the last child."""
     meter = census.CpuMeter(subject.pid)
     ours: list[float] = []
@@ -203,7 +260,7 @@ async def cpu_per_container(subject: Subject, spawner: Spawner, scale: Scale) ->
             theirs += [(await spawner.run(jailed, TRIVIAL_PRINTS)).cpu * 1000 for _ in range(share // 4)]
     finally:
         meter.close()
-    return Row(
+    row = Row(
         "per_core",
         "CPU per fresh container (made, used, deleted)",
         "ms",
@@ -214,6 +271,7 @@ async def cpu_per_container(subject: Subject, spawner: Spawner, scale: Scale) ->
         note=f"{1000 / Samples('', ours).of('p50'):.0f} against {1000 / Samples('', theirs).of('p50'):.0f} "
         "per second and core",
     )
+    return [row]
 
 
 def own_cpu(subject: Subject) -> float:
@@ -231,7 +289,7 @@ async def sustained(subject: Subject, containers: int, at_once: int = 4) -> None
     await asyncio.gather(*(worker() for _ in range(at_once)))
 
 
-async def idle_memory(subject: Subject, scale: Scale) -> Row:
+async def idle_memory(subject: Subject, scale: Scale) -> list[Row]:
     """Proportional set size of idle containers after a call, and of idle kernels after a cell."""
     sandboxes = [await subject.create() for _ in range(scale.live)]
     names = [check(await subject.run(one, MY_NAMESPACE), "pid:").text.strip() for one in sandboxes]
@@ -250,7 +308,7 @@ async def idle_memory(subject: Subject, scale: Scale) -> Row:
             await kernel.close()
         for one in sandboxes:
             await subject.delete(one)
-    return Row(
+    row = Row(
         "idle_pss",
         f"idle container, PSS, {scale.live} alive",
         "MiB",
@@ -260,6 +318,7 @@ async def idle_memory(subject: Subject, scale: Scale) -> Row:
         measures=("mean",),
         note=f"with the pool and the zygote {everything:.0f} MiB in all",
     )
+    return [row]
 
 
 async def interrupts(subject: Subject, scale: Scale) -> list[Row]:
@@ -303,7 +362,7 @@ async def interrupts(subject: Subject, scale: Scale) -> list[Row]:
     ]
 
 
-async def churn(subject: Subject, containers: int) -> Row:
+async def churn(subject: Subject, containers: int) -> list[Row]:
     """Containers made, used and deleted; what is there afterwards that was not there before."""
     await sustained(subject, 2 * POOL)  # connections, caches and the like exist by now
     before = await settled(subject)
@@ -315,7 +374,7 @@ async def churn(subject: Subject, containers: int) -> Row:
         ", ".join(f"{count} {name}" for name, count in leaked.items())
         or "no process, descriptor, mount, cgroup, file"
     )
-    return Row(
+    row = Row(
         "churn",
         f"{containers} containers made, used, deleted: left behind",
         "things",
@@ -324,6 +383,7 @@ async def churn(subject: Subject, containers: int) -> Row:
         measures=("max",),
         note=f"{told}; {containers / taken:.0f}/s",
     )
+    return [row]
 
 
 async def settled(subject: Subject) -> census.Census:
@@ -349,45 +409,50 @@ def machine() -> dict[str, Any]:
         "kernel": ".".join(platform.release().split("-")[0].split(".")[:2]),
         "python": platform.python_version(),
         "root": os.geteuid() == 0,
+        "load": round(os.getloadavg()[0], 1),
         **references.versions(),
     }
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-async def step(title: str, work: Callable[[], Awaitable[list[Row]]], found: list[Row]) -> None:
-    began = time.perf_counter()
-    found += await work()
-    say(f"{title}: {time.perf_counter() - began:.0f} s")
-
-
-async def measure(scale: Scale) -> list[Row]:
+async def measure(scale: Scale, *, in_process: bool, containers: int) -> list[Row]:
     found: list[Row] = []
-    async with Spawner() as spawner:
-        warm = await InProcess.start(Settings(pool=POOL))
-        try:
-            await step("against Jupyter", lambda: against_jupyter(warm, scale), found)
+    async with contextlib.AsyncExitStack() as stack:
+        spawner = await stack.enter_async_context(Spawner())
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
-            async def cpu() -> list[Row]:
-                return [await cpu_per_container(warm, spawner, scale)]
+        async def step(title: str, work: Awaitable[Sequence[Row]]) -> None:
+            began = time.perf_counter()
+            found.extend(await work)
+            print(f"{title}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
 
-            await step("CPU per container", cpu, found)
-
-            async def memory() -> list[Row]:
-                return [await idle_memory(warm, scale)]
-
-            await step("idle memory", memory, found)
-            await step("interrupts", lambda: interrupts(warm, scale), found)
-        finally:
-            await warm.close()
-        cold = await InProcess.start(Settings(pool=0))
-        try:
-            await step("pool empty", lambda: against_spawns(cold, spawner, scale), found)
-        finally:
-            await cold.close()
+        async with contextlib.AsyncExitStack() as warm:
+            others: list[Subject] = []
+            if in_process:
+                subject: Subject = await warm.enter_async_context(running(Settings(pool=POOL)))
+            else:
+                subject = await warm.enter_async_context(servers.on_unix_socket(directory, POOL))
+                others.append(await warm.enter_async_context(servers.on_loopback(directory, POOL)))
+            await step("against Jupyter", against_jupyter(subject, others, scale))
+            await step("CPU per container", cpu_per_container(subject, spawner, scale))
+            await step("idle memory", idle_memory(subject, scale))
+            await step("interrupts", interrupts(subject, scale))
+            if containers:
+                await step("left behind", churn(subject, containers))
+        if in_process:
+            cold: Subject = await stack.enter_async_context(running(Settings(pool=0)))
+        else:
+            cold = await stack.enter_async_context(servers.on_unix_socket(directory, 0))
+        await step("pool empty", against_spawns(cold, spawner, scale))
     return found
+
+
+@contextlib.asynccontextmanager
+async def running(settings: Settings) -> AsyncGenerator[InProcess]:
+    subject = await InProcess.start(settings)
+    try:
+        yield subject
+    finally:
+        await subject.close()
 
 
 def main() -> None:
@@ -396,6 +461,10 @@ def main() -> None:
     parser.add_argument(
         "--json", type=Path, default=None, help=f"where the result goes; default {RESULTS.name}"
     )
+    parser.add_argument("--in-process", action="store_true", help="the supervisor alone, without a server")
+    parser.add_argument(
+        "--churn", type=int, default=0, metavar="N", help="also make, use and delete N containers"
+    )
     parser.add_argument(
         "--phases", action="store_true", help="only show where a cold creation spends its time"
     )
@@ -403,7 +472,8 @@ def main() -> None:
     if chosen.phases:
         phases.show(asyncio.run(phases.record(QUICK.spawns)))
         return
-    found = asyncio.run(measure(QUICK if chosen.quick else FULL))
+    scale = QUICK if chosen.quick else FULL
+    found = asyncio.run(measure(scale, in_process=chosen.in_process, containers=chosen.churn))
     facts = machine()
     rows.show("sandbox", facts, found)
     if chosen.json is not None or not chosen.quick:

@@ -99,7 +99,9 @@ class Watch:
         self.moments.append(Moment(name, False, 0, time.perf_counter(), None))
 
     def _replace(self, owner: Any, name: str, replacement: Callable[[Any], Any]) -> None:
-        original = getattr(owner, name)
+        original = getattr(owner, name, None)
+        if original is None:
+            return  # renamed since; the other moments are still worth seeing
         setattr(owner, name, functools.wraps(original)(replacement(original)))
         self._undo.append(lambda: setattr(owner, name, original))
 

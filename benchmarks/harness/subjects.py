@@ -10,7 +10,15 @@ from typing import Any, Self
 import msgspec
 
 from benchmarks.harness.rawhttp import Client, Response
-from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest, Health, Stdout
+from fumehood.protocol.sandbox import (
+    AnyOutput,
+    End,
+    ExecuteRequest,
+    Health,
+    OneShotRequest,
+    OneShotResponse,
+    Stdout,
+)
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor
@@ -92,6 +100,7 @@ class InProcess(Subject):
 
 _decode_event = msgspec.json.Decoder(AnyOutput).decode
 _decode_health = msgspec.json.Decoder(Health).decode
+_decode_one_shot = msgspec.json.Decoder(OneShotResponse).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -128,6 +137,14 @@ class Http(Subject):
             raise RuntimeError("the call had no end")
         text = "".join(event.text for event in events if isinstance(event, Stdout))
         return Call(first, ended, text, end.status, end.state_kept)
+
+    async def one_shot(self, code: str) -> Call:
+        """Make, use and delete in one request; its first output comes with its end."""
+        response = await self._client.request("POST", "/execute", _encode(OneShotRequest(code=code)))
+        ended = time.perf_counter()
+        answer = _decode_one_shot(_expect(response, 200).body)
+        status = "ok" if answer.status == "success" else answer.status
+        return Call(ended, ended, answer.stdout, status, state_kept=False)
 
     async def delete(self, sandbox: str) -> None:
         _expect(await self._client.request("DELETE", f"/sandboxes/{sandbox}"), 204)
