@@ -1,4 +1,4 @@
-"""The command line: `fumehood exec` and `fumehood doctor`; imports typer, and what a command needs when it runs."""
+"""The command line: `exec`, `doctor` and where the rest is; imports typer, and what a command needs when it runs."""
 
 import asyncio
 import logging
@@ -17,6 +17,9 @@ try:
 except ModuleNotFoundError as error:  # the base install is the client library
     raise SystemExit("The command line needs an extra: pip install 'fumehood[server]'") from error
 
+from fumehood import cli_sandbox
+from fumehood.cli_options import GuestSocketOption, Limits, LimitsOption, Mode, ModeOption, guest_socket_for
+
 if TYPE_CHECKING:
     from fumehood.protocol.sandbox import SandboxSpec
     from fumehood.sandboxd.probe import Report
@@ -28,17 +31,6 @@ class Memory(StrEnum):
     FOUR = "4g"
     SIXTEEN = "16g"
     SIXTY_FOUR = "64g"
-
-
-class Mode(StrEnum):
-    NAMESPACES = "namespaces"
-    POD = "pod"
-    UNSAFE_DEGRADED = "unsafe-degraded"
-
-
-class Limits(StrEnum):
-    ENFORCED = "enforced"
-    BEST_EFFORT = "best-effort"
 
 
 _EXEC_EPILOG = """\b
@@ -57,31 +49,6 @@ _VERDICTS = {
     "pod": "Code can be run in the container, which is its wall",
     "unsafe-degraded": "Code can be run here, held by Landlock and a system-call filter only",
 }
-
-ModeOption = Annotated[
-    Mode,
-    typer.Option(
-        envvar="FUMEHOOD_MODE",
-        help="Which walls: namespaces is the default; pod talks to a container that is the wall; unsafe-degraded "
-        "has no namespaces and is for code that you trust.",
-    ),
-]
-LimitsOption = Annotated[
-    Limits,
-    typer.Option(
-        envvar="FUMEHOOD_LIMITS",
-        help="enforced refuses to run where memory cannot be bounded by cgroups; best-effort runs without that "
-        "bound.",
-    ),
-]
-GuestSocketOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PATH",
-        envvar="FUMEHOOD_GUEST_SOCKET",
-        help="With --mode pod: the socket on which the container listens.",
-    ),
-]
 
 app = typer.Typer(
     help="An open, self-hosted code interpreter: runs Python that you do not trust in isolated sandboxes.",
@@ -120,6 +87,9 @@ def fumehood(
 ) -> None:
     """The group itself has nothing to do."""
     del version
+
+
+app.command("sandbox", epilog=cli_sandbox.EPILOG)(cli_sandbox.sandbox)
 
 
 # ---- exec -----------------------------------------------------------------------------------------------------
@@ -255,11 +225,7 @@ def _require_linux() -> None:
 def _settings(context: typer.Context, mode: Mode, limits: Limits, guest_socket: Path | None) -> "Settings":
     from fumehood.sandboxd.settings import Settings
 
-    source = context.get_parameter_source("guest_socket")
-    if mode is not Mode.POD and source is not None and source.name == "ENVIRONMENT":
-        guest_socket = None  # it is there for other calls than this one
-    if (mode is Mode.POD) != (guest_socket is not None):
-        raise typer.BadParameter("--mode pod and --guest-socket go together", param_hint="--guest-socket")
+    guest_socket = guest_socket_for(context, mode, guest_socket)
     return Settings(pool=0, capacity=1, mode=mode.value, limits=limits.value, guest_socket=guest_socket)
 
 

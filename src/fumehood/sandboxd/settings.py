@@ -20,6 +20,8 @@ class Settings:
     cpus: processors one sandbox may use at most; under contention all get equal shares.
     processes, open_files: bounds of one sandbox.
     inodes: files one sandbox may have in /mnt/data, /tmp, home and /dev/shm together.
+    file_bytes: how large one file or archive may be on its way in or out.
+    transfer_seconds: how long one may take in all; transfer_patience: how long nothing of it may move.
     output_bytes, display_bytes: what one call may print, and show.
     interrupt_grace: seconds between the first interrupt of code that ran too long and its being killed.
     start_timeout: seconds until a zygote or a sandbox that has not started counts as failed.
@@ -27,6 +29,18 @@ class Settings:
     preload: packages imported before any fork, where they are installed.
     bubblewrap: use this executable.
     guest_socket: mode `pod`: where the container that runs the code listens.
+
+    What the service in front of the sandboxes allows:
+
+    tenant_sandboxes, tenant_memory: how many sandboxes one tenant may have at once, and how many bytes their
+        memory tiers may add up to; None means no bound. The empty name is a tenant like any other.
+    idle_seconds: a sandbox that nobody has used for so long is ended, in case its owner is dead; None means never.
+    waiting_calls: how many executions of one sandbox may wait behind the one that runs.
+    kept_calls, kept_bytes: how many ended executions of one sandbox can still be read, and how large they may be
+        together; the last one can always be read.
+    departed, departed_seconds: of how many sandboxes that have ended it is remembered why, and for how long.
+    request_bytes, one_shot_bytes: the largest JSON body of a request, and of one to `POST /execute`.
+    produced_files, produced_bytes: what `POST /execute` gives back at most of the files that the code wrote.
     """
 
     mode: Mode = "namespaces"
@@ -39,6 +53,9 @@ class Settings:
     processes: int = 256
     open_files: int = 4096
     inodes: int = 100_000
+    file_bytes: int = 4 << 30
+    transfer_seconds: float = 3600.0
+    transfer_patience: float = 30.0
     output_bytes: int = 1 << 20
     display_bytes: int = 32 << 20
     interrupt_grace: float = 1.5
@@ -47,6 +64,18 @@ class Settings:
     preload: tuple[str, ...] = ("numpy", "pandas", "pyarrow", "matplotlib")
     bubblewrap: Path | None = None
     guest_socket: Path | None = None
+    tenant_sandboxes: int | None = None
+    tenant_memory: int | None = None
+    idle_seconds: float | None = 86_400.0
+    waiting_calls: int = 32
+    kept_calls: int = 64
+    kept_bytes: int = 64 << 20
+    departed: int = 1000
+    departed_seconds: float = 600.0
+    request_bytes: int = 8 << 20
+    one_shot_bytes: int = 64 << 20
+    produced_files: int = 256
+    produced_bytes: int = 32 << 20
 
     def aggregate_processes(self) -> int:
         """Enough for every sandbox to have all of its own, short of what the host has in all."""

@@ -11,6 +11,7 @@ import secrets
 import socket
 import tempfile
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Self
 
@@ -62,6 +63,8 @@ class Supervisor:
         self._scratch: str | None = None
         self._closing = False
         self._pod_used = False
+        self.on_gone: Callable[[LocalSandbox], None] | None = None  # told of every sandbox that has ended
+        self.zygote_starts = 0
 
     # ---- start and end ----------------------------------------------------------------------------------------
 
@@ -195,6 +198,7 @@ class Supervisor:
             self._zygote = await self._start_zygote()
             self._zygote.on_event = self._zygote_event
             self._zygote.on_death = self._zygote_died
+            self.zygote_starts += 1
             if not self._zygote.alive:  # before there was anybody to tell
                 raise SandboxStartFailed("The process that makes sandboxes ended at once.")
             return self._zygote
@@ -248,6 +252,15 @@ class Supervisor:
     # ---- sandboxes --------------------------------------------------------------------------------------------
 
     @property
+    def live(self) -> int:
+        """How many there are, those that wait for a caller included."""
+        return len(self._live)
+
+    @property
+    def parked(self) -> int:
+        return len(self._parked)
+
+    @property
     def sandboxes(self) -> dict[str, LocalSandbox]:
         """Those that were handed out and live."""
         parked = set(self._parked)
@@ -258,6 +271,7 @@ class Supervisor:
         spec = spec or SandboxSpec()
         while not spec.fresh_interpreter and (parked := await self._take_parked()) is not None:
             self._refill()
+            parked.warm = True
             with contextlib.suppress(SandboxStartFailed):  # it died while it waited: the next one
                 return await self._hand_over(parked, spec)
         self._make_room()
@@ -414,6 +428,8 @@ class Supervisor:
         with contextlib.suppress(ValueError):
             self._parked.remove(sandbox)
         sandbox.release()
+        if self.on_gone is not None:
+            self.on_gone(sandbox)
         self._background(self._give_back(sandbox), even_when_closing=True)
 
     async def _give_back(self, sandbox: LocalSandbox) -> None:

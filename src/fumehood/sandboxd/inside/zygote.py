@@ -14,7 +14,7 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import files, init, preload, syscalls
+from fumehood.sandboxd.inside import helper, init, preload, syscalls
 
 _MAX_REQUEST = 256 * 1024
 _MAX_FDS = 16
@@ -156,7 +156,7 @@ class Zygote:
             return  # the closed reply socket tells
         if pid == 0:
             reply, rest = _only_these_fds(fds)
-            files.help_with(request["uid"], self._program, reply, rest[0], rest[1:])
+            helper.run(request["uid"], self._program, reply, rest[0], rest[1:])
         self._helpers.add(request["number"])
         self._watch(request["number"], pid)
 
