@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import platform
+import statistics
 import sys
 import tempfile
 import time
@@ -70,13 +71,30 @@ def check(call: Call, expected: str) -> Call:
     return call
 
 
-async def fresh(subject: Subject, code: str, expected: str) -> float:
-    """Milliseconds from asking for a sandbox to its first output."""
+@dataclass(frozen=True)
+class Fresh:
+    """Milliseconds from asking for a sandbox until there is one, and until its first output."""
+
+    made: float
+    first: float
+
+
+async def fresh(subject: Subject, code: str, expected: str) -> Fresh:
     began = time.perf_counter()
     sandbox = await subject.create()
+    made = time.perf_counter()
     call = check(await subject.run(sandbox, code), expected)
     await subject.delete(sandbox)
-    return (call.first - began) * 1000
+    return Fresh((made - began) * 1000, (call.first - began) * 1000)
+
+
+def fresh_row(
+    key: str, title: str, name: str, ours: Sequence[Fresh], reference: Samples, goals: dict[str, float]
+) -> Row:
+    making = statistics.median(one.made for one in ours)
+    calling = statistics.median(one.first - one.made for one in ours)
+    note = f"{name}; making it {making:.2f} ms, its first call {calling:.2f} ms"
+    return Row(key, title, "ms", Samples(name, [one.first for one in ours]), reference, goals, note=note)
 
 
 async def full_pool(subject: Subject) -> None:
@@ -106,9 +124,9 @@ async def kernel_start(code: str, expected: str, calls: int = 0) -> tuple[float,
 
 async def against_jupyter(subject: Subject, others: Sequence[Subject], scale: Scale) -> list[Row]:
     """Fresh with a warm pool, second calls, and a group-by: ours, Jupyter, ours, Jupyter …"""
-    starts = {one.name: list[float]() for one in (subject, *others)}
+    starts = {one.name: list[Fresh]() for one in (subject, *others)}
     seconds = {one.name: list[float]() for one in (subject, *others)}
-    groups, one_shots = list[float](), list[float]()
+    groups, one_shots = list[Fresh](), list[float]()
     kernel_starts, kernel_seconds, kernel_groups = list[float](), list[float](), list[float]()
     for _ in range(scale.kernels):
         for one in (subject, *others):
@@ -126,61 +144,35 @@ async def against_jupyter(subject: Subject, others: Sequence[Subject], scale: Sc
     rate = f"{scale.arrivals_per_second}/s for {scale.arrivals // scale.arrivals_per_second} s"
     mine, fast = subject.name, {"p50": 150.0, "p99": 30.0}
     sequential = "fresh → first output, warm pool, one after another"
-    return [
-        Row("first_output", sequential, "ms", Samples(mine, starts[mine]), start, fast),
-        *(
-            Row(
-                f"first_output_{key(one)}",
-                f"{sequential}, {one.name}",
-                "ms",
-                Samples(one.name, starts[one.name]),
-                start,
-                fast,
-            )
-            for one in others
-        ),
-        Row(
-            "first_output_20",
-            f"fresh → first output, warm pool, {rate}",
-            "ms",
-            Samples(mine, arrivals),
-            start,
-            fast,
-        ),
-        Row(
-            "group_by",
-            "fresh → pandas group-by",
-            "ms",
-            Samples(mine, groups),
-            Samples(JUPYTER, kernel_groups),
-            {"p50": 60},
-        ),
-        Row("second_call", "second call", "ms", Samples(mine, seconds[mine]), second, {"p50": 5}),
-        *(
-            Row(
-                f"second_call_{key(one)}",
-                f"second call, {one.name}",
-                "ms",
-                Samples(one.name, seconds[one.name]),
-                second,
-                {"p50": 5},
-            )
-            for one in others
-        ),
-        *(
-            [Row("one_shot", "made, used and deleted in one request", "ms", Samples(mine, one_shots), start)]
-            if one_shots
-            else []
-        ),
+    second_title, enough = "second call", {"p50": 5.0}
+    found = [fresh_row("first_output", sequential, mine, starts[mine], start, fast)]
+    found += [
+        fresh_row(f"first_output_{key(one)}", sequential, one.name, starts[one.name], start, fast)
+        for one in others
     ]
+    found += [
+        fresh_row("first_output_20", f"fresh → first output, warm pool, {rate}", mine, arrivals, start, fast),
+        fresh_row(
+            "group_by", "fresh → pandas group-by", mine, groups, Samples(JUPYTER, kernel_groups), {"p50": 60}
+        ),
+        Row("second_call", second_title, "ms", Samples(mine, seconds[mine]), second, enough, note=mine),
+    ]
+    for one in others:
+        ours = Samples(one.name, seconds[one.name])
+        found.append(Row(f"second_call_{key(one)}", second_title, "ms", ours, second, enough, note=one.name))
+    if one_shots:
+        found.append(
+            Row("one_shot", "made, used and deleted in one request", "ms", Samples(mine, one_shots), start)
+        )
+    return found
 
 
 def key(subject: Subject) -> str:
     return subject.name.partition(",")[0].partition(" ")[0].lower()
 
 
-async def fresh_ones(subject: Subject, times: int, code: str, expected: str) -> list[float]:
-    taken: list[float] = []
+async def fresh_ones(subject: Subject, times: int, code: str, expected: str) -> list[Fresh]:
+    taken: list[Fresh] = []
     for _ in range(times):
         await full_pool(subject)
         taken.append(await fresh(subject, code, expected))
@@ -214,11 +206,11 @@ async def second_calls(subject: Subject, calls: int) -> list[float]:
     return taken
 
 
-async def open_loop(subject: Subject, scale: Scale) -> list[float]:
+async def open_loop(subject: Subject, scale: Scale) -> list[Fresh]:
     """Arrivals at a fixed rate, whether or not the earlier ones are done."""
     await full_pool(subject)
     began = time.perf_counter()
-    tasks: list[asyncio.Task[float]] = []
+    tasks: list[asyncio.Task[Fresh]] = []
     for number in range(scale.arrivals):
         due = began + number / scale.arrivals_per_second
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
@@ -228,18 +220,17 @@ async def open_loop(subject: Subject, scale: Scale) -> list[float]:
 
 async def against_spawns(subject: Subject, spawner: Spawner, scale: Scale) -> list[Row]:
     """Fresh without a pool, against a Python started for the purpose."""
-    ours: list[float] = []
+    ours: list[Fresh] = []
     jailed: list[float] = []
     plain: list[float] = []
     for _ in range(scale.spawns):
         ours.append(await fresh(subject, TRIVIAL, TRIVIAL_PRINTS))
         jailed.append((await spawner.run(references.jailed_python(TRIVIAL), TRIVIAL_PRINTS)).first * 1000)
         plain.append((await spawner.run(references.plain_python(TRIVIAL), TRIVIAL_PRINTS)).first * 1000)
-    mine = Samples(subject.name, ours)
     title = "fresh → first output, pool empty"
     return [
-        Row("pool_empty", title, "ms", mine, Samples(BWRAP, jailed), {"p50": 1.5}),
-        Row("pool_empty_bare", title, "ms", mine, Samples("python -c", plain)),
+        fresh_row("pool_empty", title, subject.name, ours, Samples(BWRAP, jailed), {"p50": 1.5}),
+        fresh_row("pool_empty_bare", title, subject.name, ours, Samples("python -c", plain), {}),
     ]
 
 
