@@ -80,6 +80,13 @@ def sandbox(
     file_bytes: Annotated[
         int, typer.Option(metavar="BYTES", min=1, help="The largest file or archive that is taken.")
     ] = 4 << 30,
+    preload: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Packages that every sandbox has loaded when it starts, with commas between them.",
+        ),
+    ] = "numpy,pandas,pyarrow,matplotlib",
     grace: Annotated[
         float, typer.Option(metavar="SECONDS", help="When stopped, give running code so long to end.")
     ] = 10.0,
@@ -109,6 +116,7 @@ def sandbox(
             param_hint="--listen",
         )
     settings = Settings(
+        preload=tuple(filter(None, preload.split(","))),
         mode=mode.value,
         limits=limits.value,
         guest_socket=guest_socket_for(context, mode, guest_socket),

@@ -34,11 +34,10 @@ from fumehood.sandboxd.http_exchange import (
 )
 from fumehood.sandboxd.operations import ARCHIVES, OPERATIONS, Interrupted, Operation, SandboxList
 from fumehood.sandboxd.served import ServedSandbox
-from fumehood.sandboxd.service import Service
+from fumehood.sandboxd.service import NAME, Service, check_name
 
 SIGN_OF_LIFE = 10.0
 _FIRST_LOOK = 1.0  # seconds until it is worth watching whether a reader is still there
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _TENANT = re.compile(r"[A-Za-z0-9_.:@-]{0,128}")
 _KINDS: dict[str, ArchiveFormat] = {kind: kind for kind in ARCHIVES}
 
@@ -186,8 +185,8 @@ class App:
     async def interrupt(self, exchange: Exchange) -> None:
         served = self._sandbox(exchange)
         execution_id = exchange.query("execution_id")
-        if execution_id is not None and not _NAME.fullmatch(execution_id):
-            raise RequestRefused("That cannot be an execution's id.", param="execution_id")
+        if execution_id is not None:
+            check_name(execution_id, "execution_id")
         await exchange.answer_json(Interrupted(interrupted=await served.interrupt(execution_id)))
 
     async def execute_once(self, exchange: Exchange) -> None:
@@ -309,14 +308,7 @@ class _Named:
 
 
 def _name(exchange: Exchange, parameter: str) -> str:
-    """What a caller may call a sandbox or an execution: it comes back in URLs, headers and logs."""
-    name = exchange.parameters[parameter]
-    if _NAME.fullmatch(name) is None:
-        raise RequestRefused(
-            "A name has 1 to 64 letters, digits, dots, dashes and underscores, and begins with a letter or digit.",
-            param=parameter,
-        )
-    return name
+    return check_name(exchange.parameters[parameter], parameter)
 
 
 def _number(text: str | None, parameter: str, default: int) -> int:
@@ -328,4 +320,4 @@ def _number(text: str | None, parameter: str, default: int) -> int:
 
 
 def _loggable(name: str | None) -> str | None:
-    return name if name is not None and _NAME.fullmatch(name) else None
+    return name if name is not None and NAME.fullmatch(name) else None

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
-from fumehood.protocol.sandbox import FileEntry, FileListing
+from fumehood.protocol.sandbox import ArchiveFormat, FileEntry, FileListing, Unpacked
 from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge
 from fumehood.sandboxd.helpers import Helper, Helpers
 from fumehood.sandboxd.inside import files, staging
@@ -177,6 +177,30 @@ class SandboxFiles:
         answer = await self._transfer({"do": "write", "path": path}, path, content, limit)
         return FileEntry(path=path, size=answer["size"], modified_ns=answer["modified_ns"])
 
+    async def unpack(
+        self,
+        content: bytes | AsyncIterable[bytes],
+        *,
+        kind: ArchiveFormat,
+        into: str = "",
+        limit: int | None = None,
+    ) -> Unpacked:
+        """Unpack an archive below `into`, whole or not at all; files of the same names are replaced.
+
+        Raises FileRefused, and TooLarge for more than `limit` bytes or for contents beyond the bounds.
+        """
+        if into:
+            _check_path(into, "into")
+        task = {
+            "do": "unpack",
+            "kind": kind,
+            "into": into,
+            "members": self._settings.unpacked_members,
+            "bytes": self._settings.unpacked_bytes,
+        }
+        answer = await self._transfer(task, "the archive", content, limit)
+        return Unpacked(files=answer["files"], bytes=answer["bytes"], skipped=answer["skipped"])
+
     async def delete(self, path: str) -> None:
         """Remove one file; raises FileNotFound, FileRefused."""
         await self._help({"do": "delete", "path": path})
@@ -204,11 +228,11 @@ class SandboxFiles:
                 self._access.data()
                 raise FileRefused(f"{printable(subject)}: {_HELPER_ENDED}") from None
             except OSError as error:
-                raise refusal(subject, error) from error
+                raise refusal(subject, error, may_be_missing=False) from error
             finally:
                 if helper is not None and not helper.answered:
                     await asyncio.shield(asyncio.ensure_future(self._discard(token)))
-        return _checked_answer(answer, subject)
+        return _checked_answer(answer, subject, may_be_missing=False)
 
     async def _discard(self, token: str) -> None:
         """After a helper that was killed: what it left is known by its token."""
@@ -242,10 +266,14 @@ _HELPER_ENDED = "the helper ended, probably for want of memory in the sandbox"
 
 def _check(task: dict[str, Any]) -> None:
     if "path" in task:
-        try:
-            files.checked(task["path"])
-        except files.UnsafePath as error:
-            raise refusal(task["path"], error) from error
+        _check_path(task["path"], "path")
+
+
+def _check_path(path: str, param: str) -> None:
+    try:
+        files.checked(path)
+    except files.UnsafePath as error:
+        raise FileRefused(f"{printable(path)}: {error}", param=param) from error
 
 
 async def _in_time[T](work: Awaitable[T]) -> T:
@@ -255,21 +283,23 @@ async def _in_time[T](work: Awaitable[T]) -> T:
         raise FileRefused(f"the sandbox's files did not answer within {_TASK_TIMEOUT:g} s") from None
 
 
-def _checked_answer(answer: dict[str, Any], subject: str) -> dict[str, Any]:
+def _checked_answer(answer: dict[str, Any], subject: str, *, may_be_missing: bool = True) -> dict[str, Any]:
     if "error" not in answer:
         return answer
     text = printable(str(answer["error"]), _LONGEST_REASON)
     if answer.get("kind") == "too_large":
         raise TooLarge(f"{printable(subject)}: {text}")
-    raise refusal(subject, OSError(answer["errno"], text))
+    raise refusal(subject, OSError(answer["errno"], text), may_be_missing=may_be_missing)
 
 
-def refusal(path: str, error: OSError | files.UnsafePath) -> FileRefused | FileNotFound:
-    """What a caller is told of an error with a path."""
+def refusal(
+    path: str, error: OSError | files.UnsafePath, *, may_be_missing: bool = True
+) -> FileRefused | FileNotFound:
+    """What a caller is told of an error with a path; one to be written cannot be missing."""
     if isinstance(error, files.UnsafePath):
         return FileRefused(f"{printable(path)}: {error}", param="path")
     text = f"{printable(path)}: {error.strerror or error}"
-    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+    if may_be_missing and error.errno in (errno.ENOENT, errno.ENOTDIR):
         return FileNotFound(text)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text += " (the sandbox's disk quota)"

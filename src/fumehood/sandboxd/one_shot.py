@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import binascii
 import secrets
 import time
 from functools import partial
@@ -25,6 +24,7 @@ from fumehood.protocol.sandbox import (
 from fumehood.protocol.sandbox_errors import (
     FileRefused,
     InstallFailed,
+    NotThere,
     RequestRefused,
     SandboxError,
     TooLarge,
@@ -61,21 +61,20 @@ def decoded(request: OneShotRequest, settings: Settings) -> dict[str, bytes]:
     """The files to put in place; FileRefused or TooLarge says what is wrong with which."""
     if len(request.files) > min(paths.MAX_ENTRIES, settings.inodes // 2):
         raise TooLarge(f"{len(request.files)} files are more than a sandbox takes at once.", param="files")
-    contents: dict[str, bytes] = {}
     room = data_quota(request.memory)
+    if sum(map(len, request.files.values())) * 3 // 4 > room + 2 * len(request.files):
+        raise TooLarge(
+            f"The files do not fit: half of the memory ({request.memory}) may be files.", param="files"
+        )
+    contents: dict[str, bytes] = {}
     for name, text in request.files.items():
         try:
             paths.checked(name)
             contents[name] = base64.b64decode(text, validate=True)
         except paths.UnsafePath as error:
             raise FileRefused(f"{printable(name)}: {error}", param="files") from error
-        except (binascii.Error, ValueError) as error:
+        except ValueError as error:
             raise FileRefused(f"{printable(name)}: its content is not base64", param="files") from error
-        room -= len(contents[name])
-        if room < 0:
-            raise TooLarge(
-                f"The files do not fit: half of the memory ({request.memory}) may be files.", param="files"
-            )
     return contents
 
 
@@ -109,9 +108,9 @@ async def _upload(local: LocalSandbox, uploads: dict[str, bytes]) -> dict[str, F
     try:
         for name, content in uploads.items():
             await local.files.write(name, content)
-    except RequestRefused as error:
-        error.param = "files"
-        raise
+    except (RequestRefused, TooLarge, NotThere) as error:
+        kind = TooLarge if isinstance(error, TooLarge) else FileRefused
+        raise kind(error.message, param="files") from error
     if not uploads:
         return {}
     return {entry.path: entry for entry in (await local.files.list()).files}
@@ -159,7 +158,7 @@ async def _content(local: LocalSandbox, path: str, most: int) -> bytes | None:
                 content += chunk
                 if len(content) > most:
                     return None
-    except (RequestRefused, SandboxError):
+    except SandboxError:
         return None
     return bytes(content)
 

@@ -15,7 +15,7 @@ from fumehood.protocol.sandbox import (
     SandboxSpec,
     Unpacked,
 )
-from fumehood.protocol.sandbox_errors import FileRefused, SandboxGone
+from fumehood.protocol.sandbox_errors import SandboxGone
 from fumehood.sandboxd.calls import Call, Calls
 from fumehood.sandboxd.executions import Execution
 from fumehood.sandboxd.files import OpenFile
@@ -136,5 +136,5 @@ class ServedSandbox:
     async def unpack(
         self, content: bytes | AsyncIterable[bytes], *, kind: ArchiveFormat, into: str = ""
     ) -> Unpacked:
-        del content, kind, into
-        raise FileRefused("Archives cannot be unpacked yet.")
+        with self._using():
+            return await self.local.files.unpack(content, kind=kind, into=into)

@@ -61,6 +61,11 @@ class Server:
             )
         )
 
+    @property
+    def open_requests(self) -> int:
+        """How many are being answered."""
+        return len(self._web.server_state.tasks)
+
     def stop(self) -> None:
         """Stop in good order; the second time, at once."""
         if self._stop.is_set():

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import platform
+import re
 import secrets
 import time
 from importlib import metadata
@@ -23,6 +24,7 @@ from fumehood.protocol.sandbox import (
 )
 from fumehood.protocol.sandbox_errors import (
     Conflict,
+    RequestRefused,
     SandboxError,
     SandboxGone,
     SandboxNotFound,
@@ -42,6 +44,7 @@ from fumehood.sandboxd.supervisor import Supervisor
 
 type State = Literal["starting", "ok", "stopping"]
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _VERSION = metadata.version("fumehood")
 _DELETED = "it was deleted"
 _LAST_WORDS = 5.0  # seconds for what remains to be done after the code has stopped
@@ -146,12 +149,13 @@ class Service:
 
     async def create(self, spec: SandboxSpec, name: str | None = None) -> ServedSandbox:
         """A new sandbox, or the one of that name that lives with an equal spec."""
-        sandbox, _ = await self.put(name or secrets.token_hex(8), spec)
+        sandbox, _ = await self.put(secrets.token_hex(8) if name is None else name, spec)
         return sandbox
 
     async def put(self, name: str, spec: SandboxSpec) -> tuple[ServedSandbox, bool]:
         """The sandbox of that name, and whether it is new; callers who ask at once get the same one."""
         self._check_open()
+        check_name(name, "id")
         served = self._served.get(name)
         if served is not None and served.gone is None:
             return _of_spec(served, served.spec, spec), False
@@ -257,7 +261,7 @@ class Service:
             del self._served[served.id]
         self._quotas.give_back(served.spec)
         self._departed.add(served)
-        asked = served.gone == _DELETED
+        asked = served.gone == _DELETED or self.state == "stopping"
         if not asked:
             self.metrics.lost()
         logs.event(
@@ -316,6 +320,16 @@ class Service:
             raise
         finally:
             self._quotas.give_back(spec)
+
+
+def check_name(name: str, parameter: str) -> str:
+    """What a caller may call a sandbox or an execution: it comes back in URLs, headers and logs."""
+    if NAME.fullmatch(name) is None:
+        raise RequestRefused(
+            "A name has 1 to 64 letters, digits, dots, dashes and underscores, and begins with a letter or digit.",
+            param=parameter,
+        )
+    return name
 
 
 def _of_spec[T](made: T, its: SandboxSpec, wanted: SandboxSpec) -> T:

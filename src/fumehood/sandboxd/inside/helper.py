@@ -10,7 +10,7 @@ import socket
 from dataclasses import astuple
 from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import files, filters, jail, staging
+from fumehood.sandboxd.inside import archives, files, filters, jail, landlock, staging
 from fumehood.sandboxd.inside.leave import AskedLeave, Refused
 
 _MAX_TASK = 64 * 1024
@@ -59,6 +59,8 @@ class _Task:
             case "write":
                 found = staging.write(data, task["path"], self._source, task["token"], leave)
                 return {"size": found.size, "modified_ns": found.modified_ns}
+            case "unpack":
+                return self._unpack(leave)
             case "discard":
                 staging.discard(data, task["token"], task["most"])
             case "delete":
@@ -70,6 +72,21 @@ class _Task:
             case unknown:
                 raise ValueError(f"unknown task {unknown!r}")
         return {}
+
+    def _unpack(self, leave: AskedLeave) -> dict[str, Any]:
+        """Decoders are written in C and read what strangers wrote: nothing but the data directory is in reach."""
+        task = self._task
+        landlock.restrict_to_directory(self._data)
+        done = archives.unpack(
+            self._data,
+            self._source,
+            kind=task["kind"],
+            into=task["into"],
+            token=task["token"],
+            bounds=archives.Bounds(members=task["members"], size=task["bytes"]),
+            leave=leave,
+        )
+        return {"files": done.files, "bytes": done.size, "skipped": done.skipped}
 
     def _walk(self) -> dict[str, Any]:
         """A listing can be longer than a packet."""
