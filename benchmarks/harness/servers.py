@@ -48,7 +48,7 @@ async def on_unix_socket(directory: Path, pool: int) -> AsyncGenerator[Http]:
     process, _ = await _started(directory, "--socket", str(path), "--pool", str(pool))
     client = Client(socket=str(path))
     try:
-        yield Http("unix socket", client, process.pid)
+        yield Http("unix socket", f"unix:{path}", client, process.pid)
     finally:
         client.close()
         await _stop(process)
@@ -63,9 +63,10 @@ async def on_loopback(directory: Path, pool: int) -> AsyncGenerator[Http]:
     file.chmod(0o600)
     options = ("--listen", "127.0.0.1:0", "--token-file", str(file), "--pool", str(pool))
     process, where = await _started(directory, *options)
-    client = Client(port=int(where.rstrip("/").rpartition(":")[2]), token=token)
+    port = int(where.rstrip("/").rpartition(":")[2])
+    client = Client(port=port, token=token)
     try:
-        yield Http("TCP, token", client, process.pid)
+        yield Http("TCP, token", f"http://127.0.0.1:{port}", client, process.pid)
     finally:
         client.close()
         await _stop(process)

@@ -1,15 +1,19 @@
-"""Ours, as the benchmark sees it: make a sandbox, run code in it, delete it; imports fumehood.sandboxd and siblings."""
+"""Ours, as the benchmark sees it: make a sandbox, run code in it, delete it; imports fumehood and siblings."""
 
+import importlib
+import importlib.util
 import itertools
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import AsyncIterable
 from dataclasses import dataclass
 from typing import Any, Self
 
 import msgspec
 
 from benchmarks.harness.rawhttp import Client, Response
+from fumehood.interfaces import SandboxRef
 from fumehood.protocol.sandbox import (
     AnyOutput,
     End,
@@ -17,6 +21,7 @@ from fumehood.protocol.sandbox import (
     Health,
     OneShotRequest,
     OneShotResponse,
+    SandboxSpec,
     Stdout,
 )
 from fumehood.sandboxd.sandbox import LocalSandbox
@@ -40,6 +45,7 @@ class Subject(ABC):
 
     name: str
     pid: int
+    counts = True  # towards the goals; what else is measured is for information
 
     @abstractmethod
     async def create(self) -> Any:
@@ -79,14 +85,7 @@ class InProcess(Subject):
         return await self.supervisor.create()
 
     async def run(self, sandbox: LocalSandbox, code: str, *, timeout: float = 60.0) -> Call:
-        first, text = 0.0, ""
-        async for event in sandbox.execute(code, timeout=timeout):
-            if isinstance(event, Stdout):
-                first = first or time.perf_counter()
-                text += event.text
-            elif isinstance(event, End):
-                return Call(first, time.perf_counter(), text, event.status, event.state_kept)
-        raise RuntimeError("the call had no end")
+        return await _timed(sandbox.execute(code, timeout=timeout))
 
     async def delete(self, sandbox: LocalSandbox) -> None:
         await sandbox.destroy()
@@ -107,8 +106,9 @@ _encode = msgspec.json.Encoder().encode
 class Http(Subject):
     """A server of its own, through its API; sandboxes are named by their ids."""
 
-    def __init__(self, name: str, client: Client, pid: int) -> None:
+    def __init__(self, name: str, url: str, client: Client, pid: int) -> None:
         self.name = name
+        self.url = url
         self.pid = pid
         self._client = client
         self._numbers = itertools.count()
@@ -154,6 +154,50 @@ class Http(Subject):
 
     async def close(self) -> None:
         self._client.close()
+
+
+class Shipped(Subject):
+    """The same server through the client that is shipped, as a gateway uses it; `beside` tells of the pool."""
+
+    name = "shipped client"
+    counts = False
+
+    def __init__(self, beside: Http) -> None:
+        self.pid = beside.pid
+        self._beside = beside
+        self._provider: Any = importlib.import_module("fumehood.sandbox.remote").RemoteSandboxes(beside.url)
+
+    @staticmethod
+    def exists() -> bool:
+        return importlib.util.find_spec("fumehood.sandbox") is not None
+
+    async def create(self) -> Any:
+        return await self._provider.attach(await self._provider.create(SandboxSpec()))
+
+    async def run(self, sandbox: Any, code: str, *, timeout: float = 60.0) -> Call:
+        return await _timed(sandbox.execute(ExecuteRequest(code=code, timeout_seconds=timeout)))
+
+    async def delete(self, sandbox: Any) -> None:
+        await self._provider.destroy(SandboxRef(sandbox.id))
+
+    async def parked(self) -> int:
+        return await self._beside.parked()
+
+    async def close(self) -> None:
+        await self._provider.close()
+
+
+async def _timed(events: AsyncIterable[AnyOutput]) -> Call:
+    first, text, end = 0.0, "", None
+    async for event in events:
+        if isinstance(event, Stdout):
+            first = first or time.perf_counter()
+            text += event.text
+        elif isinstance(event, End):
+            end = event
+    if end is None:
+        raise RuntimeError("the call had no end")
+    return Call(first, time.perf_counter(), text, end.status, end.state_kept)
 
 
 def _expect(response: Response, status: int) -> Response:
