@@ -58,6 +58,10 @@ def cpu_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICK
 
 
+class CannotMeasure(Exception):
+    """CPU time of processes that have ended cannot be had here."""
+
+
 class CpuMeter:
     """CPU seconds of a tree of processes, also of those in it that have ended.
 
@@ -71,6 +75,8 @@ class CpuMeter:
         self._own = _CPUACCT.is_dir() and os.access(_CPUACCT, os.W_OK)
         if self._own:
             self._group.mkdir()
+        else:
+            self.read()
 
     def adopt(self, pids: Iterable[int]) -> None:
         """Count these, and what they start from now on."""
@@ -92,10 +98,11 @@ class CpuMeter:
         found: set[Path] = set()
         for pid in zygotes:
             for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
-                if line.startswith("0::"):
-                    found.add(_UNIFIED / line[4:] / "..")
+                group = _UNIFIED / line.removeprefix("0::/") / ".."
+                if line.startswith("0::") and (group / "cpu.stat").exists():
+                    found.add(group)
         if not found:
-            raise RuntimeError("CPU time cannot be had here: neither cpuacct nor cgroup v2")
+            raise CannotMeasure("neither the controller cpuacct nor cgroup v2 counts it.")
         return found
 
     def close(self) -> None:
