@@ -45,6 +45,12 @@ def test_only_ratios_with_a_goal_are_compared() -> None:
     assert result.ratios() == {"start.p50": 5.0}
 
 
+def test_a_row_without_a_ratchet_is_not_compared() -> None:
+    result = Result("sandbox", {"rush": ResultRow(ratios={"p50": 5.0}, goals={"p50": 1.0}, gated=False)})
+    assert result.ratios() == {}
+    assert bench_check.raised(result, {}) == {"sandbox": {}}
+
+
 def test_the_ratchet_rises_and_never_falls() -> None:
     raised = bench_check.raised(_result(start=120.0, call=5.0), _ratchet(start=100.0, call=9.0))
     assert raised["sandbox"] == {
@@ -84,5 +90,5 @@ def test_without_update_nothing_is_written(tmp_path: Path) -> None:
 
 def test_the_kept_ratchet_can_be_read() -> None:
     ratchet = bench_check.read_ratchet(ROOT / bench_check.RATCHET)
-    assert "sandbox" in ratchet
+    assert ratchet["sandbox"]
     assert all(step.least < step.best for step in ratchet["sandbox"].values())

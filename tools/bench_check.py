@@ -33,6 +33,7 @@ class Step(msgspec.Struct, forbid_unknown_fields=True):
 class ResultRow(msgspec.Struct):
     ratios: dict[str, float] = {}
     goals: dict[str, float] = {}
+    gated: bool = True
 
 
 class Result(msgspec.Struct):
@@ -42,12 +43,12 @@ class Result(msgspec.Struct):
     rows: dict[str, ResultRow]
 
     def ratios(self) -> dict[str, float]:
-        """The ratios that have a goal, as `row.measure`."""
+        """The ratios that have a goal and a ratchet, as `row.measure`."""
         return {
             f"{name}.{measure}": row.ratios[measure]
             for name, row in self.rows.items()
             for measure in row.goals
-            if measure in row.ratios
+            if row.gated and measure in row.ratios
         }
 
 

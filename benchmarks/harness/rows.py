@@ -50,7 +50,8 @@ class Row:
     """One line of the table.
 
     ratios tell how many times less than the reference ours takes, by measure; `goals` are the least ratios to
-    reach. Without a reference, `limits` are the most that ours may take.
+    reach. Without a reference, `limits` are the most that ours may take. A row that is not `gated` has goals and
+    no ratchet: its ratio depends on how busy the machine is, whatever the reference does.
     """
 
     key: str
@@ -62,6 +63,7 @@ class Row:
     limits: dict[str, float] = field(default_factory=dict[str, float])
     measures: tuple[str, ...] = ("p50", "p99")
     note: str = ""
+    gated: bool = True
 
     def ratio(self, measure: str) -> float | None:
         if self.reference is None or not self.ours.of(measure):
@@ -88,6 +90,8 @@ class Row:
             told["limits"] = self.limits
         if self.goals or self.limits:
             told["reached"] = self.reached()
+        if not self.gated:
+            told["gated"] = False
         if self.note:
             told["note"] = self.note
         return told
