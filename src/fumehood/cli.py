@@ -38,7 +38,7 @@ Exit codes:
   0, 1, n  the code's own: it ended, it raised, it called sys.exit(n)
   2        this command was used wrongly
   124      the code ran longer than --timeout
-  125      the code could not be isolated, or its sandbox was lost
+  125      the code could not be isolated, its sandbox was lost, or packages could not be installed
   130      the code was interrupted
   137      the code ran out of memory
 """
@@ -114,6 +114,14 @@ def execute(
         list[Path] | None,
         typer.Option(metavar="PATH", help="Put this file into /mnt/data first; may be given several times."),
     ] = None,
+    with_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="REQUIREMENT",
+            help="Install this package first, such as humanize or 'numpy<2'; may be given several times.",
+        ),
+    ] = None,
     files_out: Annotated[
         Path | None,
         typer.Option(
@@ -160,7 +168,7 @@ def execute(
     from fumehood.cli_files import Folder
     from fumehood.protocol.sandbox import SandboxSpec
 
-    spec = SandboxSpec(memory=memory.value, fresh_interpreter=fresh_interpreter)
+    spec = SandboxSpec(memory=memory.value, fresh_interpreter=fresh_interpreter, requirements=with_ or [])
     uploads = _check_uploads(file or [], spec)
     settings = _settings(context, mode, limits, guest_socket)
     try:

@@ -31,6 +31,7 @@ _EXIT_CODES: dict[EndStatus, int] = {
     "interrupted": INTERRUPTED,
     "out_of_memory": 137,
     "lost": NO_SANDBOX,
+    "install_failed": NO_SANDBOX,
 }
 _FILE_BYTES = 256 << 20
 _TOTAL_BYTES = 1 << 30

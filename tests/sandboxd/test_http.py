@@ -432,6 +432,25 @@ async def test_one_shot_ends_when_its_caller_leaves(running: Running, client: Cl
     assert running.service.health().running == 0
 
 
+async def test_packages_that_are_refused(running: Running, client: Client) -> None:
+    """Nothing is installed, nothing runs, and it is said in the place where each caller looks."""
+    wanted = ["--index-url=https://example.org"]
+    live = running.service.supervisor.live
+    made = await client.ask("PUT", "/sandboxes/new", {"requirements": wanted})
+    assert made.error == (400, "install_failed", "requirements")
+    once = (await client.ask("POST", "/execute", {"code": "print(1)", "requirements": wanted})).json
+    assert (once["status"], once["exit_code"], once["stdout"]) == ("error", -1, "")
+    assert "--index-url" in once["stderr"]
+    events = await client.run("box", "ran = True", requirements=wanted)
+    assert (events[-1]["status"], events[-1]["exit_code"], events[-1]["state_kept"]) == (
+        "install_failed",
+        -1,
+        True,
+    )
+    assert (await client.run("box", "ran"))[0]["name"] == "NameError"
+    assert running.service.supervisor.live == live
+
+
 # ---- the server itself ----------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from fumehood.protocol.sandbox import End
 from fumehood.protocol.sandbox_errors import AtCapacity
 from fumehood.sandboxd import cgroups, seccomp, supervisor
 from fumehood.sandboxd.cgroups import CgroupUnavailable
@@ -67,6 +68,14 @@ async def test_degraded_still_holds(degraded: LocalSandbox, code: str, error: st
     outcome = await run(degraded, code)
     assert outcome.raised is not None
     assert outcome.raised.name == error
+
+
+async def test_degraded_has_no_packages_to_give(degraded: LocalSandbox) -> None:
+    execution = degraded.start("1", timeout=30, requirements=["humanize"])
+    end = [event async for event in execution.events()][-1]
+    assert isinstance(end, End)
+    assert end.status == "install_failed"
+    assert "Packages cannot be installed in mode unsafe-degraded" in end.reason
 
 
 @pytest.mark.root

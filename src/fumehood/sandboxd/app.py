@@ -267,6 +267,7 @@ class _Place(Route):
 
     def __init__(self, app: App, path: str, operations: dict[str, Operation]) -> None:
         super().__init__(path.replace("{path}", "{path:path}"), app, methods=[*operations])
+        self.path_regex = re.compile(self.path_regex.pattern, re.DOTALL)  # a name may hold a newline
         self.methods = {*operations}  # without the HEAD that starlette adds
         self._application = app
         self._operations = {

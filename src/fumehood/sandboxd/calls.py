@@ -134,7 +134,9 @@ class Calls:
         return call
 
     def _start(self, request: ExecuteRequest) -> Execution:
-        return self._sandbox.start(request.code, timeout=request.timeout_seconds)
+        return self._sandbox.start(
+            request.code, timeout=request.timeout_seconds, requirements=request.requirements
+        )
 
     def _known(self, call_id: str) -> Call | None:
         call = self._pending.get(call_id) or self._ended.get(call_id)

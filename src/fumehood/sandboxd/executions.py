@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -53,12 +53,14 @@ class Execution:
         self.call = os.urandom(wire.CALL_ID_BYTES)  # cannot be guessed by code that runs before the call
         self.code = code
         self.timeout = timeout
+        self.requirements: Sequence[str] = ()  # to be installed before the code runs
         self.log: list[AnyOutput] = []
         self.claimed_end: asyncio.Future[_EndBody] = asyncio.get_running_loop().create_future()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.wake = asyncio.Event()  # set when the deadline has moved to now
         self.interrupted_by_caller = False
         self.on_end: Callable[[End], None] | None = None
+        self.install_seconds: float | None = None
         self.first_event_after: float | None = None  # seconds from its turn to its first event
         self._bytes_left = bounds.body_bytes(output_bytes, display_bytes)
         self._batched_left = bounds.batched_events(output_bytes)
@@ -67,6 +69,7 @@ class Execution:
         self._grown = asyncio.Event()
 
     def begin(self) -> None:
+        self.first_event_after = None
         self._began = asyncio.get_running_loop().time()
 
     @property

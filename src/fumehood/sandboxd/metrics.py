@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from fumehood.protocol.sandbox import End, EndStatus
+from fumehood.sandboxd.executions import Execution
 from fumehood.sandboxd.supervisor import Supervisor
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -53,10 +54,11 @@ class Metrics:
         self._starts = {kind: starts.labels(kind) for kind in ("warm", "cold")}
         self._executions = {status: executions.labels(status) for status in _STATUSES}
 
-    def created(self, *, warm: bool, seconds: float) -> None:
+    def created(self, *, warm: bool, seconds: float, with_packages: bool = False) -> None:
+        """Where packages had to be there first, that is what the time was spent on."""
         kind = "warm" if warm else "cold"
         self._starts[kind].inc()
-        self._phases[f"create_{kind}"].observe(seconds)
+        self._phases["install" if with_packages else f"create_{kind}"].observe(seconds)
 
     def destroyed(self, seconds: float) -> None:
         self._phases["destroy"].observe(seconds)
@@ -64,14 +66,13 @@ class Metrics:
     def lost(self) -> None:
         self._lost.inc()
 
-    def installed(self, seconds: float) -> None:
-        self._phases["install"].observe(seconds)
-
-    def ended(self, end: End, first_output: float | None) -> None:
+    def ended(self, execution: Execution, end: End) -> None:
         self._executions[end.status].inc()
         self._phases["execute"].observe(end.duration_ms / 1000)
-        if first_output is not None:
-            self._phases["first_output"].observe(first_output)
+        if execution.install_seconds is not None:
+            self._phases["install"].observe(execution.install_seconds)
+        if execution.first_event_after is not None:
+            self._phases["first_output"].observe(execution.first_event_after)
 
     def refused(self, code: str) -> None:
         self._refusals.labels(code).inc()

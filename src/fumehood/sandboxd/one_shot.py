@@ -89,7 +89,8 @@ async def run(
         logs.event("install_failed", sandbox=_NAME, tenant=spec.tenant, duration_ms=round(seconds * 1000, 3))
         return _response(_Text(), None, round(seconds * 1000), {}, error.message)
     try:
-        host.metrics.created(warm=local.warm, seconds=time.monotonic() - began)
+        seconds = time.monotonic() - began
+        host.metrics.created(warm=local.warm, seconds=seconds, with_packages=bool(spec.requirements))
         before = await _upload(local, uploads)
         execution = local.start(request.code, timeout=request.timeout_seconds)
         execution.on_end = partial(host.ended, execution, sandbox=_NAME, call_id=secrets.token_hex(12))

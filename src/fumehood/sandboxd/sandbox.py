@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from fumehood.sandboxd.files import Access, SandboxFiles
 from fumehood.sandboxd.helpers import Helpers
 from fumehood.sandboxd.inside import bounds, layout, wire
 from fumehood.sandboxd.inside.wire import Kind
+from fumehood.sandboxd.packages import attached, calls
 from fumehood.sandboxd.packets import Packets
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.zygotes import Zygote
@@ -78,6 +79,7 @@ class LocalSandbox:
         self._settings = settings
         self._zygote = zygote
         self._on_gone = on_gone
+        self._next_number = next_number
         self._helpers = Helpers(zygote, place.uid, place.cgroup, next_number)
         self.files = SandboxFiles(
             Access(
@@ -100,6 +102,8 @@ class LocalSandbox:
         self._pidfd = -1
         self._data = -1
         self._namespace = -1
+        self._listeners: list[int] = []  # on the sandbox's loopback, for services of this side
+        self.offer_packages(None)
         self._turn = asyncio.Lock()
         self._running: Execution | None = None
         self._gone: str | None = None
@@ -153,6 +157,21 @@ class LocalSandbox:
         if problem is not None:
             self.kill(problem)
             raise SandboxStartFailed(f"The sandbox's disk quota could not be set: {problem}")
+        if self._listeners:
+            self.packages.listen(self._listeners.pop())
+
+    def offer_packages(
+        self, installer: attached.Installer | None, *, unavailable: str = attached.NOT_OFFERED
+    ) -> None:
+        """Before it is handed over: from where it may have further packages, or why from nowhere."""
+        self.packages = attached.SandboxPackages(installer, self._attach, unavailable=unavailable)
+
+    async def _attach(self, layers: list[str]) -> None:
+        self._live_data()
+        await attached.attach(self._zygote, self._next_number(), self._namespace, layers)
+
+    def made_by(self, zygote: Zygote) -> bool:
+        return self._zygote is zygote
 
     def kill(self, reason: str) -> None:
         """End it now, with every process in it; a running call ends as lost."""
@@ -185,10 +204,12 @@ class LocalSandbox:
     def release(self) -> None:
         """Close what is open towards the sandbox; the process has ended or is beyond reach."""
         self._packets.close()
-        for fd in (self._pidfd, self._data, self._namespace):
+        self.packages.close()
+        for fd in (self._pidfd, self._data, self._namespace, *self._listeners):
             if fd >= 0:
                 os.close(fd)
         self._pidfd = self._data = self._namespace = -1
+        self._listeners.clear()
 
     # ---- what zygote and sandbox report -----------------------------------------------------------------------
 
@@ -254,8 +275,8 @@ class LocalSandbox:
                 self._running = None
             return
         match message.kind:
-            case Kind.JAILED if self._data < 0 and len(fds) == 2:
-                self._data, self._namespace = fds
+            case Kind.JAILED if self._data < 0 and len(fds) in (2, 3):
+                self._data, self._namespace, *self._listeners = fds
                 fds.clear()
                 self._packets.accept_fds = False  # from here on code of others may hold the other end
             case Kind.FAILED if not self._ready.done():
@@ -279,8 +300,8 @@ class LocalSandbox:
 
     # ---- calls ------------------------------------------------------------------------------------------------
 
-    def start(self, code: str, *, timeout: float) -> Execution:
-        """Queue code behind what runs; the execution goes on whether or not anybody reads it."""
+    def start(self, code: str, *, timeout: float, requirements: Sequence[str] = ()) -> Execution:
+        """Queue code, and packages to install first, behind what runs; it goes on whether or not anybody reads it."""
         if self._gone is not None:
             raise SandboxGone(f"The sandbox is gone: {self._gone}.")
         if not 0 < timeout < math.inf:
@@ -289,6 +310,7 @@ class LocalSandbox:
         execution = Execution(
             code, timeout, output_bytes=chosen.output_bytes, display_bytes=chosen.display_bytes
         )
+        execution.requirements = requirements
         self._spawn(self._run_to_its_end(execution))
         return execution
 
@@ -334,8 +356,12 @@ class LocalSandbox:
                 reason = "The code was interrupted before it started."
                 execution.append(self._end(execution, "interrupted", -1, reason=reason))
                 return
-            kills_before = self._oom_kills()
             self._running = execution
+            if failed := await calls.install_for(execution, self.packages):
+                self._running = None
+                execution.append(self._end(execution, failed[0], -1, reason=failed[1]))
+                return
+            kills_before = self._oom_kills()
             self._send(Kind.EXECUTE, execution.call, {"code": execution.code})
             end = await self._outcome(execution, kills_before)
             if end.state_kept and self._oom_kills() > kills_before:

@@ -197,7 +197,7 @@ class Service:
         self._served[name] = self._by_local[local] = served
         if local.gone is not None:
             self._bury(served)
-        self.metrics.created(warm=local.warm, seconds=seconds)
+        self.metrics.created(warm=local.warm, seconds=seconds, with_packages=bool(spec.requirements))
         logs.event(
             "sandbox_created",
             sandbox=name,
@@ -293,7 +293,7 @@ class Service:
 
     def ended(self, execution: Execution, end: End, *, sandbox: str, call_id: str) -> None:
         self._executing.pop(execution, None)
-        self.metrics.ended(end, execution.first_event_after)
+        self.metrics.ended(execution, end)
         logs.event(
             "execution_ended",
             sandbox=sandbox,

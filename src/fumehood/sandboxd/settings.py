@@ -30,6 +30,14 @@ class Settings:
     preload: packages imported before any fork, where they are installed.
     bubblewrap: use this executable.
     guest_socket: mode `pod`: where the container that runs the code listens.
+    packages: whether callers and code may have further packages installed.
+    index_url: where these come from; None means FUMEHOOD_INDEX_URL, UV_DEFAULT_INDEX, UV_INDEX_URL or PIP_INDEX_URL
+        of the environment, else PyPI. Credentials in it are shown to nobody.
+    find_links: a directory with further wheels.
+    packages_dir: where installed packages are kept; None means FUMEHOOD_PACKAGES_DIR of the environment, else
+        /var/cache/fumehood/packages for root, else fumehood/packages in the user's cache directory.
+    packages_bytes: how much may be kept there besides uv's own cache; what is in use stays.
+    install_timeout: seconds that resolving or installing may take.
 
     What the service in front of the sandboxes allows:
 
@@ -67,6 +75,12 @@ class Settings:
     preload: tuple[str, ...] = ("numpy", "pandas", "pyarrow", "matplotlib")
     bubblewrap: Path | None = None
     guest_socket: Path | None = None
+    packages: bool = True
+    index_url: str | None = None
+    find_links: Path | None = None
+    packages_dir: Path | None = None
+    packages_bytes: int = 10 << 30
+    install_timeout: float = 300.0
     tenant_sandboxes: int | None = None
     tenant_memory: int | None = None
     idle_seconds: float | None = 86_400.0

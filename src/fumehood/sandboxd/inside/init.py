@@ -33,7 +33,7 @@ def run(program: bytes, channel: socket.socket, cgroups: list[int]) -> NoReturn:
         else:
             syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGTERM)  # no namespace ends with the zygote
-        _send_handles(channel, plan.work_directory)
+        _send_handles(channel, plan)
         jail.limit(plan)
         jail.renounce()
         _start(plan, program, channel)
@@ -50,14 +50,26 @@ def _silence() -> None:
     os.close(null)
 
 
-def _send_handles(channel: socket.socket, work_directory: str) -> None:
+def _send_handles(channel: socket.socket, plan: jail.Plan) -> None:
     """Hand the supervisor what it needs later, while nobody untrusted can be in between."""
-    data = os.open(work_directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    handles = [
+        os.open(plan.work_directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC),
+        os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC),
+    ]
+    if plan.walls == "namespaces":
+        handles.append(_listen(layout.PIP_PORT))
     (packet,) = wire.packets(wire.Message(wire.Kind.JAILED, wire.NO_CALL, b""))
-    socket.send_fds(channel, [packet], [data, namespace])
-    os.close(data)
-    os.close(namespace)
+    socket.send_fds(channel, [packet], handles)
+    for handle in handles:
+        os.close(handle)
+
+
+def _listen(port: int) -> int:
+    """A place on the sandbox's own loopback at which the supervisor, not anybody in here, will answer."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(8)
+    return listener.detach()
 
 
 def _report(channel: socket.socket, text: str) -> None:

@@ -14,7 +14,7 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import helper, init, preload, syscalls
+from fumehood.sandboxd.inside import attach, helper, init, layout, preload, syscalls
 
 _MAX_REQUEST = 256 * 1024
 _MAX_FDS = 16
@@ -30,6 +30,7 @@ class Zygote:
         self._selector.register(control, selectors.EVENT_READ, None)
         self._program = b""
         self._own_pids = -1
+        self._layers = -1  # a mount namespace that has the store of packages; no sandbox has
         self._nested = True
         self._single = False
 
@@ -45,6 +46,7 @@ class Zygote:
         problems = preload.preload(request["preload"])
         if self._nested:
             _make_root_read_only()
+            self._layers = _withdraw_layers()
         self._send(
             {
                 "event": "started",
@@ -88,6 +90,8 @@ class Zygote:
                     self._resize(request, fds)
                 case "files":
                     self._help(request, fds)
+                case "attach":
+                    self._attach(request["number"], fds)
                 case unknown:
                     raise ValueError(f"unknown request {unknown!r}")
         finally:
@@ -160,6 +164,18 @@ class Zygote:
         self._helpers.add(request["number"])
         self._watch(request["number"], pid)
 
+    def _attach(self, number: int, fds: list[int]) -> None:
+        """Put layers of packages into a sandbox; which ones, the helper hears after the fork."""
+        try:
+            pid = os.fork()
+        except OSError:
+            return  # the closed reply socket tells
+        if pid == 0:
+            reply, rest = _only_these_fds([*fds, *([self._layers] if self._layers >= 0 else [])])
+            attach.help_with(reply, rest)
+        self._helpers.add(number)
+        self._watch(number, pid)
+
 
 def _only_these_fds(fds: list[int]) -> tuple[socket.socket, list[int]]:
     """In a fresh fork: close everything else; the first is a socket to the supervisor."""
@@ -177,6 +193,16 @@ def _make_root_read_only() -> None:
         syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
     )
     syscalls.mount("sandbox", "/", None, flags)
+
+
+def _withdraw_layers() -> int:
+    """Keep the store of packages in a mount namespace of its own: those forked from here on never had it."""
+    if not os.path.ismount(layout.LAYERS):
+        return -1
+    with_layers = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    os.unshare(os.CLONE_NEWNS)
+    syscalls.unmount(layout.LAYERS, syscalls.MNT_DETACH)
+    return with_layers
 
 
 def main(control_fd: int) -> NoReturn:
