@@ -23,6 +23,7 @@ _LAZY: dict[str, tuple[str, ...]] = {
     ),
     "numpy": ("numpy.fft", "numpy.linalg", "numpy.random", "numpy.ma", "numpy.polynomial"),
     "pandas": ("pandas.plotting._matplotlib", "pandas.io.formats.style", "pandas.io.formats.html"),
+    "pyarrow": ("pyarrow.pandas_compat", "pyarrow.compute"),
     "matplotlib": ("matplotlib.pyplot", "matplotlib.backends.backend_agg", "matplotlib.dates"),
 }
 
@@ -46,6 +47,10 @@ def preload(names: list[str]) -> dict[str, str]:
 
 def freeze() -> None:
     """What the forks share stays shared: a later collection must not touch its pages."""
+    if "matplotlib.font_manager" in sys.modules:
+        # matplotlib forgets open fonts in every fork, which takes long; so there are none.
+        fonts: Any = sys.modules["matplotlib.font_manager"]
+        fonts._get_font.cache_clear()
     gc.collect()
     gc.freeze()
 
@@ -72,6 +77,3 @@ def _warm_charts() -> None:
     axes.set_title("warm")
     figure.savefig(io.BytesIO(), format="png")
     pyplot.close("all")
-    # matplotlib forgets open fonts in every fork, which takes long; so there are none.
-    fonts: Any = sys.modules["matplotlib.font_manager"]
-    fonts._get_font.cache_clear()

@@ -13,6 +13,7 @@ import getpass
 import importlib
 import io
 import json
+import linecache
 import mmap
 import multiprocessing.process
 import os
@@ -94,6 +95,40 @@ class Runner:
         self._known_paths = len(sys.path_importer_cache)
         self._furnish()
         self._loop_for_ever()
+
+    def rehearse(self, sources: list[str]) -> None:
+        """Run programs as `serve` would, with nobody listening, and forget that they were run."""
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        names = ("stdout", "stderr", "displayhook")
+        before = {name: getattr(sys, name) for name in names}
+        modules, argv = sys.modules["__main__"], sys.argv
+        with mine, theirs, self._output.rehearsal(mine):
+            theirs.setblocking(False)
+            self._known_paths = len(sys.path_importer_cache)
+            for source in sources:
+                self._execute(wire.NO_CALL, source)
+                with contextlib.suppress(BlockingIOError):
+                    while theirs.recv(wire.MAX_PACKET):
+                        pass
+        for name, value in before.items():
+            setattr(sys, name, value)
+        sys.modules["__main__"], sys.argv = modules, argv
+        _set_handler(signal.SIGINT, signal.default_int_handler)
+        self._forget()
+
+    def _forget(self) -> None:
+        for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+            sys.__dict__.pop(name, None)
+        builtins.__dict__.pop("_", None)
+        linecache.clearcache()
+        self._globals.clear()
+        self._globals.update({"__name__": "__main__", "__builtins__": builtins})
+        for name in ("__doc__", "__package__", "__loader__", "__spec__"):
+            self._globals[name] = None
+        self._cells = tracebacks.Cells()
+        if self._reserve is not None:
+            self._reserve.close()
+            self._reserve = None
 
     def _furnish(self) -> None:
         """Make the interpreter look like one that a person works in."""

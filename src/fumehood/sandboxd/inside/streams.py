@@ -20,7 +20,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Buffer, Callable, Iterable
+from collections.abc import Buffer, Callable, Generator, Iterable
 from typing import Any
 
 from fumehood.sandboxd.inside import batches, bounds, wire
@@ -129,6 +129,23 @@ class Output:
         self._pipes = _Pipes()
         self._start_pump()
         os.register_at_fork(after_in_child=self._after_fork)
+
+    @contextlib.contextmanager
+    def rehearsal(self, channel: socket.socket) -> Generator[None]:
+        """Send to `channel` for a while, without the thread that pumps; afterwards all is as before."""
+        saved = [os.dup(1), os.dup(2)]
+        self._channel = channel
+        self._pipes = _Pipes()
+        self._pumping = True
+        try:
+            yield
+        finally:
+            self._pumping = False
+            self._serial = 0
+            self._pipes.close()
+            for fd in (1, 2):
+                os.dup2(saved[fd - 1], fd)
+                os.close(saved[fd - 1])
 
     # --- a call's beginning and end ---------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import children, interpreter, jail, layout, preload, runner, syscalls
+from fumehood.sandboxd.inside import children, interpreter, jail, layout, preload, rehearsal, runner, syscalls
 
 _GUEST = os.path.dirname(__file__).removesuffix("/fumehood/sandboxd/inside")
 
@@ -27,6 +27,7 @@ class Zygote(children.Parent):
         self._program = program
         self._common = common
         self._runner = runner.Runner()
+        self._runner.rehearse(rehearsal.programs())
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.listen(control, self._request)
         self.listen(link, self._fork)
