@@ -17,6 +17,7 @@ from typing import Any
 from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, FileEntry, MemoryTier
 from fumehood.protocol.sandbox_errors import FileRefused, SandboxGone, SandboxStartFailed
 from fumehood.sandboxd.cgroups import Cgroup, joining
+from fumehood.sandboxd.disks import Disk
 from fumehood.sandboxd.executions import Execution, ProtocolBroken
 from fumehood.sandboxd.inside import bounds, files, layout, wire
 from fumehood.sandboxd.inside.wire import Kind
@@ -42,6 +43,7 @@ class Place:
     cgroup: Cgroup | None
     scratch: str | None  # degraded mode: the host directory that holds its files
     directly_readable: bool  # False when files belong to a user whom the supervisor may not read
+    disk: Disk | None = None  # large tiers: holds its files, which else are in memory
 
     @property
     def work_directory(self) -> str:
@@ -108,7 +110,10 @@ class LocalSandbox:
 
     def tell_plan(self, plan: str) -> None:
         """The first thing its first process hears; the zygote in between knows nothing of it."""
-        self._packets.send(plan.encode())
+        disk = self.place.disk
+        self._packets.send(plan.encode(), [] if disk is None else [disk.mount])
+        if disk is not None:
+            disk.handed_over()
 
     async def wait_ready(self, timeout: float) -> None:
         try:
@@ -123,7 +128,7 @@ class LocalSandbox:
         size = MEMORY_TIERS[memory]
         if self.place.cgroup is not None:
             self.place.cgroup.set_memory(size)
-        if self._settings.mode == "namespaces":
+        if self._settings.mode == "namespaces" and self.place.disk is None:
             quota = {"size": data_quota(memory), "inodes": self._settings.inodes}
             self._zygote.request({"op": "resize", "number": self.number, **quota}, [self._data])
         elif not self._resized.done():
@@ -464,6 +469,10 @@ class LocalSandbox:
 
     def _check_room(self, path: str, size: int) -> None:
         """Refuse what would make the kernel end a process of the sandbox instead."""
+        if self.place.disk is not None:
+            if self._gone is None and size > self.place.disk.room():
+                raise FileRefused(f"{printable(path)}: {size} bytes do not fit on the sandbox's disk")
+            return
         if self.place.cgroup is not None and self._gone is None:
             room = MEMORY_TIERS[self.memory] - self.place.cgroup.memory_current() - _HEADROOM
             if size > room:

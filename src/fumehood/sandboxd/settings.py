@@ -3,8 +3,11 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from fumehood.protocol.sandbox import Limits, Mode
+
+type Disks = Literal["auto", "required", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,13 @@ class Settings:
     preload: packages imported before any fork, where they are installed.
     bubblewrap: use this executable.
     guest_socket: mode `pod`: where the container that runs the code listens.
+    disks: whether the files of a large tier (16g, 64g) lie on a disk of its own instead of in memory: `auto`, where
+        root, loop devices and mkfs.ext4 are to be had; `required` refuses where they are not; `off`.
+    disk_dir: the images of these disks lie here, without names; None means /var/lib/fumehood/disks.
+    disk_share: the size of a disk for each byte of the tier's memory.
+    disk_backing: which part of what was promised to disks has to be free on the host when another one is made; less
+        than 1 promises more than there is.
+    disk_reserve: bytes that disks leave free on the host.
     """
 
     mode: Mode = "namespaces"
@@ -47,6 +57,11 @@ class Settings:
     preload: tuple[str, ...] = ("numpy", "pandas", "pyarrow", "matplotlib")
     bubblewrap: Path | None = None
     guest_socket: Path | None = None
+    disks: Disks = "auto"
+    disk_dir: Path | None = None
+    disk_share: float = 0.5
+    disk_backing: float = 1.0
+    disk_reserve: int = 2 << 30
 
     def aggregate_processes(self) -> int:
         """Enough for every sandbox to have all of its own, short of what the host has in all."""

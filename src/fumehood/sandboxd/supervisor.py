@@ -18,6 +18,7 @@ from fumehood.protocol.sandbox import MEMORY_TIERS, MemoryTier, SandboxSpec
 from fumehood.protocol.sandbox_errors import AtCapacity, SandboxError, SandboxStartFailed
 from fumehood.sandboxd import cgroups, seccomp
 from fumehood.sandboxd.cgroups import Cgroup, CgroupLimits, CgroupTree, CgroupUnavailable, joining
+from fumehood.sandboxd.disks import Disk, Disks
 from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.inside import jail, layout
 from fumehood.sandboxd.launching import Launch, root_entries
@@ -52,6 +53,7 @@ class Supervisor:
         self._zygote_lock = asyncio.Lock()
         self._zygote_cgroup: Cgroup | None = None
         self._launch: Launch | None = None
+        self._disks: Disks | None = None
         self._live: dict[int, LocalSandbox] = {}
         self._parked: deque[LocalSandbox] = deque()
         self._starting = 0  # asked for, and neither alive nor failed yet
@@ -93,6 +95,7 @@ class Supervisor:
         if self._settings.mode != "pod":
             self._open_cgroups()
             self._users = self._find_users()
+            self._disks = Disks(self._settings, None if self._users is None else self._users.zygote)
             if self._settings.mode == "unsafe-degraded":
                 self._scratch = tempfile.mkdtemp(prefix="fumehood-degraded-")
                 os.chmod(self._scratch, 0o711)  # noqa: S103 - sandboxes may enter, not list it
@@ -173,6 +176,8 @@ class Supervisor:
             sandbox.exited(-1)
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._disks is not None:
+            await self._disks.close()
         if self._tree is not None:
             await asyncio.to_thread(self._tree.close)
             self._tree = None
@@ -256,13 +261,17 @@ class Supervisor:
     async def create(self, spec: SandboxSpec | None = None) -> LocalSandbox:
         """A sandbox of one's own: a parked one with the limits asked for, or a new one."""
         spec = spec or SandboxSpec()
-        while not spec.fresh_interpreter and (parked := await self._take_parked()) is not None:
+        on_disk = self._disks is not None and await self._disks.serve(spec.memory)
+        # A disk cannot be given to one that is finished: its mounts are locked, Landlock knows the old places.
+        while not (spec.fresh_interpreter or on_disk) and (parked := await self._take_parked()) is not None:
             self._refill()
             with contextlib.suppress(SandboxStartFailed):  # it died while it waited: the next one
                 return await self._hand_over(parked, spec)
         self._make_room()
         self._starting += 1
-        sandbox = await self._start(fresh_interpreter=spec.fresh_interpreter)
+        sandbox = await self._start(
+            fresh_interpreter=spec.fresh_interpreter, disk_for=spec.memory if on_disk else None
+        )
         self._refill()
         return await self._hand_over(sandbox, spec)
 
@@ -319,17 +328,25 @@ class Supervisor:
             self._parking -= 1
             self._park_ended.set()
 
-    async def _start(self, *, fresh_interpreter: bool) -> LocalSandbox:
+    async def _start(self, *, fresh_interpreter: bool, disk_for: MemoryTier | None = None) -> LocalSandbox:
         """Make one; the caller has counted it in `_starting`."""
+        disk = None
         try:
+            if disk_for is not None and self._disks is not None:
+                disk = await self._disks.make(disk_for)
             zygote = await self._living_zygote()
             if self._closing:
                 raise SandboxStartFailed("The supervisor is shutting down.")
-            sandbox = self._fork(zygote, next(self._numbers), fresh_interpreter=fresh_interpreter)
+            sandbox = self._fork(
+                zygote, next(self._numbers), fresh_interpreter=fresh_interpreter, disk=disk, memory=disk_for
+            )
+            disk = None  # now it is the sandbox's
         except OSError as error:
             raise SandboxStartFailed(f"The sandbox could not be made: {error}.") from error
         finally:
             self._starting -= 1
+            if disk is not None and self._disks is not None:
+                await self._disks.give_back(disk)
         try:
             await sandbox.wait_ready(self._settings.start_timeout)
         except BaseException:
@@ -337,10 +354,19 @@ class Supervisor:
             raise
         return sandbox
 
-    def _fork(self, zygote: Zygote, number: int, *, fresh_interpreter: bool) -> LocalSandbox:
+    def _fork(
+        self,
+        zygote: Zygote,
+        number: int,
+        *,
+        fresh_interpreter: bool,
+        disk: Disk | None = None,
+        memory: MemoryTier | None = None,
+    ) -> LocalSandbox:
         """Ask the zygote for a sandbox; on OSError (no descriptors, no cgroup) nothing is left of it."""
         with contextlib.ExitStack() as undo:
             place = self._take_place(number, undo)
+            place.disk = disk
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 undo.callback(mine.close)
@@ -348,7 +374,8 @@ class Supervisor:
                     number, zygote, mine, place, self._settings, self._sandbox_gone, self._numbers.__next__
                 )
                 undo.callback(sandbox.release)
-                sandbox.tell_plan(json.dumps(asdict(self._plan(place, fresh_interpreter=fresh_interpreter))))
+                plan = self._plan(place, fresh_interpreter=fresh_interpreter, memory=memory or _PARKED_MEMORY)
+                sandbox.tell_plan(json.dumps(asdict(plan)))
                 with joining(place.cgroup) as join:
                     zygote.request({"op": "spawn", "number": number}, [theirs.fileno(), *join])
             undo.pop_all()
@@ -387,7 +414,7 @@ class Supervisor:
         if self._users is not None:
             os.chown(path, self._users.zygote, self._users.zygote)
 
-    def _plan(self, place: Place, *, fresh_interpreter: bool) -> jail.Plan:
+    def _plan(self, place: Place, *, fresh_interpreter: bool, memory: MemoryTier) -> jail.Plan:
         namespaces = self._settings.mode == "namespaces"
         read_only = layout.READ_ONLY if namespaces else layout.POD_READ_ONLY
         writable = layout.WRITABLE
@@ -397,7 +424,7 @@ class Supervisor:
         return jail.Plan(
             walls="namespaces" if namespaces else "process",
             uid=place.uid,
-            data_bytes=data_quota(_PARKED_MEMORY),
+            data_bytes=data_quota(memory),
             data_inodes=self._settings.inodes,
             processes=self._settings.processes,
             open_files=self._settings.open_files,
@@ -407,6 +434,7 @@ class Supervisor:
             deny_tcp=self._settings.mode == "unsafe-degraded",
             needs_landlock=self._settings.mode == "unsafe-degraded",
             work_directory=place.work_directory,
+            disk=place.disk is not None,
         )
 
     def _sandbox_gone(self, sandbox: LocalSandbox) -> None:
@@ -425,6 +453,8 @@ class Supervisor:
                 await asyncio.sleep(0.01)
             else:
                 logger.error("The cgroup of sandbox %s could not be removed.", sandbox.id)
+        if place.disk is not None and self._disks is not None:
+            await self._disks.give_back(place.disk)
         if place.scratch is not None:
             await _remove_tree(place.scratch)
         if place.uid:

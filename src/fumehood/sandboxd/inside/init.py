@@ -27,9 +27,10 @@ def run(program: bytes, channel: socket.socket, cgroups: list[int]) -> NoReturn:
         _silence()
         jail.join_cgroups(cgroups)
         jail.prefer_for_oom(_OOM_SCORE)
-        plan = jail.Plan.decode(channel.recv(_MAX_PLAN).decode())
+        body, disks, _, _ = socket.recv_fds(channel, _MAX_PLAN, 1)
+        plan = jail.Plan.decode(body.decode())
         if plan.walls == "namespaces":
-            jail.build_namespaces(plan)
+            jail.build_namespaces(plan, disks)
         else:
             syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGTERM)  # no namespace ends with the zygote
