@@ -304,7 +304,7 @@ def _soon_nameless(directory: Path) -> int:
     """Where the file system knows no files without names; a name that a kill leaves is swept at the next start."""
     path = directory / f"{IMAGE_PREFIX}{os.getpid()}-{threading.get_native_id()}"
     image = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    path.unlink()
+    path.unlink(missing_ok=True)  # a sweeper may have been faster
     return image
 
 

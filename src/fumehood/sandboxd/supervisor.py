@@ -9,14 +9,13 @@ import os
 import resource
 import secrets
 import socket
-import tempfile
 from collections import deque
 from dataclasses import asdict
 from typing import Any, Self
 
 from fumehood.protocol.sandbox import MEMORY_TIERS, MemoryTier, SandboxSpec
 from fumehood.protocol.sandbox_errors import AtCapacity, SandboxError, SandboxStartFailed
-from fumehood.sandboxd import cgroups, seccomp
+from fumehood.sandboxd import cgroups, remains, seccomp
 from fumehood.sandboxd.cgroups import Cgroup, CgroupLimits, CgroupTree, CgroupUnavailable, joining
 from fumehood.sandboxd.disks import Disk, Disks
 from fumehood.sandboxd.errors import IsolationUnavailable
@@ -62,6 +61,7 @@ class Supervisor:
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._scratch: str | None = None
+        self._scratch_root: remains.Scratch | None = None
         self._closing = False
         self._pod_used = False
 
@@ -92,19 +92,20 @@ class Supervisor:
                 "Mode unsafe-degraded: no namespaces. All sandboxes share one kernel user on the host; only Landlock "
                 "and the system-call filter hold the code."
             )
+        await asyncio.to_thread(remains.sweep, self._settings)
         if self._settings.mode != "pod":
             self._open_cgroups()
             self._users = self._find_users()
             self._disks = Disks(self._settings, None if self._users is None else self._users.zygote)
             if self._settings.mode == "unsafe-degraded":
-                self._scratch = tempfile.mkdtemp(prefix="fumehood-degraded-")
+                self._scratch_root = remains.Scratch()
+                self._scratch = self._scratch_root.path
                 os.chmod(self._scratch, 0o711)  # noqa: S103 - sandboxes may enter, not list it
             self._launch = self._prepare_launch()
         await self._living_zygote()
         self._refill()
 
     def _open_cgroups(self) -> None:
-        cgroups.sweep_stale()
         try:
             self._tree = cgroups.open_tree(
                 memory_total=self._settings.aggregate_memory(),
@@ -184,8 +185,8 @@ class Supervisor:
         if self._users is not None:
             self._users.close()
             self._users = None
-        if self._scratch is not None:
-            await _remove_tree(self._scratch)
+        if self._scratch_root is not None:
+            await asyncio.to_thread(self._scratch_root.remove)
 
     # ---- the zygote -------------------------------------------------------------------------------------------
 
@@ -456,7 +457,7 @@ class Supervisor:
         if place.disk is not None and self._disks is not None:
             await self._disks.give_back(place.disk)
         if place.scratch is not None:
-            await _remove_tree(place.scratch)
+            await asyncio.to_thread(remains.remove_tree, place.scratch)
         if place.uid:
             self._free_uids.append(place.uid)
 
@@ -467,15 +468,6 @@ class Supervisor:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-async def _remove_tree(path: str) -> None:
-    """Remove what code has built, however deep: rm does not recurse by name, Python's rmtree does."""
-    for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-        process = await asyncio.create_subprocess_exec(
-            *command, "--", path, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
-        )
-        await process.wait()
 
 
 def _give_to_root(tree: str) -> None:
