@@ -13,6 +13,7 @@ import base64
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -117,6 +118,8 @@ async def main() -> None:
     settings: dict[str, Any] = parser.parse_args().settings
     if "preload" in settings:
         settings["preload"] = tuple(settings["preload"])
+    if "disk_dir" in settings:
+        settings["disk_dir"] = Path(settings["disk_dir"])
     try:
         async with Supervisor(Settings(**settings)) as supervisor:
             driver = Driver(supervisor, "-".join(["heap", os.environ.get("FUMEHOOD_TEST_SECRET", "none")]))

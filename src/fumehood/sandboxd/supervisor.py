@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import os
 import resource
 import secrets
@@ -21,6 +22,7 @@ from fumehood.sandboxd.disks import Disk, Disks
 from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.inside import jail, layout
 from fumehood.sandboxd.launching import Launch, root_entries
+from fumehood.sandboxd.restarts import Restarts
 from fumehood.sandboxd.runtime import RuntimeUnavailable, discover_bubblewrap, discover_runtime
 from fumehood.sandboxd.sandbox import LocalSandbox, Place, data_quota
 from fumehood.sandboxd.seccomp.policy import POLICY_OF_MODE
@@ -31,6 +33,7 @@ from fumehood.sandboxd.zygotes import Zygote
 logger = logging.getLogger(__name__)
 
 _PARKED_MEMORY: MemoryTier = "1g"
+_LONGEST_PARK_PAUSE = 60.0
 _LIMITS_ADVICE = (
     "Or set limits to best-effort, which runs code without a bound on memory: one program can then use up the "
     "host's."
@@ -52,11 +55,13 @@ class Supervisor:
         self._zygote_lock = asyncio.Lock()
         self._zygote_cgroup: Cgroup | None = None
         self._launch: Launch | None = None
+        self._restarts = Restarts()
         self._disks: Disks | None = None
         self._live: dict[int, LocalSandbox] = {}
         self._parked: deque[LocalSandbox] = deque()
         self._starting = 0  # asked for, and neither alive nor failed yet
         self._parking = 0  # those of them that are meant for the pool
+        self._park_failures = 0  # in a row
         self._park_ended = asyncio.Event()
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -196,12 +201,22 @@ class Supervisor:
                 raise SandboxStartFailed("The supervisor is shutting down.")
             if self._zygote is not None and self._zygote.alive:
                 return self._zygote
+            if (pause := self._restarts.pause()) > 0:
+                raise SandboxStartFailed(
+                    f"The process that makes sandboxes ended {self._restarts.recent} times within a minute; the next "
+                    f"one is started in {math.ceil(pause)} s. The server's log says more."
+                )
             if self._zygote is not None:
                 await self._zygote.close()
-            self._zygote = await self._start_zygote()
+            try:
+                self._zygote = await self._start_zygote()
+            except IsolationUnavailable:
+                self._restarts.died()
+                raise
             self._zygote.on_event = self._zygote_event
             self._zygote.on_death = self._zygote_died
             if not self._zygote.alive:  # before there was anybody to tell
+                self._restarts.died()
                 raise SandboxStartFailed("The process that makes sandboxes ended at once.")
             return self._zygote
 
@@ -241,8 +256,13 @@ class Supervisor:
         logger.error("The zygote ended; %d sandboxes are lost with it.", len(self._live))
         for sandbox in [*self._live.values()]:
             sandbox.exited(-1)
+        self._restarts.died()
         if self._settings.mode != "pod":
-            self._refill()
+            self._background(self._refill_after(self._restarts.pause()))
+
+    async def _refill_after(self, pause: float) -> None:
+        await asyncio.sleep(pause)
+        self._refill()
 
     @property
     def zygote(self) -> Zygote:
@@ -268,13 +288,24 @@ class Supervisor:
             self._refill()
             with contextlib.suppress(SandboxStartFailed):  # it died while it waited: the next one
                 return await self._hand_over(parked, spec)
-        self._make_room()
-        self._starting += 1
-        sandbox = await self._start(
-            fresh_interpreter=spec.fresh_interpreter, disk_for=spec.memory if on_disk else None
-        )
+        sandbox = await self._start_for(spec, on_disk=on_disk)
         self._refill()
         return await self._hand_over(sandbox, spec)
+
+    async def _start_for(self, spec: SandboxSpec, *, on_disk: bool) -> LocalSandbox:
+        """A new one; again if the zygote ended meanwhile, which was not this caller's doing."""
+        for attempt in (1, 2):
+            self._make_room()
+            self._starting += 1
+            zygote = self._zygote
+            try:
+                return await self._start(
+                    fresh_interpreter=spec.fresh_interpreter, disk_for=spec.memory if on_disk else None
+                )
+            except SandboxStartFailed:
+                if attempt == 2 or zygote is None or zygote.alive or self._settings.mode == "pod":
+                    raise
+        raise AssertionError("unreachable")
 
     async def _hand_over(self, sandbox: LocalSandbox, spec: SandboxSpec) -> LocalSandbox:
         try:
@@ -322,9 +353,16 @@ class Supervisor:
 
     async def _park(self) -> None:
         try:
-            self._parked.append(await self._start(fresh_interpreter=False))
+            sandbox = await self._start(fresh_interpreter=False)
+            if sandbox.gone is not None:  # it ended between being ready and our hearing of it
+                raise SandboxStartFailed(f"The sandbox ended: {sandbox.gone}")
+            self._parked.append(sandbox)
+            self._park_failures = 0
         except SandboxError as error:
             logger.error("A sandbox for the pool could not be made: %s", error)
+            self._park_failures += 1
+            pause = min(2.0 ** (self._park_failures - 1), _LONGEST_PARK_PAUSE)
+            self._background(self._refill_after(max(pause, self._restarts.pause())))
         finally:
             self._parking -= 1
             self._park_ended.set()
@@ -454,6 +492,7 @@ class Supervisor:
                 await asyncio.sleep(0.01)
             else:
                 logger.error("The cgroup of sandbox %s could not be removed.", sandbox.id)
+                place.uid = 0  # something may still run as that user: nobody else gets it
         if place.disk is not None and self._disks is not None:
             await self._disks.give_back(place.disk)
         if place.scratch is not None:
