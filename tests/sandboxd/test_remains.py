@@ -56,7 +56,7 @@ def test_makers_and_sweepers_do_not_disturb_each_other(places: Settings) -> None
 
     def sweep_on_and_on() -> None:
         while not stop.is_set():
-            list(remains._sweep_scratch(Path(tempfile.gettempdir())))
+            list(remains.sweep_scratch(Path(tempfile.gettempdir())))
 
     sweeper = threading.Thread(target=sweep_on_and_on)
     sweeper.start()

@@ -32,7 +32,7 @@ def sweep(settings: Settings) -> list[str]:
     if settings.mode != "pod":
         # Processes first: whoever still writes somewhere would disturb the rest.
         found += [str(path) for path in cgroups.sweep_stale()]
-        found += _sweep_scratch(Path(tempfile.gettempdir()))
+        found += sweep_scratch(Path(tempfile.gettempdir()))
     if os.geteuid() == 0:
         directory = settings.disk_dir or disks.DEFAULT_DIRECTORY
         found += _sweep_images(directory)
@@ -75,7 +75,7 @@ def _take(directory: int, path: str) -> bool:
         return False
 
 
-def _sweep_scratch(parent: Path) -> Iterator[str]:
+def sweep_scratch(parent: Path) -> Iterator[str]:
     for entry in _listed(parent, SCRATCH_PREFIX):
         try:
             directory = os.open(entry, _OPEN_DIRECTORY)
