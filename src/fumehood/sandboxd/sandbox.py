@@ -42,7 +42,9 @@ class Place:
     uid: int
     cgroup: Cgroup | None
     scratch: str | None  # degraded mode: the host directory that holds its files
-    directly_readable: bool  # False when files belong to a user whom the supervisor may not read
+    directly_readable: (
+        bool  # False when the supervisor may not read the files, or could have to wait for a disk
+    )
     disk: Disk | None = None  # large tiers: holds its files, which else are in memory
 
     @property

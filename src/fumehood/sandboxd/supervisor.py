@@ -405,7 +405,9 @@ class Supervisor:
         """Ask the zygote for a sandbox; on OSError (no descriptors, no cgroup) nothing is left of it."""
         with contextlib.ExitStack() as undo:
             place = self._take_place(number, undo)
-            place.disk = disk
+            if disk is not None:
+                # Whoever looks something up on a disk waits for it: its own helper may, the supervisor must not.
+                place.disk, place.directly_readable = disk, False
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 undo.callback(mine.close)
