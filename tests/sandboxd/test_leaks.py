@@ -261,7 +261,7 @@ def test_a_supervisor_without_descriptors_says_so_and_recovers(counter: Counter)
         pid = driver.started["supervisor"]
         _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         boxes: list[SandboxClient] = []
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (before.descriptors + 25, most))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (counter.own_descriptors() + 25, most))
         refusal = _create_until_refused(driver, boxes, 50)
         assert refusal.kind == "SandboxStartFailed"
         assert "Too many open files" in refusal.text
@@ -274,6 +274,40 @@ def test_a_supervisor_without_descriptors_says_so_and_recovers(counter: Counter)
         assert counter.settles_at(before) == {}
         _use(driver, "1g")
         assert counter.settles_at(before) == {}
+
+
+def test_descriptors_that_run_out_amid_creations_cost_those_alone(
+    counter: Counter, capfd: pytest.CaptureFixture[str]
+) -> None:
+    who: Who = "root" if os.geteuid() == 0 else "ordinary"
+    if not _has_cgroups():
+        pytest.skip("memory cannot be bounded as this user")
+    with _start(who, counter) as driver:
+        _use(driver, "1g")
+        before = counter.at_rest()
+        pid = driver.started["supervisor"]
+        _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        for room in (6, 10, 14, 18):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (counter.own_descriptors() + room, most))
+            refusals = _refusals([driver.send("create") for _ in range(6)], driver)
+            assert refusals
+            assert {refusal.kind for refusal in refusals} == {"SandboxStartFailed"}, refusals
+            assert all("Too many open files" in refusal.text for refusal in refusals), refusals
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, most))
+            assert counter.settles_at(before) == {}
+        assert driver.create().run("1 + 1").result == "2"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def _refusals(creations: list[Running], driver: Driver) -> list[DriverError]:
+    """What was said to those that got no sandbox; the others' are destroyed."""
+    refusals: list[DriverError] = []
+    for asked in creations:
+        try:
+            SandboxClient(driver, asked.wait(_BOUND)["sandbox"]).destroy()
+        except DriverError as error:
+            refusals.append(error)
+    return refusals
 
 
 def _create_until_refused(driver: Driver, boxes: list[SandboxClient], most: int) -> DriverError:

@@ -33,7 +33,7 @@ class Census:
     loop_devices: frozenset[str] = frozenset()
     mounts: frozenset[str] = frozenset()
     files: frozenset[str] = frozenset()
-    descriptors: int = 0
+    descriptors: int = 0  # of the supervisor and the zygote
 
     def beyond(self, other: "Census") -> dict[str, object]:
         """What is here and not there, for a message."""
@@ -64,8 +64,12 @@ class Counter:
             loop_devices=devices,
             mounts=frozenset(_mounts(devices, self.places)),
             files=frozenset(_files(self.places)),
-            descriptors=_descriptors(self.supervisor),
+            descriptors=sum(map(_descriptors, [self.supervisor, *roles(self.supervisor)["zygote"]])),
         )
+
+    def own_descriptors(self) -> int:
+        """How many the supervisor alone has open."""
+        return _descriptors(self.supervisor)
 
     def _processes(self) -> Iterator[int]:
         yield from descendants(self.supervisor)

@@ -32,6 +32,7 @@ _DEATH_WAIT = 1.0
 _HELPERS = 2  # at once: they run in the sandbox's share of the processor
 _HELPER_TIMEOUT = 30
 _HEADROOM = 16 << 20
+_NO_DESCRIPTORS = "the supervisor has too few descriptors (Too many open files)"
 _MESSAGE_LIMIT = bounds.DISPLAY_LIMIT * 3 // 2
 
 
@@ -129,7 +130,10 @@ class LocalSandbox:
         self.memory = memory
         size = MEMORY_TIERS[memory]
         if self.place.cgroup is not None:
-            self.place.cgroup.set_memory(size)
+            try:
+                self.place.cgroup.set_memory(size)
+            except OSError as error:
+                raise SandboxStartFailed(f"The sandbox's memory could not be bounded: {error}.") from error
         if self._settings.mode == "namespaces" and self.place.disk is None:
             quota = {"size": data_quota(memory), "inodes": self._settings.inodes}
             self._zygote.request({"op": "resize", "number": self.number, **quota}, [self._data])
@@ -193,7 +197,10 @@ class LocalSandbox:
     def zygote_event(self, event: dict[str, Any], fds: list[int]) -> None:
         match event["event"]:
             case "spawned":
-                self._pidfd = fds.pop()
+                if fds:
+                    self._pidfd = fds.pop()
+                else:  # the kernel had to drop it
+                    self.kill(_NO_DESCRIPTORS)
                 if self._gone is not None:
                     self._end_processes()
             case "refused":
@@ -256,6 +263,8 @@ class LocalSandbox:
                 self._data, self._namespace = fds
                 fds.clear()
                 self._packets.accept_fds = False  # from here on code of others may hold the other end
+            case Kind.JAILED if self._data < 0 and len(fds) < 2:
+                self.kill(_NO_DESCRIPTORS)
             case Kind.FAILED if not self._ready.done():
                 self.kill(message.body.decode(errors="replace"))
             case Kind.READY if not self._ready.done() and self._data >= 0:
