@@ -1,6 +1,7 @@
 """Whatever happens, nothing is left: many sandboxes, sudden deaths, exhausted hosts; imports `tests.support`."""
 
 import contextlib
+import dataclasses
 import os
 import random
 import resource
@@ -233,19 +234,46 @@ def test_a_killed_supervisor_of_mode_degraded_is_cleaned_up_after(counter: Count
     with _start(who, counter, mode="unsafe-degraded") as neighbour:
         kept = neighbour.create()
         kept.run("open('kept', 'w').write('x')")
-        neighbours = counter.take().files
+        neighbours = counter.take()
         with contextlib.suppress(DriverGone), _start(who, counter, mode="unsafe-degraded") as driver:
             box = driver.create()
             box.run("import os\nos.mkdir('closed'); open('closed/x', 'w').close(); os.chmod('closed', 0)")
-            assert counter.take().files > neighbours
+            box.run("import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)")
+            assert {"files", "processes"} <= counter.take().beyond(neighbours).keys()
             os.kill(driver.started["supervisor"], signal.SIGKILL)
             box.run("1")
+        # What runs ends by itself; what has a name waits for the successor.
+        left = counter.settles_at(dataclasses.replace(neighbours, descriptors=1 << 20), seconds=3)
+        assert left.keys() <= {"files", "cgroups", "descriptors"}
         with _start(who, counter, mode="unsafe-degraded") as driver:
             assert driver.create().run("1 + 1").result == "2"
-            scratch = {name.split("/")[-1] for name in os.listdir(counter.places.temporary)}
-            assert len(scratch) == 2, "the neighbour's and the successor's"
+            assert len(os.listdir(counter.places.temporary)) == 2, "the neighbour's and the successor's"
         assert kept.read_file("kept") == b"x"
     assert counter.settles_at(Census()) == {}
+
+
+def test_in_mode_degraded_sandboxes_end_with_their_zygote(counter: Counter) -> None:
+    who: Who = "root" if os.geteuid() == 0 else "ordinary"
+    if not _has_cgroups():
+        pytest.skip("memory cannot be bounded as this user")
+    with _start(who, counter, mode="unsafe-degraded") as driver:
+        before = counter.at_rest()
+        box = driver.create()
+        box.run("import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)")
+        call = _sleeping(box)
+        os.kill(driver.started["zygote"], signal.SIGKILL)
+        assert call.outcome(_BOUND).end.status == "lost"
+        again = driver.create()
+        assert again.run("1 + 1").result == "2"
+        again.destroy()
+        assert counter.settles_at(before) == {}
+    assert counter.settles_at(Census()) == {}
+
+
+def _sleeping(box: SandboxClient) -> Running:
+    call = box.start("print('on', flush=True)\nimport time\ntime.sleep(600)", timeout=600)
+    call.until_stdout("on")
+    return call
 
 
 # ---- exhausted ---------------------------------------------------------------------------------------------------
@@ -350,7 +378,7 @@ def test_a_cgroup_that_cannot_be_made_is_an_error_of_that_sandbox(who: Who, coun
 def test_a_zygotes_death_is_told_to_everybody_and_made_good(who: Who, counter: Counter) -> None:
     with _start(who, counter, pool=2) as driver:
         boxes = [driver.create() for _ in range(3)]
-        calls = [box.start("import time\ntime.sleep(600)", timeout=600) for box in boxes[:2]]
+        calls = [_sleeping(box) for box in boxes[:2]]
         upload = driver.send("write_file", sandbox=boxes[2].name, path="a", content="eHh4" * 500_000)
         began = time.monotonic()
         os.kill(roles(driver.started["supervisor"])["zygote"][0], signal.SIGKILL)
