@@ -38,7 +38,7 @@ def sweep(settings: Settings) -> list[str]:
         found += _sweep_images(directory)
         found += _sweep_loop_devices(directory)
     if found:
-        logger.warning("A supervisor that had not ended in good order left %s; removed.", ", ".join(found))
+        logger.info("A supervisor that had not ended in good order left %s; removed.", ", ".join(found))
     return found
 
 
