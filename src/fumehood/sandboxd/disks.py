@@ -87,11 +87,6 @@ class Disk:
         """Bytes it takes on the host."""
         return 0 if self.closed else os.fstat(self._image).st_blocks * 512
 
-    def room(self) -> int:
-        """Bytes that a file on it could still have."""
-        space = os.fstatvfs(self._root)
-        return space.f_bavail * space.f_frsize
-
     def handed_over(self) -> None:
         """The sandbox has the mount: from now on it lasts no longer than the sandbox."""
         if self.mount >= 0:

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _PARKED_MEMORY: MemoryTier = "1g"
 _LONGEST_PARK_PAUSE = 60.0
+_NOWHERE = Place(uid=0, cgroup=None, scratch=None, directly_readable=False)
 _LIMITS_ADVICE = (
     "Or set limits to best-effort, which runs code without a bound on memory: one program can then use up the "
     "host's."
@@ -160,6 +161,7 @@ class Supervisor:
             users=self._users,
             cgroup=self._zygote_cgroup,
             timeout=self._settings.start_timeout,
+            common=self._plan(_NOWHERE, fresh_interpreter=False) if namespaces else None,
         )
 
     def _program(self) -> bytes:
@@ -455,7 +457,9 @@ class Supervisor:
         if self._users is not None:
             os.chown(path, self._users.zygote, self._users.zygote)
 
-    def _plan(self, place: Place, *, fresh_interpreter: bool, memory: MemoryTier) -> jail.Plan:
+    def _plan(
+        self, place: Place, *, fresh_interpreter: bool, memory: MemoryTier = _PARKED_MEMORY
+    ) -> jail.Plan:
         namespaces = self._settings.mode == "namespaces"
         read_only = layout.READ_ONLY if namespaces else layout.POD_READ_ONLY
         writable = layout.WRITABLE
