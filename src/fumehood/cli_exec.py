@@ -31,7 +31,7 @@ from fumehood.protocol.sandbox import (
 from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge
 from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.files import printable
-from fumehood.sandboxd.sandbox import data_quota
+from fumehood.sandboxd.places import data_quota
 
 NO_SANDBOX = 125
 INTERRUPTED = 130

@@ -83,10 +83,10 @@ async def longest_stall(work: Coroutine[Any, Any, Outcome]) -> tuple[Outcome, fl
 
 def holdings(supervisor: Supervisor) -> tuple[int, int, list[int]]:
     """Open files, free users, and cgroups per hierarchy."""
-    tree = supervisor._tree  # pyright: ignore[reportPrivateUsage]
+    tree = supervisor._places.tree  # pyright: ignore[reportPrivateUsage]
     paths = [] if tree is None else tree.paths
     cgroups = [sum(child.is_dir() for child in path.iterdir()) for path in paths]
-    return len(os.listdir("/proc/self/fd")), len(supervisor._free_uids), cgroups  # pyright: ignore[reportPrivateUsage]
+    return len(os.listdir("/proc/self/fd")), len(supervisor._places._free_uids), cgroups  # pyright: ignore[reportPrivateUsage]
 
 
 async def settled(supervisor: Supervisor, expected: tuple[int, int, list[int]]) -> bool:
@@ -345,7 +345,7 @@ async def test_creations_without_descriptors_leak_nothing(supervisor: Supervisor
 async def test_without_a_user_of_its_own_there_is_no_sandbox() -> None:
     """Else it would silently run as the zygote's user, together with all that come after it."""
     async with Supervisor(settings(preload=())) as poor:
-        poor._free_uids.clear()  # pyright: ignore[reportPrivateUsage]
+        poor._places._free_uids.clear()  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(AtCapacity):
             await poor.create()
 

@@ -317,10 +317,13 @@ async def test_tiers_are_set_at_hand_over(supervisor: Supervisor, tier: MemoryTi
     code = (
         "import os, resource\n"
         "room = os.statvfs('/mnt/data')\n"
-        "print(resource.getrlimit(resource.RLIMIT_DATA), room.f_blocks * room.f_frsize)"
+        "print(*resource.getrlimit(resource.RLIMIT_DATA), room.f_blocks * room.f_frsize)"
     )
     outcome = await run(sandbox, code)
-    assert outcome.stdout.strip() == f"({bytes_ * 9 // 10}, {bytes_ * 9 // 10}) {bytes_ // 2}"
+    *data, room = map(int, outcome.stdout.split())
+    assert data == [bytes_ * 9 // 10] * 2
+    # A disk keeps a little for itself; in memory the quota is exact.
+    assert (bytes_ // 2 * 0.99 if sandbox.place.disk else bytes_ // 2) <= room <= bytes_ // 2
     assert sandbox.place.cgroup is not None
     limit = _memory_limit(sandbox)
     assert limit == bytes_

@@ -13,6 +13,7 @@ import base64
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -102,8 +103,8 @@ class Driver:
         return [] if cgroup is None else await asyncio.to_thread(cgroup.processes)
 
     async def do_info(self, number: int) -> dict[str, Any]:
-        tree = self._supervisor._tree  # pyright: ignore[reportPrivateUsage]
-        users = self._supervisor._users  # pyright: ignore[reportPrivateUsage]
+        tree = self._supervisor._places.tree  # pyright: ignore[reportPrivateUsage]
+        users = self._supervisor._places.users  # pyright: ignore[reportPrivateUsage]
         return {
             "supervisor": os.getpid(),
             "zygote": self._supervisor.zygote.pid,
@@ -126,6 +127,8 @@ async def main() -> None:
     settings: dict[str, Any] = parser.parse_args().settings
     if "preload" in settings:
         settings["preload"] = tuple(settings["preload"])
+    if "disk_dir" in settings:
+        settings["disk_dir"] = Path(settings["disk_dir"])
     try:
         async with Supervisor(Settings(**settings)) as supervisor:
             driver = Driver(supervisor, "-".join(["heap", os.environ.get("FUMEHOOD_TEST_SECRET", "none")]))

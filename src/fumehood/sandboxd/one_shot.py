@@ -34,7 +34,8 @@ from fumehood.sandboxd.executions import Execution
 from fumehood.sandboxd.files import printable
 from fumehood.sandboxd.inside import files as paths
 from fumehood.sandboxd.metrics import Metrics
-from fumehood.sandboxd.sandbox import LocalSandbox, data_quota
+from fumehood.sandboxd.places import data_quota
+from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor
 

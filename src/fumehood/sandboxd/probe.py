@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from fumehood.protocol.sandbox import Mode, Stdout
 from fumehood.protocol.sandbox_errors import SandboxError
-from fumehood.sandboxd import cgroups, seccomp
+from fumehood.sandboxd import cgroups, disks, seccomp
 from fumehood.sandboxd.cgroups import CgroupUnavailable
 from fumehood.sandboxd.errors import IsolationUnavailable
+from fumehood.sandboxd.findings import Finding, Host, Report, State
 from fumehood.sandboxd.inside import syscalls
 from fumehood.sandboxd.runtime import Bubblewrap, RuntimeUnavailable, discover_bubblewrap, discover_runtime
 from fumehood.sandboxd.sandbox import LocalSandbox
@@ -32,8 +32,6 @@ from fumehood.sandboxd.seccomp.policy import POLICY_OF_MODE
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor
 from fumehood.sandboxd.users import subordinate_users
-
-type State = Literal["ok", "warning", "missing"]
 
 _OLDEST_KERNEL = (5, 8)  # proc with subset=pid; openat2 and pidfds are older
 _WANTED_KERNEL = (5, 13)  # Landlock; overlays without root came with 5.11
@@ -63,40 +61,6 @@ print(json.dumps({{"sockets": sockets, **seen}}))
 # Made by the kernel in every network namespace once a module is loaded; without a route they lead nowhere.
 IDLE_TUNNELS = {"tunl0", "gre0", "gretap0", "erspan0", "sit0", "ip_vti0", "ip6_vti0", "ip6tnl0", "ip6gre0"}
 _REPORT = "See what else is missing here; if nothing is, please report this with all that `doctor` printed."
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """`missing` stops sandboxes of the chosen mode, `warning` weakens or slows them; `advice` says what to do."""
-
-    name: str
-    state: State
-    detail: str
-    advice: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    mode: Mode
-    works: bool
-    findings: list[Finding]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """The machine to look at; tests give another root and other facts. `live` allows trying things out."""
-
-    root: Path = Path("/")
-    machine: str = os.uname().machine
-    uid: int = os.geteuid()
-    landlock: int | None = None
-    live: bool = True
-
-    def read(self, path: str) -> str | None:
-        try:
-            return (self.root / path).read_text(errors="replace").strip()
-        except OSError:
-            return None
 
 
 async def examine(settings: Settings, host: Host | None = None) -> Report:
@@ -447,6 +411,21 @@ def _open_to_others(path: Path) -> bool:
     return stat.S_ISLNK(mode) or mode & wanted == wanted
 
 
+def check_disks(settings: Settings, host: Host) -> Iterator[Finding]:
+    """As root: whether the files of large sandboxes lie on disks; a fallback to memory is no secret."""
+    if host.uid != 0 or not host.live or settings.disks == "off":
+        return
+    try:
+        directory = disks.look(settings)
+    except disks.DisksUnavailable as error:
+        state: State = "missing" if settings.disks == "required" else "warning"
+        detail = f"files of large sandboxes would be kept in memory: {error.reason}"
+        yield Finding("disks", state, detail, error.advice)
+        return
+    free = disks.in_words(disks.free_space(directory))
+    yield Finding("disks", "ok", f"files of large sandboxes lie in {directory}, {free} free")
+
+
 def check_guest(settings: Settings, _: Host) -> Iterator[Finding]:
     path = settings.guest_socket
     if path is not None and path.is_socket():
@@ -461,7 +440,7 @@ type Check = Callable[[Settings, Host], Iterator[Finding]]
 _WALLS: tuple[Check, ...] = (check_user_namespaces, check_bubblewrap, check_proc, check_overlay)
 _MACHINE: tuple[Check, ...] = (check_landlock, check_cgroups, check_users, check_python, check_readable)
 _CHECKS: dict[Mode, tuple[Check, ...]] = {
-    "namespaces": (check_kernel, *_WALLS, check_seccomp, *_MACHINE),
+    "namespaces": (check_kernel, *_WALLS, check_seccomp, *_MACHINE, check_disks),
     "pod": (check_kernel, check_seccomp, check_guest),
     "unsafe-degraded": (check_kernel, check_seccomp, *_MACHINE),
 }

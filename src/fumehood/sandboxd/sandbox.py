@@ -10,21 +10,20 @@ import secrets
 import signal
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, MemoryTier
 from fumehood.protocol.sandbox_errors import SandboxGone, SandboxStartFailed
-from fumehood.sandboxd.cgroups import Cgroup
 from fumehood.sandboxd.egress.proxy import Access as NetworkAccess
 from fumehood.sandboxd.egress.proxy import admit
 from fumehood.sandboxd.executions import Execution, ProtocolBroken
 from fumehood.sandboxd.files import Access, SandboxFiles
 from fumehood.sandboxd.helpers import Helpers
-from fumehood.sandboxd.inside import bounds, layout, wire
+from fumehood.sandboxd.inside import bounds, wire
 from fumehood.sandboxd.inside.wire import Kind
 from fumehood.sandboxd.packages import attached, calls
 from fumehood.sandboxd.packets import Packets
+from fumehood.sandboxd.places import Place, data_quota
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.zygotes import Zygote
 
@@ -32,35 +31,13 @@ logger = logging.getLogger(__name__)
 
 _INTERRUPT_EVERY = 0.1
 _DEATH_WAIT = 1.0
+_HAND_OVER = 10
 _HEADROOM = 16 << 20
 _HANDLES = {
     "namespaces": 4
 }  # descriptors that come with JAILED: data, namespace, listeners for egress and pip
+_NO_DESCRIPTORS = "the supervisor has too few descriptors (Too many open files)"
 _MESSAGE_LIMIT = bounds.DISPLAY_LIMIT * 3 // 2
-
-
-@dataclass(slots=True)
-class Place:
-    """What the supervisor took for this sandbox and gives back after its end."""
-
-    uid: int
-    cgroup: Cgroup | None
-    scratch: str | None  # degraded mode: the host directory that holds its files
-    directly_readable: bool  # False when files belong to a user whom the supervisor may not read
-
-    @property
-    def work_directory(self) -> str:
-        return layout.DATA if self.scratch is None else f"{self.scratch}/data"
-
-    def environment(self) -> dict[str, str]:
-        """What differs from `layout.ENVIRON`."""
-        if self.scratch is None:
-            return {}
-        return {
-            "OUTPUT_DIR": self.work_directory,
-            "TMPDIR": f"{self.scratch}/tmp",
-            "HOME": f"{self.scratch}/home",
-        }
 
 
 class LocalSandbox:
@@ -100,9 +77,9 @@ class LocalSandbox:
             channel, on_packet=self._packet, on_close=self._channel_closed, accept_fds=True
         )
         loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[None] = loop.create_future()
+        self._ready = False
         self._configured: asyncio.Future[None] = loop.create_future()
-        self._resized: asyncio.Future[str | None] = loop.create_future()
+        self._resized: asyncio.Future[str | None] | None = None
         self._exited: asyncio.Future[int] = loop.create_future()
         self._pidfd = -1
         self._data = -1
@@ -112,6 +89,7 @@ class LocalSandbox:
         self._access: NetworkAccess | None = None
         self._turn = asyncio.Lock()
         self._running: Execution | None = None
+        self._bounded = False
         self._gone: str | None = None
         self._interpreter_code: int | None = None
         self._final_oom_kills: int | None = None
@@ -125,31 +103,17 @@ class LocalSandbox:
         """Why the sandbox is no more, or None while it lives."""
         return self._gone
 
-    def tell_plan(self, plan: str) -> None:
-        """The first thing its first process hears; the zygote in between knows nothing of it."""
-        self._packets.send(plan.encode())
-
-    async def wait_ready(self, timeout: float) -> None:
-        try:
-            await asyncio.wait_for(asyncio.shield(self._ready), timeout)
-        except TimeoutError:
-            self.kill("it did not start in time")
-            raise SandboxStartFailed(f"The sandbox did not start within {timeout:g} s.") from None
-
-    async def hand_over(self, memory: MemoryTier, access: NetworkAccess | None = None) -> None:
-        """Turn a parked sandbox into the caller's: its memory tier, its quota, its limits, its network."""
+    def begin(self, plan: str, memory: MemoryTier) -> None:
+        """The first things it hears: its first process the plan, its interpreter the limits of its output."""
+        disk = self.place.disk
         self.memory = memory
-        size = MEMORY_TIERS[memory]
-        if self.place.cgroup is not None:
-            self.place.cgroup.set_memory(size)
-        if self._settings.mode == "namespaces":
-            quota = {"size": data_quota(memory), "inodes": self._settings.inodes}
-            self._zygote.request({"op": "resize", "number": self.number, **quota}, [self._data])
-        elif not self._resized.done():
-            self._resized.set_result(None)
-        self._access = admit(access, self._listeners, self.id)
-        body = {
-            "data_limit": size * 9 // 10,
+        self._packets.send(plan.encode(), [] if disk is None else [disk.mount])
+        if disk is not None:
+            disk.handed_over()
+        self._configure()
+
+    def _configure(self, access: NetworkAccess | None = None) -> None:
+        body: dict[str, Any] = {
             "output_limit": self._settings.output_bytes,
             "display_bytes": self._settings.display_bytes,
             "cwd": self.place.work_directory,
@@ -157,17 +121,52 @@ class LocalSandbox:
             "trust": access.trust if access else "",
         }
         self._send(Kind.CONFIGURE, wire.NO_CALL, body)
+
+    async def wait_ready(self, timeout: float) -> None:
         try:
-            async with asyncio.timeout(10):
-                problem, _ = await asyncio.gather(self._resized, self._configured)
+            await asyncio.wait_for(asyncio.shield(self._configured), timeout)
+        except TimeoutError:
+            self.kill("it did not start in time")
+            raise SandboxStartFailed(f"The sandbox did not start within {timeout:g} s.") from None
+
+    async def hand_over(self, memory: MemoryTier, access: NetworkAccess | None = None) -> None:
+        """Turn a sandbox that waited into the caller's: what differs from what it began with, and its network."""
+        loop = asyncio.get_running_loop()
+        problem = None
+        self._access = admit(access, self._listeners, self.id)
+        try:
+            async with asyncio.timeout(_HAND_OVER):
+                if memory != self.memory:
+                    problem = await self._resize(memory)
+                if access is not None:
+                    self._configured = loop.create_future()
+                    self._configure(access)
+                    await self._configured
         except TimeoutError:
             self.kill("it did not take its limits")
-            raise SandboxStartFailed("The sandbox did not take its limits within 10 s.") from None
+            raise SandboxStartFailed(f"The sandbox did not take its limits within {_HAND_OVER} s.") from None
         if problem is not None:
             self.kill(problem)
             raise SandboxStartFailed(f"The sandbox's disk quota could not be set: {problem}")
+        if self._gone is not None:
+            raise SandboxStartFailed(f"The sandbox ended: {self._gone}")
         if self._listeners:
             self.packages.listen(self._listeners.pop())
+
+    async def _resize(self, memory: MemoryTier) -> str | None:
+        """Another tier than it began with; what went wrong with its quota of files."""
+        self.memory = memory
+        if self.place.cgroup is not None:
+            try:
+                self.place.cgroup.set_memory(MEMORY_TIERS[memory])
+            except OSError as error:
+                raise SandboxStartFailed(f"The sandbox's memory could not be bounded: {error}.") from error
+        if self._settings.mode != "namespaces" or self.place.disk is not None:
+            return None
+        quota = {"size": data_quota(memory), "inodes": self._settings.inodes}
+        self._resized = asyncio.get_running_loop().create_future()
+        self._zygote.request({"op": "resize", "number": self.number, **quota}, [self._data])
+        return await self._resized
 
     def offer_packages(
         self, installer: attached.Installer | None, *, unavailable: str = attached.NOT_OFFERED
@@ -179,7 +178,7 @@ class LocalSandbox:
         self._live_data()
         await attached.attach(self._zygote, self._next_number(), self._namespace, layers)
 
-    def made_by(self, zygote: Zygote) -> bool:
+    def made_by(self, zygote: Zygote | None) -> bool:
         return self._zygote is zygote
 
     def kill(self, reason: str) -> None:
@@ -190,8 +189,8 @@ class LocalSandbox:
         self._helpers.kill()
         if self._running is not None and not self._running.lost.done():
             self._running.lost.set_result(reason)
-        for waiting in (self._ready, self._configured, self._resized):
-            if not waiting.done():
+        for waiting in (self._configured, self._resized):
+            if waiting is not None and not waiting.done():
                 waiting.set_exception(SandboxStartFailed(f"The sandbox ended: {reason}"))
                 waiting.exception()  # it may be that nobody waits
 
@@ -227,14 +226,17 @@ class LocalSandbox:
     def zygote_event(self, event: dict[str, Any], fds: list[int]) -> None:
         match event["event"]:
             case "spawned":
-                self._pidfd = fds.pop()
+                if fds:
+                    self._pidfd = fds.pop()
+                else:  # the kernel had to drop it
+                    self.kill(_NO_DESCRIPTORS)
                 if self._gone is not None:
                     self._end_processes()
             case "refused":
                 self.kill(event["error"])
                 self.exited(-1)
             case "resized":
-                if not self._resized.done():
+                if self._resized is not None and not self._resized.done():
                     self._resized.set_result(event["error"])
             case "ended":
                 self._interpreter_code = event["code"]
@@ -295,11 +297,13 @@ class LocalSandbox:
                 self._data, self._namespace, *self._listeners = fds
                 fds.clear()
                 self._packets.accept_fds = False  # from here on code of others may hold the other end
-            case Kind.FAILED if not self._ready.done():
+            case Kind.JAILED if self._data < 0 and len(fds) < 2:
+                self.kill(_NO_DESCRIPTORS)
+            case Kind.FAILED if not self._ready:
                 self.kill(message.body.decode(errors="replace"))
-            case Kind.READY if not self._ready.done() and self._data >= 0:
-                self._ready.set_result(None)
-            case Kind.CONFIGURED if not self._configured.done():
+            case Kind.READY if not self._ready and self._data >= 0:
+                self._ready = True
+            case Kind.CONFIGURED if self._ready and not self._configured.done():
                 self._configured.set_result(None)
             case unexpected:
                 raise ProtocolBroken(f"an unsolicited {unexpected.name} message")
@@ -378,7 +382,7 @@ class LocalSandbox:
                 execution.append(self._end(execution, failed[0], -1, reason=failed[1]))
                 return
             kills_before = self._oom_kills()
-            self._send(Kind.EXECUTE, execution.call, {"code": execution.code})
+            self._send(Kind.EXECUTE, execution.call, self._request(execution))
             end = await self._outcome(execution, kills_before)
             if end.state_kept and self._oom_kills() > kills_before:
                 execution.note(
@@ -387,6 +391,14 @@ class LocalSandbox:
             self._running = None
             self._noted_oom_kills = self._oom_kills()
             execution.append(end)
+
+    def _request(self, execution: Execution) -> dict[str, Any]:
+        """With the first call comes the bound of the interpreter's own memory: it can be set only once."""
+        request: dict[str, Any] = {"code": execution.code}
+        if not self._bounded:
+            self._bounded = True
+            request["data_limit"] = MEMORY_TIERS[self.memory] * 9 // 10
+        return request
 
     async def _outcome(self, execution: Execution, kills_before: int) -> End:
         """Wait for the first of: the runner's word, the sandbox's death, the deadline."""
@@ -474,7 +486,7 @@ class LocalSandbox:
 
     def _room(self) -> int | None:
         """What may still be written before the kernel ends a process of the sandbox instead."""
-        if self.place.cgroup is None:
+        if self.place.cgroup is None or self.place.disk is not None:  # a disk says itself when it is full
             return None
         try:
             return MEMORY_TIERS[self.memory] - self.place.cgroup.memory_held() - _HEADROOM
@@ -504,8 +516,3 @@ class LocalSandbox:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def data_quota(memory: MemoryTier) -> int:
-    """Files count as memory: at most half of the tier may be files."""
-    return MEMORY_TIERS[memory] // 2

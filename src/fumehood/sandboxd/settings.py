@@ -8,6 +8,8 @@ from typing import Literal
 
 from fumehood.protocol.sandbox import Limits, Mode
 
+type Disks = Literal["auto", "required", "off"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -17,6 +19,8 @@ class Settings:
         goes on with what rlimits can do, which does not bound memory.
     pool: sandboxes kept ready, each given to one caller only.
     capacity: how many sandboxes may live at once.
+    shards: zygotes that sandboxes are made from; tenants are spread over them, so that fewer share an address-space
+        layout, and fewer lose their sandboxes when one ends. Each takes about 150 MB.
     memory_total, cpus_total: bounds of all sandboxes together; None means four fifths of the host's memory, and
         no bound on processors.
     cpus: processors one sandbox may use at most; under contention all get equal shares.
@@ -60,12 +64,20 @@ class Settings:
     egress_ca_file: certificate authorities to trust besides the system's, here and in sandboxes with an allow-list.
     egress_connections, egress_connections_total: at once, of one sandbox and of all.
     egress_bytes: what one sandbox may send and receive in all; None means no bound.
+    disks: whether the files of a large tier (16g, 64g) lie on a disk of its own instead of in memory: `auto`, where
+        root, loop devices and mkfs.ext4 are to be had; `required` refuses where they are not; `off`.
+    disk_dir: the images of these disks lie here, without names; None means /var/lib/fumehood/disks.
+    disk_share: the size of a disk for each byte of the tier's memory.
+    disk_backing: which part of what was promised to disks has to be free on the host when another one is made; less
+        than 1 promises more than there is.
+    disk_reserve: bytes that disks leave free on the host.
     """
 
     mode: Mode = "namespaces"
     limits: Limits = "enforced"
     pool: int = 1
     capacity: int = 256
+    shards: int = 1
     memory_total: int | None = None
     cpus_total: float | None = None
     cpus: float | None = 1.0
@@ -112,6 +124,11 @@ class Settings:
     egress_connections: int = 32
     egress_connections_total: int = 512
     egress_bytes: int | None = None
+    disks: Disks = "auto"
+    disk_dir: Path | None = None
+    disk_share: float = 0.5
+    disk_backing: float = 1.0
+    disk_reserve: int = 2 << 30
 
     def aggregate_processes(self) -> int:
         """Enough for every sandbox to have all of its own, short of what the host has in all."""

@@ -7,41 +7,49 @@ import json
 import logging
 import os
 import resource
-import secrets
 import socket
-import tempfile
+import zlib
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from fumehood.protocol.sandbox import MEMORY_TIERS, MemoryTier, SandboxSpec
+from fumehood.protocol.sandbox import MemoryTier, SandboxSpec
 from fumehood.protocol.sandbox_errors import AtCapacity, InstallFailed, SandboxError, SandboxStartFailed
-from fumehood.sandboxd import cgroups, seccomp
-from fumehood.sandboxd.cgroups import Cgroup, CgroupLimits, CgroupTree, CgroupUnavailable, joining
+from fumehood.sandboxd import remains
+from fumehood.sandboxd.cgroups import joining
+from fumehood.sandboxd.disks import Disk
 from fumehood.sandboxd.egress.proxy import Egress, Grant
 from fumehood.sandboxd.errors import IsolationUnavailable
-from fumehood.sandboxd.inside import jail, layout
-from fumehood.sandboxd.launching import Launch, root_entries
+from fumehood.sandboxd.launching import Launch
+from fumehood.sandboxd.nurseries import Nursery, ZygoteStarter
 from fumehood.sandboxd.packages import requirements
 from fumehood.sandboxd.packages.attached import NO_JAIL, NOT_OFFERED
 from fumehood.sandboxd.packages.installer import NOTHING, Installer, Provision
 from fumehood.sandboxd.packages.opening import open_installer, open_store
-from fumehood.sandboxd.runtime import RuntimeUnavailable, discover_bubblewrap, discover_runtime
-from fumehood.sandboxd.sandbox import LocalSandbox, Place, data_quota
-from fumehood.sandboxd.seccomp.policy import POLICY_OF_MODE
+from fumehood.sandboxd.places import Places
+from fumehood.sandboxd.runtime import RuntimeUnavailable
+from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.settings import Settings
-from fumehood.sandboxd.users import UserRange, reserve_users, subordinate_users
 from fumehood.sandboxd.zygotes import Zygote
 
 logger = logging.getLogger(__name__)
 
 _PARKED_MEMORY: MemoryTier = "1g"
-_NOWHERE = Place(uid=0, cgroup=None, scratch=None, directly_readable=False)
-_LIMITS_ADVICE = (
-    "Or set limits to best-effort, which runs code without a bound on memory: one program can then use up the "
-    "host's."
+_LONGEST_PARK_PAUSE = 60.0
+_REFILL_PAUSE = (
+    0.025  # so that the caller's first call need not share the processor with a replacement's start
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What is to be made: where from, and with what from the beginning."""
+
+    nursery: Nursery
+    memory: MemoryTier = _PARKED_MEMORY
+    fresh_interpreter: bool = False
+    on_disk: bool = False
 
 
 class Supervisor:
@@ -52,29 +60,23 @@ class Supervisor:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._tree: CgroupTree | None = None
-        self._users: UserRange | None = None
-        self._free_uids: deque[int] = deque()
-        self._zygote: Zygote | None = None
-        self._zygote_lock = asyncio.Lock()
-        self._zygote_cgroup: Cgroup | None = None
-        self._launch: Launch | None = None
-        self._bare: Zygote | None = None  # with nothing loaded; see _bare_zygote
-        self._bare_lock = asyncio.Lock()
+        self._places = Places(settings)
+        self._shards: list[Nursery] = []
+        self._bare: Nursery | None = None
         self._installer: Installer | None = None
         self._no_packages = NOT_OFFERED
         self._live: dict[int, LocalSandbox] = {}
         self._parked: deque[LocalSandbox] = deque()
         self._starting = 0  # asked for, and neither alive nor failed yet
         self._parking = 0  # those of them that are meant for the pool
+        self._park_failures = 0  # in a row
         self._park_ended = asyncio.Event()
+        self._refill_planned = False
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._scratch: str | None = None
         self._closing = False
         self._pod_used = False
         self.on_gone: Callable[[LocalSandbox], None] | None = None  # told of every sandbox that has ended
-        self.zygote_starts = 0
         self.egress = Egress(settings)
 
     # ---- start and end ----------------------------------------------------------------------------------------
@@ -99,82 +101,32 @@ class Supervisor:
     async def _prepare(self) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a sandbox takes five descriptors here
-        if self._settings.mode == "unsafe-degraded":
+        mode = self._settings.mode
+        if mode == "unsafe-degraded":
             logger.warning(
                 "Mode unsafe-degraded: no namespaces. All sandboxes share one kernel user on the host; only Landlock "
                 "and the system-call filter hold the code."
             )
-        if self._settings.mode != "namespaces" and self._settings.packages:
-            self._no_packages = NO_JAIL.format(mode=self._settings.mode)
-        if self._settings.mode != "pod":
-            self._open_cgroups()
-            self._users = self._find_users()
-            if self._settings.mode == "unsafe-degraded":
-                self._scratch = tempfile.mkdtemp(prefix="fumehood-degraded-")
-                os.chmod(self._scratch, 0o711)  # noqa: S103 - sandboxes may enter, not list it
-            self._launch = self._prepare_launch()
-            self._open_packages(self._launch)
-        await self._living_zygote()
+        await asyncio.to_thread(remains.sweep, self._settings)
+        self._places.open()
+        starter = ZygoteStarter(self._settings, self._places)
+        if starter.launch is not None:
+            self._open_packages(starter.launch)
+        count = 1 if mode == "pod" else max(1, self._settings.shards)
+        self._shards = [self._nursery(starter.warm) for _ in range(count)]
+        if mode == "namespaces":
+            self._bare = self._nursery(starter.bare)
+        await asyncio.gather(*(shard.living() for shard in self._shards))
         self._refill()
-
-    def _open_cgroups(self) -> None:
-        cgroups.sweep_stale()
-        try:
-            self._tree = cgroups.open_tree(
-                memory_total=self._settings.aggregate_memory(),
-                cpus=self._settings.cpus_total,
-                pids_total=self._settings.aggregate_processes(),
-            )
-        except CgroupUnavailable as error:
-            if self._settings.limits == "enforced":
-                raise IsolationUnavailable(error.reason, f"{error.advice} {_LIMITS_ADVICE}") from error
-            logger.warning(
-                "Limits are best-effort: %s The memory of sandboxes is not bounded, and processors are shared "
-                "without a limit.",
-                error.reason,
-            )
-            return
-        self._zygote_cgroup = self._tree.leaf("zygote")
-
-    def _find_users(self) -> UserRange | None:
-        """Kernel users for sandboxes: as root a block of our own, else what /etc/subuid grants, else none."""
-        if os.geteuid() == 0:
-            users = reserve_users(self._settings.uid_base)
-        elif self._settings.mode == "namespaces":
-            users = subordinate_users()
-        else:
-            return None
-        if users is not None:
-            self._free_uids.extend(range(1, users.count))
-        return users
-
-    def _prepare_launch(self) -> Launch:
-        namespaces = self._settings.mode == "namespaces"
-        try:
-            runtime = discover_runtime()
-            bubblewrap = discover_bubblewrap(self._settings.bubblewrap) if namespaces else None
-        except RuntimeUnavailable as error:
-            raise IsolationUnavailable(f"A part is missing: {error}.", "Run `fumehood doctor`.") from error
-        environ: dict[str, str] = {}
-        if self._scratch is not None:
-            environ["MPLCONFIGDIR"] = f"{self._scratch}/cache"
-            self._make_directory(environ["MPLCONFIGDIR"])
-        return Launch(
-            environ=environ,
-            runtime=runtime,
-            bubblewrap=bubblewrap,
-            program=self._program(),
-            preload=self._settings.preload,
-            users=self._users,
-            cgroup=self._zygote_cgroup,
-            timeout=self._settings.start_timeout,
-            common=self._plan(_NOWHERE, fresh_interpreter=False) if namespaces else None,
-        )
 
     def _open_packages(self, launch: Launch) -> None:
         """Get ready to install packages; where that cannot be, whoever asks for some is told why."""
-        if not self._settings.packages or launch.bubblewrap is None:
+        if not self._settings.packages:
             return
+        if launch.bubblewrap is None:
+            self._no_packages = NO_JAIL.format(mode=self._settings.mode)
+            return
+        users = self._places.users
         try:
             store = open_store(self._settings)
             self._installer = open_installer(
@@ -182,20 +134,14 @@ class Supervisor:
                 store,
                 runtime=launch.runtime,
                 bubblewrap=launch.bubblewrap,
-                uid=None if self._users is None else self._users.installer,
-                tree=self._tree,
+                uid=None if users is None else users.installer,
+                tree=self._places.tree,
             )
         except (OSError, RuntimeUnavailable, IsolationUnavailable) as error:
             self._no_packages = f"Packages cannot be installed on this server: {error}."
             logger.info("%s", self._no_packages)
             return
         launch.layers = store.layers
-
-    def _program(self) -> bytes:
-        try:
-            return seccomp.load_blob(POLICY_OF_MODE[self._settings.mode], os.uname().machine)
-        except RuntimeError as error:
-            raise IsolationUnavailable(f"{error}.", "Use x86_64 or aarch64.") from error
 
     async def close(self) -> None:
         self._closing = True
@@ -205,82 +151,33 @@ class Supervisor:
             sandbox.kill("the supervisor is shutting down")
         if self._installer is not None:
             await self._installer.close()
-        async with self._bare_lock:
-            if self._bare is not None:
-                await self._bare.close()
-                self._bare = None
-        async with self._zygote_lock:  # one that is just being started is ended as well
-            if self._zygote is not None:
-                await self._zygote.close()
-                self._zygote = None
+        for nursery in self._nurseries():
+            await nursery.close()
         for sandbox in [*self._live.values()]:
             sandbox.exited(-1)
         await self.egress.close()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._tree is not None:
-            await asyncio.to_thread(self._tree.close)
-            self._tree = None
-        if self._users is not None:
-            self._users.close()
-            self._users = None
-        if self._scratch is not None:
-            await _remove_tree(self._scratch)
+        await self._places.close()
 
-    # ---- the zygote -------------------------------------------------------------------------------------------
+    # ---- zygotes ----------------------------------------------------------------------------------------------
 
-    async def _living_zygote(self) -> Zygote:
-        async with self._zygote_lock:
-            if self._closing:
-                raise SandboxStartFailed("The supervisor is shutting down.")
-            if self._zygote is not None and self._zygote.alive:
-                return self._zygote
-            if self._zygote is not None:
-                await self._zygote.close()
-            self._zygote = await self._start_zygote()
-            self._zygote.on_event = self._zygote_event
-            self._zygote.on_death = self._zygote_died
-            self.zygote_starts += 1
-            if not self._zygote.alive:  # before there was anybody to tell
-                raise SandboxStartFailed("The process that makes sandboxes ended at once.")
-            return self._zygote
+    def _nursery(self, start: Callable[[], Awaitable[Zygote]]) -> Nursery:
+        return Nursery(start, on_event=self._zygote_event, on_death=self._zygote_died)
 
-    async def _bare_zygote(self) -> Zygote:
-        """One with nothing loaded, for sandboxes that get other versions of what the usual one has loaded."""
-        async with self._bare_lock:
-            if self._closing or self._launch is None:
-                raise SandboxStartFailed("The supervisor is shutting down.")
-            if self._bare is None or not self._bare.alive:
-                if self._bare is not None:
-                    await self._bare.close()
-                bare = self._bare = await Zygote.launch(replace(self._launch, preload=()))
-                bare.on_event = self._zygote_event
-                bare.on_death = lambda: self._lose_sandboxes(bare)
-            return self._bare
+    def _nurseries(self) -> list[Nursery]:
+        return self._shards if self._bare is None else [*self._shards, self._bare]
 
-    async def _start_zygote(self) -> Zygote:
-        if self._launch is not None:
-            zygote = await Zygote.launch(self._launch)
-            if self._settings.mode == "unsafe-degraded" and not zygote.about.landlock:
-                await zygote.close()
-                raise IsolationUnavailable(
-                    "This kernel has no Landlock, the only wall around files in mode unsafe-degraded.",
-                    "Use Linux 5.13 or later with Landlock enabled (lsm=landlock,…), or another mode.",
-                )
-            if self._scratch is not None and os.geteuid() == 0:
-                _give_to_root(f"{self._scratch}/cache")
-            return zygote
-        if self._settings.guest_socket is None:
-            raise IsolationUnavailable(
-                "Mode pod needs a container that runs the code.",
-                "Set guest_socket to the socket on which it listens (`python -m fumehood.sandboxd.inside.guest`).",
-            )
-        return await Zygote.connect(
-            self._settings.guest_socket,
-            self._program(),
-            self._settings.preload,
-            self._settings.start_timeout,
-        )
+    def _shard_of(self, tenant: str) -> Nursery:
+        """Tenants keep to their shard, so that few share a zygote; without one, where the fewest are."""
+        if len(self._shards) == 1:
+            return self._shards[0]
+        if tenant:
+            return self._shards[zlib.crc32(tenant.encode()) % len(self._shards)]
+        return min(self._shards, key=self._population)
+
+    def _population(self, nursery: Nursery) -> int:
+        return sum(sandbox.made_by(nursery.zygote) for sandbox in self._live.values())
 
     def _zygote_event(self, event: dict[str, Any], fds: list[int]) -> None:
         sandbox = self._live.get(event["number"])
@@ -289,25 +186,26 @@ class Supervisor:
         for fd in fds:
             os.close(fd)
 
-    def _zygote_died(self) -> None:
+    def _zygote_died(self, nursery: Nursery, zygote: Zygote) -> None:
         """Its sandboxes died with it, by the kernel's doing; the next request starts another one."""
-        if self._zygote is not None:
-            self._lose_sandboxes(self._zygote)
-        if self._settings.mode != "pod":
-            self._refill()
-
-    def _lose_sandboxes(self, zygote: Zygote) -> None:
         lost = [sandbox for sandbox in self._live.values() if sandbox.made_by(zygote)]
         logger.error("The zygote ended; %d sandboxes are lost with it.", len(lost))
         for sandbox in lost:
             sandbox.exited(-1)
+        if self._settings.mode != "pod":
+            self._background(self._refill_after(nursery.restarts.pause()))
 
     @property
     def zygote(self) -> Zygote:
-        """For `doctor`, tests and metrics: the zygote that is running."""
-        if self._zygote is None:
+        """For `doctor`, tests and metrics: the zygote of the first shard."""
+        zygote = self._shards[0].zygote if self._shards else None
+        if zygote is None:
             raise IsolationUnavailable("No zygote runs.", "Enter the supervisor first.")
-        return self._zygote
+        return zygote
+
+    @property
+    def zygote_starts(self) -> int:
+        return sum(shard.starts for shard in self._shards)
 
     # ---- sandboxes --------------------------------------------------------------------------------------------
 
@@ -332,7 +230,8 @@ class Supervisor:
         grant = await self.egress.grant(spec.network)
         provision = await self._provide(spec)
         try:
-            return await self._create(spec, provision, grant)
+            sandbox = await self._find(spec, provision)
+            return await self._hand_over(sandbox, spec, provision, grant)
         finally:
             provision.close()
 
@@ -345,19 +244,37 @@ class Supervisor:
         wanted = requirements.parse(spec.requirements)
         return await self._installer.provide(wanted, self._installer.base.versions, may_replace=True)
 
-    async def _create(self, spec: SandboxSpec, provision: Provision, grant: Grant | None) -> LocalSandbox:
-        bare = bool(provision.replaced) and not spec.fresh_interpreter
-        parkable = not spec.fresh_interpreter and not bare
-        while parkable and (parked := await self._take_parked()) is not None:
-            self._refill()
-            parked.warm = True
-            with contextlib.suppress(SandboxStartFailed):  # it died while it waited: the next one
-                return await self._hand_over(parked, spec, provision, grant)
-        self._make_room()
-        self._starting += 1
-        sandbox = await self._start(fresh_interpreter=spec.fresh_interpreter, bare=bare)
+    async def _find(self, spec: SandboxSpec, provision: Provision) -> LocalSandbox:
+        shard = self._shard_of(spec.tenant)
+        disks = self._places.disks
+        on_disk = disks is not None and await disks.serve(spec.memory)
+        # One with nothing loaded, since what is loaded could not be replaced any more.
+        bare = self._bare if provision.replaced and not spec.fresh_interpreter else None
+        # A disk cannot be given to one that is finished: its mounts are locked, Landlock knows the old places.
+        if not (spec.fresh_interpreter or on_disk or bare):
+            parked = await self._take_parked(shard)
+            if parked is not None:
+                parked.warm = True
+                self._refill_soon()
+                return parked
+        sandbox = await self._start_for(
+            _Order(bare or shard, spec.memory, fresh_interpreter=spec.fresh_interpreter, on_disk=on_disk)
+        )
         self._refill()
-        return await self._hand_over(sandbox, spec, provision, grant)
+        return sandbox
+
+    async def _start_for(self, order: _Order) -> LocalSandbox:
+        """A new one; again if the zygote ended meanwhile, which was not this caller's doing."""
+        for attempt in (1, 2):
+            self._make_room()
+            self._starting += 1
+            zygote = order.nursery.zygote
+            try:
+                return await self._start(order)
+            except SandboxStartFailed:
+                if attempt == 2 or zygote is None or zygote.alive or self._settings.mode == "pod":
+                    raise
+        raise AssertionError("unreachable")
 
     async def _hand_over(
         self, sandbox: LocalSandbox, spec: SandboxSpec, provision: Provision, grant: Grant | None
@@ -370,18 +287,6 @@ class Supervisor:
             self._background(sandbox.destroy())
             raise
         return sandbox
-
-    async def _take_parked(self) -> LocalSandbox | None:
-        """One that is ready; at capacity also one that is just being made for the pool."""
-        while True:
-            while self._parked:
-                candidate = self._parked.popleft()
-                if candidate.gone is None:
-                    return candidate
-            if not self._parking or len(self._live) + self._starting < self._settings.capacity:
-                return None
-            self._park_ended.clear()
-            await self._park_ended.wait()
 
     def _make_room(self) -> None:
         if self._settings.mode == "pod":
@@ -396,37 +301,90 @@ class Supervisor:
             raise AtCapacity(f"{capacity} sandboxes are alive, as many as are allowed; delete one or wait.")
         self._background(self._parked.popleft().destroy())
 
+    # ---- the pool ---------------------------------------------------------------------------------------------
+
+    async def _take_parked(self, shard: Nursery) -> LocalSandbox | None:
+        """One of this shard that is ready; at capacity also one that is just being made for the pool."""
+        while True:
+            for candidate in [*self._parked]:
+                if candidate.gone is not None:
+                    self._parked.remove(candidate)
+                elif candidate.made_by(shard.zygote):
+                    self._parked.remove(candidate)
+                    return candidate
+            if not self._parking or len(self._live) + self._starting < self._settings.capacity:
+                return None
+            self._park_ended.clear()
+            await self._park_ended.wait()
+
+    def _refill_soon(self) -> None:
+        """Not at once, unless the pool is low."""
+        if len(self._parked) < self._settings.pool // 2:
+            self._refill()
+        elif not self._refill_planned:
+            self._refill_planned = True
+            self._background(self._refill_after(_REFILL_PAUSE))
+
+    async def _refill_after(self, pause: float) -> None:
+        await asyncio.sleep(pause)
+        self._refill()
+
     def _refill(self) -> None:
         """Bring the pool back to its size behind the callers' backs."""
+        self._refill_planned = False
         if self._settings.mode == "pod" or self._closing:
             return
         wanted = self._settings.pool - len(self._parked) - self._parking
         room = self._settings.capacity - len(self._live) - self._starting
-        for _ in range(min(wanted, room)):
+        for number in range(min(wanted, room)):
             self._parking += 1
             self._starting += 1
-            self._background(self._park())
+            self._background(self._park(self._poorest(number)))
 
-    async def _park(self) -> None:
+    def _poorest(self, number: int) -> Nursery:
+        """The shard that is to get the next one of several that are being made."""
+
+        def parked(shard: Nursery) -> int:
+            return sum(sandbox.made_by(shard.zygote) for sandbox in self._parked)
+
+        return sorted(self._shards, key=parked)[number % len(self._shards)]
+
+    async def _park(self, shard: Nursery) -> None:
         try:
-            self._parked.append(await self._start(fresh_interpreter=False))
+            sandbox = await self._start(_Order(shard))
+            if sandbox.gone is not None:  # it ended between being ready and our hearing of it
+                raise SandboxStartFailed(f"The sandbox ended: {sandbox.gone}")
+            self._parked.append(sandbox)
+            self._park_failures = 0
         except SandboxError as error:
             logger.error("A sandbox for the pool could not be made: %s", error)
+            self._park_failures += 1
+            pause = min(2.0 ** (self._park_failures - 1), _LONGEST_PARK_PAUSE)
+            self._background(self._refill_after(max(pause, shard.restarts.pause())))
         finally:
             self._parking -= 1
             self._park_ended.set()
 
-    async def _start(self, *, fresh_interpreter: bool, bare: bool = False) -> LocalSandbox:
+    # ---- one sandbox ------------------------------------------------------------------------------------------
+
+    async def _start(self, order: _Order) -> LocalSandbox:
         """Make one; the caller has counted it in `_starting`."""
+        disk = None
+        disks = self._places.disks
         try:
-            zygote = await (self._bare_zygote() if bare else self._living_zygote())
+            if order.on_disk and disks is not None:
+                disk = await disks.make(order.memory)
+            zygote = await order.nursery.living()
             if self._closing:
                 raise SandboxStartFailed("The supervisor is shutting down.")
-            sandbox = self._fork(zygote, next(self._numbers), fresh_interpreter=fresh_interpreter)
+            sandbox = self._fork(zygote, next(self._numbers), order, disk)
+            disk = None  # now it is the sandbox's
         except OSError as error:
             raise SandboxStartFailed(f"The sandbox could not be made: {error}.") from error
         finally:
             self._starting -= 1
+            if disk is not None and disks is not None:
+                await disks.give_back(disk)
         try:
             await sandbox.wait_ready(self._settings.start_timeout)
         except BaseException:
@@ -434,10 +392,10 @@ class Supervisor:
             raise
         return sandbox
 
-    def _fork(self, zygote: Zygote, number: int, *, fresh_interpreter: bool) -> LocalSandbox:
+    def _fork(self, zygote: Zygote, number: int, order: _Order, disk: Disk | None) -> LocalSandbox:
         """Ask the zygote for a sandbox; on OSError (no descriptors, no cgroup) nothing is left of it."""
         with contextlib.ExitStack() as undo:
-            place = self._take_place(number, undo)
+            place = self._places.take(number, order.memory, disk, undo)
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 undo.callback(mine.close)
@@ -446,66 +404,15 @@ class Supervisor:
                 )
                 undo.callback(sandbox.release)
                 sandbox.offer_packages(self._installer, unavailable=self._no_packages)
-                sandbox.tell_plan(json.dumps(asdict(self._plan(place, fresh_interpreter=fresh_interpreter))))
+                plan = self._places.plan(
+                    place, memory=order.memory, fresh_interpreter=order.fresh_interpreter
+                )
+                sandbox.begin(json.dumps(asdict(plan)), order.memory)
                 with joining(place.cgroup) as join:
                     zygote.request({"op": "spawn", "number": number}, [theirs.fileno(), *join])
             undo.pop_all()
         self._live[number] = sandbox
         return sandbox
-
-    def _take_place(self, number: int, undo: contextlib.ExitStack) -> Place:
-        uid = 0
-        if self._users is not None and self._settings.mode == "namespaces":
-            if not self._free_uids:  # never two sandboxes under one user where each can have its own
-                raise AtCapacity(f"All {self._users.count - 1} users for sandboxes are taken.")
-            uid = self._free_uids.popleft()
-            undo.callback(self._free_uids.append, uid)
-        cgroup = None
-        if self._tree is not None:
-            limits = CgroupLimits(
-                memory=MEMORY_TIERS[_PARKED_MEMORY], pids=self._settings.processes, cpus=self._settings.cpus
-            )
-            cgroup = self._tree.create(f"sb-{number}", limits)
-            undo.callback(cgroup.remove)
-        readable = os.geteuid() == 0 or (self._users is None and self._settings.mode != "pod")
-        scratch = None
-        if self._scratch is not None:
-            # Sandboxes share a user in this mode: that they do not know the name keeps them out of each other's.
-            scratch = self._make_scratch(f"{self._scratch}/{secrets.token_hex(16)}")
-        return Place(uid=uid, cgroup=cgroup, scratch=scratch, directly_readable=readable)
-
-    def _make_scratch(self, path: str) -> str:
-        """A host directory in place of the private file system that degraded mode does not have."""
-        for directory in (path, *(f"{path}/{name}" for name in ("data", "tmp", "home"))):
-            self._make_directory(directory)
-        return path
-
-    def _make_directory(self, path: str) -> None:
-        os.mkdir(path, 0o700)
-        if self._users is not None:
-            os.chown(path, self._users.zygote, self._users.zygote)
-
-    def _plan(self, place: Place, *, fresh_interpreter: bool) -> jail.Plan:
-        namespaces = self._settings.mode == "namespaces"
-        read_only = layout.READ_ONLY if namespaces else layout.POD_READ_ONLY
-        writable = layout.WRITABLE
-        if place.scratch is not None:
-            read_only = ("/usr", *root_entries(), f"{self._scratch}/cache")
-            writable = (place.scratch,)
-        return jail.Plan(
-            walls="namespaces" if namespaces else "process",
-            uid=place.uid,
-            data_bytes=data_quota(_PARKED_MEMORY),
-            data_inodes=self._settings.inodes,
-            processes=self._settings.processes,
-            open_files=self._settings.open_files,
-            fresh_interpreter=fresh_interpreter,
-            writable=list(writable),
-            read_only=list(read_only),
-            deny_tcp=self._settings.mode == "unsafe-degraded",
-            needs_landlock=self._settings.mode == "unsafe-degraded",
-            work_directory=place.work_directory,
-        )
 
     def _sandbox_gone(self, sandbox: LocalSandbox) -> None:
         self._live.pop(sandbox.number, None)
@@ -514,21 +421,7 @@ class Supervisor:
         sandbox.release()
         if self.on_gone is not None:
             self.on_gone(sandbox)
-        self._background(self._give_back(sandbox), even_when_closing=True)
-
-    async def _give_back(self, sandbox: LocalSandbox) -> None:
-        place = sandbox.place
-        if place.cgroup is not None:
-            for _ in range(500):
-                if place.cgroup.try_remove():
-                    break
-                await asyncio.sleep(0.01)
-            else:
-                logger.error("The cgroup of sandbox %s could not be removed.", sandbox.id)
-        if place.scratch is not None:
-            await _remove_tree(place.scratch)
-        if place.uid:
-            self._free_uids.append(place.uid)
+        self._background(self._places.give_back(sandbox.place), even_when_closing=True)
 
     def _background(self, work: Any, *, even_when_closing: bool = False) -> None:
         if self._closing and not even_when_closing:
@@ -537,20 +430,3 @@ class Supervisor:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-async def _remove_tree(path: str) -> None:
-    """Remove what code has built, however deep: rm does not recurse by name, Python's rmtree does."""
-    for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-        process = await asyncio.create_subprocess_exec(
-            *command, "--", path, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
-        )
-        await process.wait()
-
-
-def _give_to_root(tree: str) -> None:
-    """The zygote has written its font list; the sandboxes, of the same user, are to leave it alone."""
-    for directory, _, names in os.walk(tree):
-        for path in (directory, *(f"{directory}/{name}" for name in names)):
-            os.chown(path, 0, 0)
-            os.chmod(path, 0o755)  # noqa: S103 - to be read by the sandboxes

@@ -11,6 +11,7 @@ import os
 import resource
 import socket
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fumehood.sandboxd.inside import filters, landlock, layout, syscalls
@@ -26,6 +27,7 @@ class Plan:
     """What the supervisor asks for, told to the sandbox's first process over its own channel.
 
     uid: the sandbox's user in the zygote's user namespace.
+    disk: a detached mount came with the plan; it holds the files, and `data_bytes` is for shared memory alone.
     walls: `namespaces`; or `process`, where something outside (a pod, or nothing in degraded mode) is the wall
     and only limits, Landlock and the filter are put on here.
     """
@@ -42,6 +44,7 @@ class Plan:
     deny_tcp: bool
     needs_landlock: bool
     work_directory: str
+    disk: bool = False
 
     @classmethod
     def decode(cls, body: str) -> "Plan":
@@ -66,13 +69,16 @@ def prefer_for_oom(score: int) -> None:
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
 
 
-def build_namespaces(plan: Plan) -> None:
+def build_namespaces(plan: Plan, disks: list[int]) -> None:
     """Mounts, namespaces and user of a sandbox; afterwards the caller owns a user namespace of its own."""
     os.unshare(
         os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS | os.CLONE_NEWCGROUP,
     )
     _raise_loopback()  # needs the proc that shows more than processes
-    _mount_data(plan)
+    if plan.disk:
+        _attach_disk(plan, disks)
+    else:
+        _mount_data(plan)
     _mount_proc()
     syscalls.set_hostname(layout.HOSTNAME)
     _become_user(plan.uid)
@@ -95,16 +101,34 @@ def enter_namespaces(first: int) -> None:
 
 def _mount_data(plan: Plan) -> None:
     """One tmpfs, hence one quota of bytes and inodes, seen at every writable place."""
-    staging = layout.STAGING
+    _mount_tmpfs(plan)
+    _share_out(layout.WRITABLE, plan.uid)
+
+
+def _attach_disk(plan: Plan, disks: list[int]) -> None:
+    """Files lie on a disk of this sandbox's own; shared memory has to be memory, and is charged as such."""
+    _mount_tmpfs(plan)
+    _share_out((layout.SHARED_MEMORY,), plan.uid)
+    (disk,) = disks
+    syscalls.attach_mount(disk, layout.STAGING)
+    os.close(disk)
+    _share_out([target for target in layout.WRITABLE if target != layout.SHARED_MEMORY], plan.uid)
+
+
+def _mount_tmpfs(plan: Plan) -> None:
     options = f"size={plan.data_bytes},nr_inodes={plan.data_inodes},mode=0755"
-    syscalls.mount("data", staging, "tmpfs", _MOUNT_FLAGS, options)
-    for number, target in enumerate(layout.WRITABLE):
-        source = f"{staging}/{number}"
+    syscalls.mount("data", layout.STAGING, "tmpfs", _MOUNT_FLAGS, options)
+
+
+def _share_out(targets: Iterable[str], uid: int) -> None:
+    """Give each of the places a directory of what is mounted for staging, and leave nothing else of it in sight."""
+    for number, target in enumerate(targets):
+        source = f"{layout.STAGING}/{number}"
         os.mkdir(source)
         os.chmod(source, 0o1777 if target in (layout.TEMPORARY, layout.SHARED_MEMORY) else 0o755)
-        os.chown(source, plan.uid, plan.uid)
+        os.chown(source, uid, uid)
         syscalls.mount(source, target, None, syscalls.MS_BIND)
-    syscalls.unmount(staging, syscalls.MNT_DETACH)
+    syscalls.unmount(layout.STAGING, syscalls.MNT_DETACH)
 
 
 def _mount_proc() -> None:

@@ -20,16 +20,22 @@ _PROGRAMS: dict[str, tuple[str, ...]] = {
         "import numpy as np\na = np.arange(12.0).reshape(3, 4)\nprint(a.mean(), a.sum(axis=0))\na @ a.T",
     ),
     "pandas": (
-        "import pandas as pd\n"
-        "df = pd.DataFrame({'city': ['a', 'b', 'a', 'c'], 'n': [1, 2, 3, 4], 'x': [0.5, 1.5, 2.5, 3.5]})\n"
-        "print(df.groupby('city').sum())\nprint(df.groupby('city')['n'].mean())\ndf.describe()",
-        "import io, pandas as pd\n"
-        "df = pd.read_csv(io.StringIO('day,n\\n2024-01-01,1\\n2024-01-02,2\\n'), parse_dates=['day'])\n"
-        "print(df.to_string())\ndf['m'] = df.n * 2\nprint(df.sort_values('n').head())\ndf.to_csv(io.StringIO())\ndf",
+        (
+            "import pandas as pd\n"
+            "df = pd.DataFrame({'city': ['a', 'b', 'a', 'c'], 'n': [1, 2, 3, 4], 'x': [0.5, 1.5, 2.5, 3.5]})\n"
+            "print(df.groupby('city').sum())\nprint(df.groupby('city')['n'].mean())\ndf.describe()"
+        ),
+        (
+            "import io, pandas as pd\n"
+            "df = pd.read_csv(io.StringIO('day,n\\n2024-01-01,1\\n2024-01-02,2\\n'), parse_dates=['day'])\n"
+            "print(df.to_string())\ndf['m'] = df.n * 2\nprint(df.sort_values('n').head())\ndf.to_csv(io.StringIO())\ndf"
+        ),
     ),
     "matplotlib": (
-        "import matplotlib.pyplot as plt\nfig, ax = plt.subplots()\nax.plot([1, 2, 3], [2, 1, 3], label='a')\n"
-        "ax.bar([1, 2], [1, 2])\nax.legend()\nax.set_title('t')\nplt.show()",
+        (
+            "import matplotlib.pyplot as plt\nfig, ax = plt.subplots()\nax.plot([1, 2, 3], [2, 1, 3], label='a')\n"
+            "ax.bar([1, 2], [1, 2])\nax.legend()\nax.set_title('t')\nplt.show()"
+        ),
     ),
 }
 _TIMES = 4  # so often until the interpreter has adapted

@@ -161,6 +161,8 @@ class Runner:
                 self._configure(request)
                 self._output.reply(wire.Kind.CONFIGURED, b"{}")
             elif message.kind is wire.Kind.EXECUTE:
+                if limit := request.get("data_limit"):
+                    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
                 self._execute(message.call, request["code"])
 
     def _configure(self, request: dict[str, Any]) -> None:
@@ -175,8 +177,6 @@ class Runner:
         self._output.display_bytes = request.get("display_bytes", bounds.DISPLAY_BYTES)
         self._displays.limit = request.get("display_limit", bounds.DISPLAY_LIMIT)
         self._displays.count = request.get("displays", bounds.DISPLAYS)
-        if limit := request.get("data_limit"):
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
     # --- one call -----------------------------------------------------------------------------------
 

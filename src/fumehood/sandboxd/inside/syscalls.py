@@ -36,7 +36,9 @@ RESOLVE_BENEATH = 0x08
 # The numbers of these calls are the same on every 64-bit architecture (they came after the tables were unified).
 _SYS_OPEN_TREE = 428
 _SYS_MOVE_MOUNT = 429
+_SYS_FSOPEN = 430
 _SYS_FSCONFIG = 431
+_SYS_FSMOUNT = 432
 _SYS_FSPICK = 433
 _SYS_OPENAT2 = 437
 _SYS_LANDLOCK_CREATE_RULESET = 444
@@ -49,8 +51,12 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _AT_FDCWD = -100
 _OPEN_TREE_CLONE = 0x1
 _MOVE_MOUNT_F_EMPTY_PATH = 0x4
+_MOUNT_ATTR_NOSUID_NODEV_NOATIME = 0x02 | 0x04 | 0x10
+_CLOEXEC = 1  # of fsopen and fsmount
 _FSPICK_EMPTY_PATH = 0x08
+_FSCONFIG_SET_FLAG = 0
 _FSCONFIG_SET_STRING = 1
+_FSCONFIG_CMD_CREATE = 6
 _FSCONFIG_CMD_RECONFIGURE = 7
 
 _libc.mount.argtypes = (
@@ -167,6 +173,20 @@ def resize_tmpfs(mount_root: int, *, size: int, inodes: int) -> None:
                 0,
             )
         _call("fsconfig reconfigure", _SYS_FSCONFIG, context, _FSCONFIG_CMD_RECONFIGURE, None, None, 0)
+    finally:
+        os.close(context)
+
+
+def mount_detached(kind: str, source: str, options: dict[str, str | None]) -> int:
+    """A new mount (nosuid, nodev, noatime) that has no place yet: without one it ends with its descriptor."""
+    context = _call(f"fsopen {kind}", _SYS_FSOPEN, kind.encode(), _CLOEXEC)
+    try:
+        for key, value in {"source": source, **options}.items():
+            what = _FSCONFIG_SET_FLAG if value is None else _FSCONFIG_SET_STRING
+            encoded = None if value is None else os.fsencode(value)
+            _call(f"fsconfig {key}", _SYS_FSCONFIG, context, what, key.encode(), encoded, 0)
+        _call(f"mount {kind}", _SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
+        return _call(f"fsmount {kind}", _SYS_FSMOUNT, context, _CLOEXEC, _MOUNT_ATTR_NOSUID_NODEV_NOATIME)
     finally:
         os.close(context)
 
