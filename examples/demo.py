@@ -183,7 +183,7 @@ class Demo:
             self._problems.append(f"“{step.title}” did not say {step.says!r}.")
 
     async def _take_home(self, sandbox: LocalSandbox, name: str) -> None:
-        content = await sandbox.read_file(name, limit=1 << 20)
+        content = await sandbox.files.read(name, limit=1 << 20)
         if not content.startswith(b"\x89PNG") or not self._pictures:
             self._problems.append("There is no chart.")
             return

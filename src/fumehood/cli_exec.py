@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import Any, override
 from fumehood.cli_files import Folder, NotSaved, checked_parts, pictures
 from fumehood.cli_output import Exit, Output, SavedFile, SkippedFile, Writer, broken_exit_code
 from fumehood.protocol.sandbox import AnyOutput, Display, End, EndStatus, FileEntry, Result, SandboxSpec
-from fumehood.protocol.sandbox_errors import FileRefused, SandboxError
+from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge
 from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.executions import Execution
-from fumehood.sandboxd.sandbox import LocalSandbox, data_quota, printable
+from fumehood.sandboxd.files import printable
+from fumehood.sandboxd.sandbox import LocalSandbox, data_quota
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor
 
@@ -33,6 +34,7 @@ _EXIT_CODES: dict[EndStatus, int] = {
 }
 _FILE_BYTES = 256 << 20
 _TOTAL_BYTES = 1 << 30
+_PIECE = 1 << 20
 _MOST_LINES = 20
 _DRAIN_SECONDS = 1.0
 
@@ -190,13 +192,11 @@ class Session:
                 return event
         raise RuntimeError("an execution without an end")
 
-    async def _upload(self, sandbox: LocalSandbox) -> dict[str, FileEntry]:
+    async def _upload(self, sandbox: LocalSandbox) -> str | None:
+        """The mark of what is there before the code runs."""
         for path in self._job.uploads:
-            content = await asyncio.to_thread(path.read_bytes)
-            await sandbox.write_file(path.name, content)
-        if not self._job.uploads:
-            return {}
-        return {entry.path: entry for entry in (await sandbox.list_files())[0]}
+            await sandbox.files.write(path.name, _pieces(path))
+        return (await sandbox.files.list()).mark if self._job.uploads else None
 
     async def _take(self, event: AnyOutput) -> None:
         saved: list[str] = []
@@ -222,14 +222,14 @@ class Session:
 
     # ---- files ------------------------------------------------------------------------------------------------
 
-    async def _bring_home(self, sandbox: LocalSandbox, end: End, before: dict[str, FileEntry]) -> None:
+    async def _bring_home(self, sandbox: LocalSandbox, end: End, before: str | None) -> None:
         folder = self._job.folder
         if not end.state_kept:
             if folder is not None:
                 self._out.warn("The sandbox is gone, and the files that the code wrote with it.")
             return
-        listed, cut = await sandbox.list_files()
-        written = [entry for entry in listed if before.get(entry.path) != entry]
+        listing = await sandbox.files.list(since=before)
+        written = listing.files
         if folder is None:
             if written:
                 self._out.note(f"The code wrote {_files(len(written))}; --files-out DIR keeps them.")
@@ -237,7 +237,7 @@ class Session:
         room = _TOTAL_BYTES
         for entry in written:
             room -= await self._bring(sandbox, folder, entry, room)
-        if cut:
+        if listing.truncated:
             self._skip("…", "some files are not listed: too many, too deep, or of names that are not text")
         self._tell(folder)
 
@@ -249,9 +249,9 @@ class Session:
             if entry.size > limit:
                 whose = "all files together (1 GiB)" if room < _FILE_BYTES else "one file (256 MiB)"
                 raise NotSaved(f"{entry.size} bytes, more than is copied of {whose}")
-            content = await sandbox.read_file(entry.path, limit=limit)
+            content = await sandbox.files.read(entry.path, limit=limit)
             path = await asyncio.to_thread(folder.save, entry.path, content)
-        except (NotSaved, FileRefused) as error:
+        except (NotSaved, FileRefused, FileNotFound, TooLarge) as error:
             self._skip(entry.path, str(error).removeprefix(f"{printable(entry.path)}: "))
             return 0
         self._saved.append(SavedFile(path=path, source=entry.path, size=len(content)))
@@ -274,6 +274,12 @@ class Session:
             self._out.note(line)
         for line in _few([f"not saved: {file.path}: {file.reason}" for file in self._skipped]):
             self._out.warn(line)
+
+
+async def _pieces(path: Path) -> AsyncGenerator[bytes]:
+    with await asyncio.to_thread(path.open, "rb") as file:
+        while piece := await asyncio.to_thread(file.read, _PIECE):
+            yield piece
 
 
 def _files(number: int) -> str:

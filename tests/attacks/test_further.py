@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from fumehood.protocol.sandbox_errors import AtCapacity, FileRefused, SandboxError, SandboxGone
+from fumehood.protocol.sandbox_errors import AtCapacity, FileNotFound, FileRefused, SandboxError, SandboxGone
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.supervisor import Supervisor
 from tests.support.sandboxes import Outcome, has_cgroups, run, settings
@@ -32,8 +32,8 @@ needs_cgroups = pytest.mark.skipif(not has_cgroups(), reason="memory cannot be b
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs uid 0")
 
 FORGE = """
-import gc, os, socket, struct
-output = next(o for o in gc.get_objects() if type(o).__name__ == "Output" and hasattr(o, "_channel"))
+import os, socket, struct, sys
+output = sys.__stdout__._output
 channel = output._channel
 def send(kind, body=b"", more=0, call=None):
     channel.send(struct.pack("!BB16s", kind, more, output._call if call is None else call) + body)
@@ -103,7 +103,7 @@ async def settled(supervisor: Supervisor, expected: tuple[int, int, list[int]]) 
 async def test_the_heap_holds_nothing_of_a_neighbour(supervisor: Supervisor, neighbour: LocalSandbox) -> None:
     """Every sandbox is a copy of the zygote: what that was told of others could be read by the next one."""
     for number in range(12):  # of many lengths: a later message covers an earlier one of its own size
-        await neighbour.write_file(f"to-the-tax-office-{'x' * 16 * number}.secret", b"x")
+        await neighbour.files.write(f"to-the-tax-office-{'x' * 16 * number}.secret", b"x")
     box = await supervisor.create()
     # The program knows only beginnings, so that its own copies of them are not taken for finds.
     program = """
@@ -141,7 +141,7 @@ async def test_a_listing_never_wanders_into_a_neighbour(supervisor: Supervisor) 
     make = f"import os\nos.makedirs('/mnt/data/{deep}')\nos.chdir('/mnt/data/{deep}')\n"
     box = await supervisor.create()
     await attack(box, make + "for i in range(9800): os.mkdir(f'd{i}')", 60)
-    listing = asyncio.create_task(box.list_files())
+    listing = asyncio.create_task(box.files.list())
     await asyncio.sleep(0.004)
     await box.destroy()
     others = [await supervisor.create() for _ in range(2)]
@@ -149,7 +149,7 @@ async def test_a_listing_never_wanders_into_a_neighbour(supervisor: Supervisor) 
         fill = "for i in [*range(60), *range(9740, 9800)]: os.mkdir(f'd{i}'); open(f'd{i}/hers', 'w').close()"
         await attack(other, make + fill)
     with contextlib.suppress(SandboxGone):
-        found, _ = await listing
+        found = (await listing).files
         assert found == []
     for other in others:
         await other.destroy()
@@ -265,7 +265,7 @@ async def test_giving_up_a_waiting_call_leaves_the_running_one_alone(sandbox: Lo
     outcome = await running
     assert (outcome.end.status, outcome.stdout) == ("ok", "whole\n")
     await run(sandbox, "1")
-    assert await sandbox.list_files() == ([], False)
+    assert (await sandbox.files.list()).files == []
 
 
 @pytest.mark.parametrize("timeout", [math.nan, -1.0, math.inf])
@@ -390,9 +390,9 @@ async def test_the_helpers_temporary_name_leads_nowhere(sandbox: LocalSandbox) -
         def replace():
             while True:
                 try:
-                    for name in os.listdir("/mnt/data/d"):
+                    for name in os.listdir("/mnt/data"):
                         if name.startswith(".fumehood"):
-                            os.unlink(f"/mnt/data/d/{name}"); os.symlink("/etc/passwd", f"/mnt/data/d/{name}")
+                            os.unlink(f"/mnt/data/{name}"); os.symlink("/etc/passwd", f"/mnt/data/{name}")
                 except OSError: pass
         def swap():
             steps = (lambda: os.rename("/mnt/data/d", "/mnt/data/e"),
@@ -407,11 +407,11 @@ async def test_the_helpers_temporary_name_leads_nowhere(sandbox: LocalSandbox) -
     await attack(sandbox, program)
     done = 0
     for _ in range(40):
-        with contextlib.suppress(FileRefused):
-            await asyncio.wait_for(sandbox.write_file("d/passwd", b"ours" * 1000), 20)
+        with contextlib.suppress(FileRefused, FileNotFound):
+            await asyncio.wait_for(sandbox.files.write("d/passwd", b"ours" * 1000), 20)
             done += 1
-        with contextlib.suppress(FileRefused):
-            assert b"root:" not in await sandbox.read_file("d/passwd", limit=1 << 20)
+        with contextlib.suppress(FileRefused, FileNotFound):
+            assert b"root:" not in await sandbox.files.read("d/passwd", limit=1 << 20)
     assert done
 
 
@@ -424,10 +424,10 @@ async def test_whiteouts_are_no_files(sandbox: LocalSandbox) -> None:
         ctypes.CDLL(None).syscall(number, -100, b"/mnt/data/a", -100, b"/mnt/data/b", 4)
     """
     await attack(sandbox, program)
-    assert [entry.path for entry in (await sandbox.list_files())[0]] in (["a"], ["b"])
-    if (await sandbox.list_files())[0][0].path == "b":
+    assert [entry.path for entry in (await sandbox.files.list()).files] in (["a"], ["b"])
+    if (await sandbox.files.list()).files[0].path == "b":
         with pytest.raises(FileRefused):
-            await sandbox.read_file("a", limit=10)
+            await sandbox.files.read("a", limit=10)
 
 
 SPINNING = """
@@ -448,16 +448,16 @@ async def test_uploads_to_a_busy_sandbox_hold_nobody_up(
     sandbox: LocalSandbox, neighbour: LocalSandbox
 ) -> None:
     """The helper shares the sandbox's processor time, so uploads may last; threads must not wait for them."""
-    await neighbour.write_file("x", b"1")
+    await neighbour.files.write("x", b"1")
     await attack(sandbox, SPINNING)
     await asyncio.sleep(1)
     large = bytes(32 << 20)
-    uploads = [asyncio.create_task(sandbox.write_file(f"b{number}", large)) for number in range(10)]
+    uploads = [asyncio.create_task(sandbox.files.write(f"b{number}", large)) for number in range(10)]
     await asyncio.sleep(0.5)
     try:
         for _ in range(3):
-            assert await asyncio.wait_for(neighbour.read_file("x", limit=10), 5) == b"1"
-            assert len((await asyncio.wait_for(neighbour.list_files(), 5))[0]) == 1
+            assert await asyncio.wait_for(neighbour.files.read("x", limit=10), 5) == b"1"
+            assert len((await asyncio.wait_for(neighbour.files.list(), 5)).files) == 1
     finally:
         await sandbox.destroy()
         await asyncio.gather(*uploads, return_exceptions=True)
@@ -477,7 +477,7 @@ async def test_an_upload_at_the_memory_limit_fails_alone(sandbox: LocalSandbox) 
     await attack(sandbox, program, 60)
     for number in range(3):
         with contextlib.suppress(FileRefused):
-            await sandbox.write_file(f"b{number}", bytes(16 << 20))
+            await sandbox.files.write(f"b{number}", bytes(16 << 20))
     assert sandbox.gone is None
     assert (await run(sandbox, "kept")).result == "'kept'"
 
@@ -540,7 +540,7 @@ async def test_a_crowd_full_of_threads_stops_nobody() -> None:
         other = await crowded.create()
         for _ in range(18):
             assert (await attack(await crowded.create(), THREADS)).stdout == "no more\n"
-        await other.write_file("x", b"1")
+        await other.files.write("x", b"1")
         outcome = await attack(
             other, "import subprocess; print(subprocess.run(['echo', 'hi'], capture_output=True).stdout)"
         )
@@ -557,7 +557,7 @@ async def test_degraded_neighbours_are_neither_slowed_nor_locked_out() -> None:
         victim, box = await degraded.create(), await degraded.create()
         if degraded.zygote.about.landlock < 6:
             pytest.skip("Landlock cannot scope signals here")
-        await victim.write_file("hers.txt", b"x")
+        await victim.files.write("hers.txt", b"x")
         scratch = victim.place.scratch
         assert scratch is not None
         program = """
@@ -589,6 +589,6 @@ async def test_degraded_neighbours_are_neither_slowed_nor_locked_out() -> None:
         finally:
             os.sched_setaffinity(0, affinity)
         assert outcome.stdout == "[]\n", outcome
-        assert await victim.read_file("hers.txt", limit=10) == b"x"
-        await victim.write_file("more.txt", b"y")
+        assert await victim.files.read("hers.txt", limit=10) == b"x"
+        await victim.files.write("more.txt", b"y")
         assert (await run(victim, "import os; sorted(os.listdir())")).result == "['hers.txt', 'more.txt']"

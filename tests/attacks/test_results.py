@@ -14,7 +14,7 @@ from tests.attacks.conftest import Host
 from tests.support.client import Outcome, SandboxClient
 
 FRAMES = """
-import gc, struct, time, threading
+import struct, sys, time, threading
 fd = channel_number()
 channel = socket.socket(fileno=os.dup(fd))
 (CONFIGURE, EXECUTE, FAILED, JAILED, READY, CONFIGURED, STDOUT, STDERR, DISPLAY, RESULT, ERROR, END, OUTPUT) = (
@@ -23,9 +23,7 @@ def frame(kind, call_id, body=b"", flags=0):
     return struct.pack("!BB16s", kind, flags, call_id) + body
 def current():
     "The running call's id, from the runner's own memory."
-    for thing in gc.get_objects():
-        if type(thing).__name__ == "Output" and "streams" in type(thing).__module__:
-            return thing._call
+    return sys.__stdout__._output._call
 def end(code=0):
     return b'{"exit_code":%d,"interrupted":false}' % code
 """

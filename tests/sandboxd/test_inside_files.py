@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.sandboxd.inside import files
+from fumehood.sandboxd.inside import files, staging
 
 
 @pytest.fixture
@@ -19,6 +19,20 @@ def data(tmp_path: Path) -> Iterator[tuple[Path, int]]:
     fd = os.open(tmp_path / "data", os.O_RDONLY | os.O_DIRECTORY)
     yield tmp_path / "data", fd
     os.close(fd)
+
+
+class Granted:
+    """Leave that is always given."""
+
+    def take(self, size: int) -> None:
+        pass
+
+    def settle(self, received: int) -> None:
+        pass
+
+
+def write(data: int, path: str, source: int) -> int:
+    return staging.write(data, path, source, "token", Granted()).size
 
 
 def content(fd: int) -> bytes:
@@ -124,7 +138,7 @@ def test_writes_replace_whole_and_make_parents(data: tuple[Path, int], tmp_path:
     (here / "a" / "f").write_bytes(b"an older and longer text")
     for path in ("a/f", "b/c/f"):
         with source.open("rb") as file:
-            assert files.write(fd, path, file.fileno()) == 3
+            assert write(fd, path, file.fileno()) == 3
         assert (here / path).read_bytes() == b"new"
     assert sorted(os.listdir(here / "a")) == ["f"]
 
@@ -137,9 +151,9 @@ def test_writes_follow_no_link(data: tuple[Path, int], tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(b"new")
     with source.open("rb") as file:
-        files.write(fd, "link", file.fileno())
+        write(fd, "link", file.fileno())
         with pytest.raises(OSError):
-            files.write(fd, "dir/x", file.fileno())
+            write(fd, "dir/x", file.fileno())
     assert (tmp_path / "target").read_text() == "untouched"
     assert (here / "link").read_bytes() == b"new"
     assert not (tmp_path / "x").exists()
@@ -150,7 +164,7 @@ def test_a_failed_write_leaves_what_was_there(data: tuple[Path, int], tmp_path: 
     (here / "f").write_bytes(b"old")
     directory = os.open(tmp_path, os.O_RDONLY)
     with pytest.raises(OSError):  # a directory cannot be read as a source
-        files.write(fd, "f", directory)
+        write(fd, "f", directory)
     os.close(directory)
     assert (here / "f").read_bytes() == b"old"
     assert os.listdir(here) == ["f"]

@@ -47,7 +47,7 @@ async def test_degraded_runs_code_and_keeps_files(degraded: LocalSandbox) -> Non
         degraded, "import pandas as pd\nopen('x.txt', 'w').write('hi')\npd.Series([1, 2]).sum()"
     )
     assert outcome.result == "np.int64(3)"
-    assert await degraded.read_file("x.txt", limit=10) == b"hi"
+    assert await degraded.files.read("x.txt", limit=10) == b"hi"
     assert (await run(degraded, "import tempfile; tempfile.mkstemp() and 1")).result == "1"
 
 
@@ -181,9 +181,9 @@ async def test_pod_holds_one_sandbox_once(socket_directory: Path) -> None:
             sandbox = await pod.create()
             assert not path.exists(), "code in the pod must not be able to pose as the supervisor"
             assert (await run(sandbox, "import os; os.getuid() != 0 and os.getcwd()")).result == "'/mnt/data'"
-            await sandbox.write_file("a.txt", b"a")
+            await sandbox.files.write("a.txt", b"a")
             await run(sandbox, "open('b.txt', 'w').write('b')")
-            assert [item.path for item in (await sandbox.list_files())[0]] == ["a.txt", "b.txt"]
+            assert [item.path for item in (await sandbox.files.list()).files] == ["a.txt", "b.txt"]
             assert (await run(sandbox, "while True: pass", timeout=0.5)).end.state_kept
             with pytest.raises(AtCapacity, match="one sandbox"):
                 await pod.create()
@@ -227,9 +227,9 @@ async def main():
         assert len({box.place.uid for box in boxes} - {0}) == 2
         box = boxes[0]
         await run(box, "import os\\nos.mkdir('d', 0o700); open('d/f', 'w').write('x'); os.chmod('d/f', 0o600)")
-        assert [item.path for item in (await box.list_files())[0]] == ["d/f"]
-        assert await box.read_file("d/f", limit=9) == b"x"
-        await box.write_file("d/g", b"y")
+        assert [item.path for item in (await box.files.list()).files] == ["d/f"]
+        assert await box.files.read("d/f", limit=9) == b"x"
+        await box.files.write("d/g", b"y")
         assert (await run(box, "open('d/g').read()")).result == "'y'"
         assert (await run(box, "while True: pass", timeout=0.5)).end.state_kept
         stubborn = "import signal; signal.signal(2, signal.SIG_IGN)\\nwhile True: pass"

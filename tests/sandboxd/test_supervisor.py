@@ -12,10 +12,12 @@ import pytest_asyncio
 from fumehood.protocol.sandbox import MemoryTier, SandboxSpec
 from fumehood.protocol.sandbox_errors import (
     AtCapacity,
+    FileNotFound,
     FileRefused,
     SandboxError,
     SandboxGone,
     SandboxStartFailed,
+    TooLarge,
 )
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.supervisor import Supervisor
@@ -152,12 +154,12 @@ async def test_a_listing_never_strays_into_a_neighbour(supervisor: Supervisor) -
     for _ in range(3):
         ending = await supervisor.create()
         await run(ending, "for i in range(3000): open(f'mine{i}', 'w').close()")
-        listing = asyncio.create_task(ending.list_files())
+        listing = asyncio.create_task(ending.files.list())
         await asyncio.sleep(0)
         await ending.destroy()
         neighbour = await supervisor.create()
         await run(neighbour, "for i in range(300): open(f'theirs{i}', 'w').close()")
-        found, _ = await listing
+        found = (await listing).files
         await neighbour.destroy()
         assert not [item for item in found if item.path.startswith("theirs")]
 
@@ -220,8 +222,8 @@ async def test_a_crowd_stays_within_the_capacity() -> None:
 async def test_neighbours_leave_no_trace_in_the_heap(supervisor: Supervisor) -> None:
     """What the zygote has handled, every later fork could read."""
     first = await supervisor.create()
-    await first.write_file("patient-0815.csv", b"content-of-the-file")
-    await first.delete_file("patient-0815.csv")
+    await first.files.write("patient-0815.csv", b"content-of-the-file")
+    await first.files.delete("patient-0815.csv")
     later = await supervisor.create()
     code = (
         "import re\n"
@@ -258,8 +260,8 @@ async def test_exit_codes(sandbox: LocalSandbox, code: str, status: str, exit_co
     ("code", "reason"),
     [
         ("import os; os._exit(7)", "exited with code 7"),
-        ("import os; os.kill(os.getpid(), 9)", "as after SIGKILL"),
-        ("import ctypes; ctypes.string_at(0)", "as after SIGSEGV"),
+        ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL"),
+        ("import ctypes; ctypes.string_at(0)", "ended by SIGSEGV"),
     ],
 )
 async def test_lost_interpreters_are_reported(supervisor: Supervisor, code: str, reason: str) -> None:
@@ -344,17 +346,18 @@ async def test_disk_quota_counts_every_writable_place(sandbox: LocalSandbox) -> 
 
 
 async def test_files_in_and_out(sandbox: LocalSandbox) -> None:
-    await sandbox.write_file("deep/in.txt", b"from outside")
+    await sandbox.files.write("deep/in.txt", b"from outside")
     assert (await run(sandbox, "open('deep/in.txt').read()")).result == "'from outside'"
     await run(sandbox, "open('deep/out.bin', 'wb').write(bytes(range(256)) * 1000)")
-    found, cut = await sandbox.list_files()
-    assert ([(item.path, item.size) for item in found], cut) == (
-        [("deep/in.txt", 12), ("deep/out.bin", 256_000)],
-        False,
-    )
-    assert await sandbox.read_file("deep/out.bin", limit=1 << 20) == bytes(range(256)) * 1000
-    await sandbox.delete_file("deep/in.txt")
-    assert [item.path for item in (await sandbox.list_files())[0]] == ["deep/out.bin"]
+    listing = await sandbox.files.list()
+    assert [(item.path, item.size) for item in listing.files] == [
+        ("deep/in.txt", 12),
+        ("deep/out.bin", 256_000),
+    ]
+    assert (listing.complete, listing.truncated) == (True, False)
+    assert await sandbox.files.read("deep/out.bin", limit=1 << 20) == bytes(range(256)) * 1000
+    await sandbox.files.delete("deep/in.txt")
+    assert [item.path for item in (await sandbox.files.list()).files] == ["deep/out.bin"]
 
 
 async def test_refused_files_say_why(sandbox: LocalSandbox) -> None:
@@ -368,19 +371,19 @@ async def test_refused_files_say_why(sandbox: LocalSandbox) -> None:
         ("/etc/passwd", "relative"),
         ("none", "No such file"),
     ):
-        with pytest.raises(FileRefused, match=reason):
-            await sandbox.read_file(path, limit=1000)
+        with pytest.raises((FileRefused, FileNotFound, TooLarge), match=reason):
+            await sandbox.files.read(path, limit=1000)
     with pytest.raises(FileRefused, match="symbolic links"):
-        await sandbox.write_file("link/x", b"")
+        await sandbox.files.write("link/x", b"")
     with pytest.raises(FileRefused, match="relative"):
-        await sandbox.write_file("a/../../x", b"")
+        await sandbox.files.write("a/../../x", b"")
 
 
 async def test_a_write_beyond_the_quota_leaves_nothing(sandbox: LocalSandbox) -> None:
     await run(sandbox, "open('fill', 'wb').write(bytes(500 << 20))")
     with pytest.raises(FileRefused, match="quota"):
-        await sandbox.write_file("new", bytes(32 << 20))
-    assert [item.path for item in (await sandbox.list_files())[0]] == ["fill"]
+        await sandbox.files.write("new", bytes(32 << 20))
+    assert [item.path for item in (await sandbox.files.list()).files] == ["fill"]
     assert (await run(sandbox, "import os; os.listdir()")).result == "['fill']"
 
 

@@ -156,6 +156,10 @@ class SandboxClient:
         encoded = base64.b64encode(content).decode()
         self.driver.ask("write_file", sandbox=self.name, path=path, content=encoded)
 
+    def unpack(self, content: bytes, kind: str, into: str = "") -> dict[str, int]:
+        encoded = base64.b64encode(content).decode()
+        return self.driver.ask("unpack", sandbox=self.name, content=encoded, kind=kind, into=into)
+
     def delete_file(self, path: str) -> None:
         self.driver.ask("delete_file", sandbox=self.name, path=path)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from fumehood.protocol.sandbox import SandboxSpec
+from fumehood.protocol.sandbox import ArchiveFormat, SandboxSpec
 from fumehood.protocol.sandbox_errors import SandboxError, SandboxGone
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.settings import Settings
@@ -67,18 +67,24 @@ class Driver:
         self._find(sandbox).interrupt()
 
     async def do_list_files(self, number: int, sandbox: str) -> dict[str, Any]:
-        found, cut = await self._find(sandbox).list_files()
-        return {"files": [msgspec.to_builtins(entry) for entry in found], "cut": cut}
+        listing = await self._find(sandbox).files.list()
+        return {"files": [msgspec.to_builtins(entry) for entry in listing.files], "cut": listing.truncated}
 
     async def do_read_file(self, number: int, sandbox: str, path: str, limit: int) -> str:
-        content = await self._find(sandbox).read_file(path, limit=limit)
+        content = await self._find(sandbox).files.read(path, limit=limit)
         return base64.b64encode(content).decode()
 
     async def do_write_file(self, number: int, sandbox: str, path: str, content: str) -> None:
-        await self._find(sandbox).write_file(path, base64.b64decode(content))
+        await self._find(sandbox).files.write(path, base64.b64decode(content))
+
+    async def do_unpack(
+        self, number: int, sandbox: str, content: str, kind: ArchiveFormat, into: str
+    ) -> dict[str, Any]:
+        done = await self._find(sandbox).files.unpack(base64.b64decode(content), kind=kind, into=into)
+        return msgspec.to_builtins(done)
 
     async def do_delete_file(self, number: int, sandbox: str, path: str) -> None:
-        await self._find(sandbox).delete_file(path)
+        await self._find(sandbox).files.delete(path)
 
     async def do_destroy(self, number: int, sandbox: str) -> None:
         await self._find(sandbox).destroy()

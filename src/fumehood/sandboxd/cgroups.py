@@ -209,6 +209,11 @@ class Cgroup:
     def memory_current(self) -> int:
         return int(self._value("memory", _MEMORY_USAGE[self._tree.version]))
 
+    def memory_held(self) -> int:
+        """What the kernel could not take back: all but the pages it has read from files or written to them."""
+        counts = dict(line.split() for line in self._value("memory", "memory.stat").splitlines())
+        return self.memory_current() - int(counts["inactive_file"]) - int(counts["active_file"])
+
     def pids_current(self) -> int:
         """Counts threads and zombies too, as the bound does."""
         return int(self._value("pids", "pids.current"))

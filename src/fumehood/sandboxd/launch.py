@@ -108,7 +108,7 @@ def _exec_bare(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
     """Without namespaces: the zygote straight away, from the host's own trees."""
     source = (
         f"import sys; sys.path.insert(0, {places['guest']!r}); sys.path.append({places['site']!r}); "
-        f"from fumehood.sandboxd.inside import zygote; zygote.main({config['control']})"
+        f"from fumehood.sandboxd.inside import bare; bare.main({config['control']})"
     )
     environ: dict[str, str] = {**config["environ"], "PYTHONPATH": places["site"]}
     python: str = config["executable"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fumehood.sandboxd.cgroups import Cgroup
-from fumehood.sandboxd.inside import layout
+from fumehood.sandboxd.inside import jail, layout
 from fumehood.sandboxd.runtime import Bubblewrap, Runtime
 from fumehood.sandboxd.users import UserRange
 
@@ -33,6 +33,7 @@ class Launch:
     users: UserRange | None
     cgroup: Cgroup | None
     timeout: float
+    common: jail.Plan | None = None  # with namespaces: what the plans of all its sandboxes have in common
     environ: dict[str, str] = field(default_factory=dict[str, str])
 
     @property

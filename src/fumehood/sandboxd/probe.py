@@ -494,7 +494,7 @@ async def try_out(settings: Settings) -> list[Finding]:
 
 async def _run_in(sandbox: LocalSandbox, settings: Settings) -> list[Finding]:
     given = os.urandom(8).hex()
-    await sandbox.write_file(PROBE_FILE, given.encode())
+    await sandbox.files.write(PROBE_FILE, given.encode())
     printed = ""
     reason = ""
     async for event in sandbox.execute(PROBE_CODE, timeout=30):
@@ -504,7 +504,7 @@ async def _run_in(sandbox: LocalSandbox, settings: Settings) -> list[Finding]:
     if answer != "42" or not facts:
         detail = f"6 * 7 gave {printed!r}. {reason}".strip()
         return [Finding("code runs", "missing", detail, "Please report this.")]
-    returned = (await sandbox.read_file(PROBE_FILE, limit=100)).decode()
+    returned = (await sandbox.files.read(PROBE_FILE, limit=100)).decode()
     same = returned == given[::-1]
     return [
         Finding("code runs", "ok", "6 * 7 is 42"),

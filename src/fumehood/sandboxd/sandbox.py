@@ -1,8 +1,7 @@
-"""One live sandbox: calls, deadlines, files, its end; imports only `fumehood.protocol.sandbox` and siblings."""
+"""One live sandbox: calls, deadlines, its end; imports only `fumehood.protocol.sandbox` and siblings."""
 
 import asyncio
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -14,12 +13,14 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, FileEntry, MemoryTier
-from fumehood.protocol.sandbox_errors import FileRefused, SandboxGone, SandboxStartFailed
-from fumehood.sandboxd.cgroups import Cgroup, joining
-from fumehood.sandboxd.egress.proxy import Access, admit
+from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, MemoryTier
+from fumehood.protocol.sandbox_errors import SandboxGone, SandboxStartFailed
+from fumehood.sandboxd.cgroups import Cgroup
+from fumehood.sandboxd.egress.proxy import Door, admit
 from fumehood.sandboxd.executions import Execution, ProtocolBroken
-from fumehood.sandboxd.inside import bounds, files, layout, wire
+from fumehood.sandboxd.files import Access, SandboxFiles
+from fumehood.sandboxd.helpers import Helpers
+from fumehood.sandboxd.inside import bounds, layout, wire
 from fumehood.sandboxd.inside.wire import Kind
 from fumehood.sandboxd.packets import Packets
 from fumehood.sandboxd.settings import Settings
@@ -29,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 _INTERRUPT_EVERY = 0.1
 _DEATH_WAIT = 1.0
-_HELPERS = 2  # at once: they run in the sandbox's share of the processor
-_HELPER_TIMEOUT = 30
 _HEADROOM = 16 << 20
 _HANDLES = {"namespaces": 3}  # descriptors that come with JAILED: data, namespace, egress listener
 _MESSAGE_LIMIT = bounds.DISPLAY_LIMIT * 3 // 2
@@ -80,7 +79,16 @@ class LocalSandbox:
         self._settings = settings
         self._zygote = zygote
         self._on_gone = on_gone
-        self._next_number = next_number
+        self._helpers = Helpers(zygote, place.uid, place.cgroup, next_number)
+        self.files = SandboxFiles(
+            Access(
+                helpers=self._helpers,
+                data=self._live_data,
+                room=self._room,
+                directly=place.directly_readable,
+                settings=settings,
+            )
+        )
         self._assembler = wire.Assembler(limit=_MESSAGE_LIMIT)
         self._packets = Packets(
             channel, on_packet=self._packet, on_close=self._channel_closed, accept_fds=True
@@ -94,13 +102,13 @@ class LocalSandbox:
         self._data = -1
         self._namespace = -1
         self._listeners: list[int] = []  # on the sandbox's loopback, for services of this side
-        self._access: Access | None = None
+        self._door: Door | None = None
         self._turn = asyncio.Lock()
         self._running: Execution | None = None
         self._gone: str | None = None
+        self._interpreter_code: int | None = None
         self._final_oom_kills: int | None = None
         self._noted_oom_kills = 0
-        self._helpers = asyncio.Semaphore(_HELPERS)
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -121,7 +129,7 @@ class LocalSandbox:
             self.kill("it did not start in time")
             raise SandboxStartFailed(f"The sandbox did not start within {timeout:g} s.") from None
 
-    async def hand_over(self, memory: MemoryTier, access: Access | None = None) -> None:
+    async def hand_over(self, memory: MemoryTier, door: Door | None = None) -> None:
         """Turn a parked sandbox into the caller's: its memory tier, its quota, its limits, its network."""
         self.memory = memory
         size = MEMORY_TIERS[memory]
@@ -132,14 +140,14 @@ class LocalSandbox:
             self._zygote.request({"op": "resize", "number": self.number, **quota}, [self._data])
         elif not self._resized.done():
             self._resized.set_result(None)
-        self._access = admit(access, self._listeners, self.id)
+        self._door = admit(door, self._listeners, self.id)
         body = {
             "data_limit": size * 9 // 10,
             "output_limit": self._settings.output_bytes,
             "display_bytes": self._settings.display_bytes,
             "cwd": self.place.work_directory,
-            "environment": self.place.environment() | (access.environment if access else {}),
-            "trust": access.trust if access else "",
+            "environment": self.place.environment() | (door.environment if door else {}),
+            "trust": door.trust if door else "",
         }
         self._send(Kind.CONFIGURE, wire.NO_CALL, body)
         try:
@@ -157,6 +165,7 @@ class LocalSandbox:
         if self._gone is None:
             self._gone = reason
         self._end_processes()
+        self._helpers.kill()
         if self._running is not None and not self._running.lost.done():
             self._running.lost.set_result(reason)
         for waiting in (self._ready, self._configured, self._resized):
@@ -182,8 +191,8 @@ class LocalSandbox:
     def release(self) -> None:
         """Close what is open towards the sandbox; the process has ended or is beyond reach."""
         self._packets.close()
-        if self._access is not None:
-            self._access.close()
+        if self._door is not None:
+            self._door.close()
         for fd in (self._pidfd, self._data, self._namespace, *self._listeners):
             if fd >= 0:
                 os.close(fd)
@@ -204,8 +213,11 @@ class LocalSandbox:
             case "resized":
                 if not self._resized.done():
                     self._resized.set_result(event["error"])
+            case "ended":
+                self._interpreter_code = event["code"]
+                self.kill(self._gone or self._describe_end(event["code"]))
             case "exited":
-                self.exited(event["code"])
+                self.exited(event["code"] if self._interpreter_code is None else self._interpreter_code)
             case unknown:
                 raise AssertionError(f"unknown event {unknown!r} from the zygote")
 
@@ -224,11 +236,13 @@ class LocalSandbox:
             return "the process that makes sandboxes ended"
         if self._oom_kills() > self._noted_oom_kills:
             return f"it ran out of memory ({self.memory})"
-        if code == -signal.SIGKILL:
+        if self._interpreter_code is None and code == -signal.SIGKILL:
             return "its first process was killed"
+        if code < 0:
+            return f"the interpreter was ended by {signal.Signals(-code).name}"
         if code > 128:
             with contextlib.suppress(ValueError):
-                # Init can only hand on a number, and a program may choose the same one.
+                # Without namespaces the first process can only hand on a number, which a program may choose too.
                 return f"the interpreter ended with code {code}, as after {signal.Signals(code - 128).name}"
         return f"the interpreter exited with code {code}"
 
@@ -377,7 +391,7 @@ class LocalSandbox:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._settings.interrupt_grace
         while loop.time() < until:
-            self._signal(signal.SIGINT)
+            self._zygote.interrupt(self.number)
             if not await self._wait(execution, _INTERRUPT_EVERY):
                 return
         self.kill("the code did not stop when it was interrupted")
@@ -425,104 +439,19 @@ class LocalSandbox:
 
     # ---- files ------------------------------------------------------------------------------------------------
 
-    async def list_files(self) -> tuple[list[FileEntry], bool]:
-        """Regular files below the data directory, and whether there were more than are listed."""
-        if self.place.directly_readable:
-            # A descriptor of its own: should the sandbox end meanwhile, its number may become a neighbour's.
-            data = os.dup(self._live_data())
-            found, cut = await asyncio.to_thread(_walk_and_close, data)
-        else:
-            answer, opened = await self._help({"do": "walk"})
-            with os.fdopen(opened.pop(), "rb") as listing:
-                listing.seek(0)
-                found = [files.Found(*row) for row in json.load(listing)]
-            cut = answer["cut"]
-        return [
-            FileEntry(path=item.path, size=item.size, modified_ns=item.modified_ns) for item in found
-        ], cut
-
-    async def read_file(self, path: str, *, limit: int) -> bytes:
-        """The content of one regular file of at most `limit` bytes; FileRefused otherwise."""
-        try:
-            fd = await self._open(path)
-        except (OSError, files.UnsafePath) as error:
-            raise FileRefused(f"{printable(path)}: {getattr(error, 'strerror', None) or error}") from error
-        with os.fdopen(fd, "rb") as file:
-            # One byte more than allowed tells a file that is too large, whatever its size claims or becomes.
-            content = await asyncio.to_thread(file.read, limit + 1)
-        if len(content) > limit:
-            raise FileRefused(f"{printable(path)}: larger than {limit} bytes")
-        return content
-
-    async def _open(self, path: str) -> int:
-        if self.place.directly_readable:
-            return files.open_regular(self._live_data(), path)
-        _, opened = await self._help({"do": "open", "path": path})
-        return opened.pop()
-
-    async def write_file(self, path: str, content: bytes) -> None:
-        """Put a file in place, whole or not at all, at the sandbox's expense."""
-        self._check_room(path, len(content))
-        # Not a pipe: somebody would have to wait at its other end while the sandbox takes its time.
-        source = os.memfd_create("upload")
-        with os.fdopen(source, "w+b") as file:
-            file.write(content)
-            file.flush()
-            file.seek(0)
-            await self._help({"do": "write", "path": path}, source)
-
-    def _check_room(self, path: str, size: int) -> None:
-        """Refuse what would make the kernel end a process of the sandbox instead."""
-        if self.place.cgroup is not None and self._gone is None:
-            room = MEMORY_TIERS[self.memory] - self.place.cgroup.memory_current() - _HEADROOM
-            if size > room:
-                raise FileRefused(
-                    f"{printable(path)}: {size} bytes do not fit into the sandbox's memory ({self.memory})"
-                )
-
-    async def delete_file(self, path: str) -> None:
-        await self._help({"do": "delete", "path": path})
-
-    async def _help(self, task: dict[str, Any], *extra: int) -> tuple[dict[str, Any], list[int]]:
-        """Have a helper with the sandbox's user and cgroup do one thing; FileRefused says why not."""
-        async with self._helpers:
-            return await self._help_now(task, *extra)
-
-    async def _help_now(self, task: dict[str, Any], *extra: int) -> tuple[dict[str, Any], list[int]]:
-        if "path" in task:
-            try:
-                files.checked(task["path"])
-            except files.UnsafePath as error:
-                raise FileRefused(f"{printable(task['path'])}: {error}") from error
-        data = self._live_data()
-        number = self._next_number()
-        request = {"op": "files", "number": number, "uid": self.place.uid}
-        try:
-            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with mine:
-                with theirs, joining(self.place.cgroup) as join:
-                    self._zygote.request(request, [theirs.fileno(), data, *join])
-                mine.setblocking(False)
-                socket.send_fds(mine, [json.dumps(task).encode()], extra)
-                body, opened = await asyncio.wait_for(_receive(mine), _HELPER_TIMEOUT)
-        except TimeoutError:
-            self._zygote.request({"op": "signal", "number": number, "signal": int(signal.SIGKILL)})
-            raise FileRefused(f"the sandbox's files did not answer within {_HELPER_TIMEOUT} s") from None
-        except OSError as error:
-            raise FileRefused(f"the sandbox's files cannot be reached: {error.strerror}") from error
-        if not body:
-            raise FileRefused("the helper ended, probably for want of memory in the sandbox")
-        answer = json.loads(body)
-        if "error" in answer:
-            subject = f"{printable(task['path'])}: " if "path" in task else ""
-            full = " (the sandbox's disk quota)" if answer["errno"] in (errno.ENOSPC, errno.EDQUOT) else ""
-            raise FileRefused(f"{subject}{answer['error']}{full}")
-        return answer, opened
-
     def _live_data(self) -> int:
         if self._gone is not None or self._data < 0:
             raise SandboxGone(f"The sandbox is gone: {self._gone}.")
         return self._data
+
+    def _room(self) -> int | None:
+        """What may still be written before the kernel ends a process of the sandbox instead."""
+        if self.place.cgroup is None:
+            return None
+        try:
+            return MEMORY_TIERS[self.memory] - self.place.cgroup.memory_held() - _HEADROOM
+        except OSError:  # the cgroup went with the sandbox
+            return 0
 
     # ---- small things -----------------------------------------------------------------------------------------
 
@@ -552,32 +481,3 @@ class LocalSandbox:
 def data_quota(memory: MemoryTier) -> int:
     """Files count as memory: at most half of the tier may be files."""
     return MEMORY_TIERS[memory] // 2
-
-
-def printable(name: str) -> str:
-    """A name from a sandbox, fit for messages and logs: bounded, no control or bidirectional characters."""
-    shown = "".join(char if char.isprintable() else _escaped(char) for char in name[:200])
-    return shown if len(name) <= 200 else shown + "…"
-
-
-def _escaped(char: str) -> str:
-    return f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}"
-
-
-def _walk_and_close(data: int) -> tuple[list[files.Found], bool]:
-    try:
-        return files.walk(data)
-    finally:
-        os.close(data)
-
-
-async def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
-    loop = asyncio.get_running_loop()
-    arrived: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(sock.fileno(), lambda: arrived.done() or arrived.set_result(None))
-    try:
-        await arrived
-    finally:
-        loop.remove_reader(sock.fileno())
-    body, fds, _, _ = socket.recv_fds(sock, 65536, 4)
-    return body, fds

@@ -22,6 +22,9 @@ class Settings:
     cpus: processors one sandbox may use at most; under contention all get equal shares.
     processes, open_files: bounds of one sandbox.
     inodes: files one sandbox may have in /mnt/data, /tmp, home and /dev/shm together.
+    file_bytes: how large one file or archive may be on its way in or out.
+    unpacked_members, unpacked_bytes: what one archive may hold.
+    transfer_seconds: how long one may take in all; transfer_patience: how long nothing of it may move.
     output_bytes, display_bytes: what one call may print, and show.
     interrupt_grace: seconds between the first interrupt of code that ran too long and its being killed.
     start_timeout: seconds until a zygote or a sandbox that has not started counts as failed.
@@ -49,6 +52,11 @@ class Settings:
     processes: int = 256
     open_files: int = 4096
     inodes: int = 100_000
+    file_bytes: int = 4 << 30
+    unpacked_members: int = 10_000
+    unpacked_bytes: int = 4 << 30
+    transfer_seconds: float = 3600.0
+    transfer_patience: float = 30.0
     output_bytes: int = 1 << 20
     display_bytes: int = 32 << 20
     interrupt_grace: float = 1.5

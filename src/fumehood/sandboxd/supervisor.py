@@ -32,6 +32,7 @@ from fumehood.sandboxd.zygotes import Zygote
 logger = logging.getLogger(__name__)
 
 _PARKED_MEMORY: MemoryTier = "1g"
+_NOWHERE = Place(uid=0, cgroup=None, scratch=None, directly_readable=False)
 _LIMITS_ADVICE = (
     "Or set limits to best-effort, which runs code without a bound on memory: one program can then use up the "
     "host's."
@@ -153,6 +154,7 @@ class Supervisor:
             users=self._users,
             cgroup=self._zygote_cgroup,
             timeout=self._settings.start_timeout,
+            common=self._plan(_NOWHERE, fresh_interpreter=False) if namespaces else None,
         )
 
     def _program(self) -> bytes:
@@ -272,8 +274,8 @@ class Supervisor:
 
     async def _hand_over(self, sandbox: LocalSandbox, spec: SandboxSpec, grant: Grant | None) -> LocalSandbox:
         try:
-            access = None if grant is None else self.egress.access(grant)
-            await sandbox.hand_over(spec.memory, access)
+            door = None if grant is None else self.egress.door(grant)
+            await sandbox.hand_over(spec.memory, door)
         except BaseException:  # whoever asked may have gone away: nobody else would end it
             self._background(sandbox.destroy())
             raise

@@ -3,15 +3,17 @@
 import asyncio
 import base64
 import json
+import signal
 import socket
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from fumehood.sandboxd import launching
 from fumehood.sandboxd.errors import IsolationUnavailable
+from fumehood.sandboxd.inside import jail
 from fumehood.sandboxd.launching import JailProcess, Launch
 from fumehood.sandboxd.packets import Packets
 
@@ -30,12 +32,16 @@ class About:
 
 
 class Zygote:
-    """A running zygote; `on_event` gets what it reports about sandboxes, `on_death` its end, once."""
+    """A running zygote with its warden; `on_event` gets what they report about sandboxes, `on_death` their end, once.
+
+    Without namespaces both are one process, and one socket leads to it.
+    """
 
     def __init__(self, sock: socket.socket, process: JailProcess | None) -> None:
         self._process = process
         self._ready: asyncio.Future[About] = asyncio.get_running_loop().create_future()
-        self._packets = Packets(sock, on_packet=self._arrived, on_close=self._ended, accept_fds=True)
+        self._warden = Packets(sock, on_packet=self._arrived, on_close=self._ended, accept_fds=True)
+        self._interpreters: Packets | None = None
         self.on_event: Callable[[dict[str, Any], list[int]], None] | None = None
         self.on_death: Callable[[], None] | None = None
         self.alive = True
@@ -49,8 +55,7 @@ class Zygote:
             said = "; ".join(getattr(error, "__notes__", [])) or f"{type(error).__name__}: {error}"
             raise IsolationUnavailable(f"The jail could not be made: {said}.", _ADVICE) from error
         zygote = cls(sock, process)
-        nested = launch.bubblewrap is not None
-        await zygote._prepare(launch.program, launch.preload, launch.timeout, nested=nested, single=False)
+        await zygote._prepare(launch.program, launch.preload, launch.timeout, common=launch.common)
         if zygote.about.threads != 1:
             # A fork copies one thread only: the locks of the others would stay locked in every sandbox.
             await zygote.close()
@@ -73,17 +78,23 @@ class Zygote:
                 "Start the code container first: `python -m fumehood.sandboxd.inside.guest PATH`.",
             ) from error
         zygote = cls(sock, None)
-        await zygote._prepare(program, preload, timeout, nested=False, single=True)
+        await zygote._prepare(program, preload, timeout, single=True)
         return zygote
 
     async def _prepare(
-        self, program: bytes, preload: tuple[str, ...], timeout: float, *, nested: bool, single: bool
+        self,
+        program: bytes,
+        preload: tuple[str, ...],
+        timeout: float,
+        *,
+        common: jail.Plan | None = None,
+        single: bool = False,
     ) -> None:
         self.request(
             {
                 "program": base64.b64encode(program).decode(),
                 "preload": list(preload),
-                "nested": nested,
+                "common": None if common is None else asdict(common),
                 "single": single,
             }
         )
@@ -111,17 +122,27 @@ class Zygote:
         return None if self._process is None else self._process.pid
 
     def request(self, body: dict[str, Any], fds: list[int] | None = None) -> None:
-        self._packets.send(json.dumps(body).encode(), fds)
+        self._warden.send(json.dumps(body).encode(), fds)
+
+    def interrupt(self, number: int) -> None:
+        """SIGINT for the process group of a sandbox's interpreter."""
+        body = {"op": "signal", "number": number, "signal": int(signal.SIGINT)}
+        (self._interpreters or self._warden).send(json.dumps(body).encode())
 
     def _arrived(self, body: bytes, fds: list[int]) -> None:
         event: dict[str, Any] = json.loads(body)
-        if event["event"] == "started":
+        if event["event"] == "zygote":
+            sock = socket.socket(fileno=fds.pop())
+            self._interpreters = Packets(sock, on_packet=self._arrived, on_close=self._ended)
+        elif event["event"] == "started":
             del event["event"]
             self._ready.set_result(About(**event))
         elif self.on_event is not None:
             self.on_event(event, fds)
 
     def _ended(self) -> None:
+        if not self.alive:
+            return
         self.alive = False
         if not self._ready.done():
             self._ready.set_exception(EOFError("it ended while starting"))
@@ -133,6 +154,8 @@ class Zygote:
         """End the zygote and with it every sandbox it made."""
         self.alive = False
         self.on_death = None
-        self._packets.close()
+        self._warden.close()
+        if self._interpreters is not None:
+            self._interpreters.close()
         if self._process is not None:
             await self._process.end()

@@ -188,7 +188,7 @@ print(looked > 10_000_000, found)
 
 
 async def test_no_file_of_the_user_appears(net: Net, secretive: LocalSandbox) -> None:
-    assert (await secretive.list_files())[0] == []
+    assert (await secretive.files.list()).files == []
     outcome = await run(
         secretive,
         "import ssl; print(len(ssl.create_default_context(cafile='/home/user/.fumehood/ca.pem').get_ca_certs()))",

@@ -105,9 +105,8 @@ class Egress:
         environment = policy.environment() | (TRUST_ENVIRONMENT if trust else {})
         return Grant(policy, environment, trust, authority)
 
-    def access(self, grant: Grant) -> "Access":
-        """A door for one sandbox."""
-        return Access(self, self._settings, grant)
+    def door(self, grant: Grant) -> "Door":
+        return Door(self, self._settings, grant)
 
     @property
     def upstream_tls(self) -> ssl.SSLContext | None:
@@ -131,7 +130,7 @@ class Egress:
         return self.connections >= self._settings.egress_connections_total
 
 
-class Access:
+class Door:
     """One sandbox's door to the network: `environment` and `trust` are for inside."""
 
     def __init__(self, egress: Egress, settings: Settings, grant: Grant) -> None:
@@ -242,16 +241,16 @@ class Access:
             self._egress.on_event(event)
 
 
-def admit(access: Access | None, listeners: list[int], sandbox: str) -> Access | None:
-    """Let the proxy accept at a sandbox's first listener; without access nobody ever does."""
+def admit(door: Door | None, listeners: list[int], sandbox: str) -> Door | None:
+    """Let the proxy accept at a sandbox's first listener; without a door nobody ever does."""
     if not listeners:
-        if access is not None:
+        if door is not None:
             raise SandboxStartFailed("The sandbox has no way to the proxy.")
-    elif access is None:
+    elif door is None:
         os.close(listeners.pop(0))
     else:
-        access.open(listeners.pop(0), sandbox)
-    return access
+        door.open(listeners.pop(0), sandbox)
+    return door
 
 
 async def _stream(sock: socket.socket) -> SocketStream:

@@ -1,4 +1,4 @@
-"""First program in the jail: lays out the sandbox's files, becomes the zygote; imports only the standard library.
+"""First program in the jail: lays out the sandbox's files, becomes the warden; imports only the standard library.
 
 bubblewrap has laid the host's trees out under their own names in a private root. They reach the sandbox as
 read-only overlays instead of plain binds, for two reasons: a mask in front hides what does not belong there
@@ -16,9 +16,9 @@ from fumehood.sandboxd.inside import layout, syscalls
 
 _NEW = "/new"
 _MASKS = "/masks"
-_START_ZYGOTE = (
+_START_WARDEN = (
     "import sys; sys.path.insert(0, {guest!r}); "
-    "from fumehood.sandboxd.inside import zygote; zygote.main({fd})"
+    "from fumehood.sandboxd.inside import warden; warden.main({fd})"
 )
 
 _ETC = {
@@ -64,7 +64,7 @@ def main(body: str, control_fd: int) -> NoReturn:
     os.chdir("/")
     os.environ["FUMEHOOD_NEUTRAL_PATHS"] = "1" if neutral else "0"
     python = f"{layout.ENVIRONMENT}/bin/python"
-    source = _START_ZYGOTE.format(guest=layout.GUEST, fd=control_fd)
+    source = _START_WARDEN.format(guest=layout.GUEST, fd=control_fd)
     os.execv(python, [python, "-c", source])
 
 

@@ -7,22 +7,19 @@ pages must count against the sandbox that asked for them.
 
 import contextlib
 import errno
-import json
 import os
-import socket
 import stat
-import time
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import filters, jail, syscalls
+from fumehood.sandboxd.inside import syscalls
 
 MAX_DEPTH = 32
 MAX_ENTRIES = 10_000
-_CHUNK = 1 << 20
-_MAX_TASK = 64 * 1024
-_OOM_SCORE = 1000  # before anything of the sandbox itself
-_BENEATH = syscalls.RESOLVE_BENEATH | syscalls.RESOLVE_NO_SYMLINKS | syscalls.RESOLVE_NO_XDEV
+MAX_NAME_BYTES = 4 << 20  # of all paths in one listing
+RESERVED = (
+    ".fumehood-"  # what a helper has not finished lies at the top of the data directory under such a name
+)
+BENEATH = syscalls.RESOLVE_BENEATH | syscalls.RESOLVE_NO_SYMLINKS | syscalls.RESOLVE_NO_XDEV
 _BUSY_TRIES = 5
 
 
@@ -32,9 +29,18 @@ class UnsafePath(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Found:
+    """A regular file; the last three tell a change that size and modification time, which code may set, do not."""
+
     path: str
     size: int
     modified_ns: int
+    changed_ns: int
+    inode: int
+    blocks: int
+
+    @classmethod
+    def of(cls, path: str, about: os.stat_result) -> "Found":
+        return cls(path, about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino, about.st_blocks)
 
 
 def checked(path: str) -> bytes:
@@ -48,6 +54,8 @@ def checked(path: str) -> bytes:
         raise UnsafePath("a path is relative, without empty parts, '.' or '..'")
     if len(parts) > MAX_DEPTH or any(len(part) > 255 for part in parts):
         raise UnsafePath(f"a path has at most {MAX_DEPTH} parts of at most 255 bytes")
+    if parts[0].startswith(RESERVED.encode()):
+        raise UnsafePath(f"names that begin with {RESERVED} are the server's own")
     return raw
 
 
@@ -56,7 +64,7 @@ def open_regular(data: int, path: str) -> int:
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
     for attempt in range(_BUSY_TRIES):
         try:
-            fd = syscalls.openat2(data, checked(path), flags, resolve=_BENEATH)
+            fd = syscalls.openat2(data, checked(path), flags, resolve=BENEATH)
             break
         except OSError as error:
             # EAGAIN: a rename raced with the look-up, or somebody holds a lease on the file.
@@ -75,12 +83,9 @@ def walk(data: int) -> tuple[list[Found], bool]:
 
     Iterative, by descriptors: a directory moved or replaced meanwhile leads nowhere else.
     """
-    found: list[Found] = []
-    cut = False
-    entries = 0
-    pending = [""]
-    while pending:
-        prefix = pending.pop()
+    walking = _Walk()
+    while walking.pending and not walking.full:
+        prefix = walking.pending.pop()
         try:
             directory = _open_directory(data, prefix)
         except OSError:
@@ -88,27 +93,43 @@ def walk(data: int) -> tuple[list[Found], bool]:
         try:
             with os.scandir(directory) as listing:
                 for entry in listing:
-                    entries += 1
-                    if entries > MAX_ENTRIES:
-                        return sorted(found, key=lambda item: item.path), True
-                    path = f"{prefix}{entry.name}"
-                    if not _is_text(entry.name):
-                        cut = True  # nobody could ask for it: the wire speaks UTF-8
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        deep = path.count("/") + 1 >= MAX_DEPTH
-                        cut |= deep
-                        if not deep:
-                            pending.append(path + "/")
-                    elif entry.is_file(follow_symlinks=False):
-                        with contextlib.suppress(FileNotFoundError):  # removed since it was seen
-                            about = entry.stat(follow_symlinks=False)
-                            found.append(Found(path, about.st_size, about.st_mtime_ns))
+                    if not walking.take(prefix, entry):
+                        break
         except OSError:
             continue
         finally:
             os.close(directory)
-    return sorted(found, key=lambda item: item.path), cut
+    return sorted(walking.found, key=lambda item: item.path), walking.cut
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.found: list[Found] = []
+        self.pending = [""]
+        self.cut = self.full = False
+        self._entries = self._name_bytes = 0
+
+    def take(self, prefix: str, entry: os.DirEntry[str]) -> bool:
+        """False once there is no room for more."""
+        if not prefix and entry.name.startswith(RESERVED):
+            return True
+        path = f"{prefix}{entry.name}"
+        self._entries += 1
+        self._name_bytes += len(path)
+        if self._entries > MAX_ENTRIES or self._name_bytes > MAX_NAME_BYTES:
+            self.cut = self.full = True
+            return False
+        if not _is_text(entry.name):
+            self.cut = True  # nobody could ask for it: the wire speaks UTF-8
+        elif entry.is_dir(follow_symlinks=False):
+            if path.count("/") + 1 >= MAX_DEPTH:
+                self.cut = True
+            else:
+                self.pending.append(path + "/")
+        elif entry.is_file(follow_symlinks=False):
+            with contextlib.suppress(FileNotFoundError):  # removed since it was seen
+                self.found.append(Found.of(path, entry.stat(follow_symlinks=False)))
+        return True
 
 
 def _is_text(name: str) -> bool:
@@ -123,107 +144,16 @@ def _open_directory(data: int, prefix: str) -> int:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
     if not prefix:
         # A descriptor of its own: reading through a shared one would move everybody's position.
-        return syscalls.openat2(data, b".", flags, resolve=_BENEATH)
-    return syscalls.openat2(data, os.fsencode(prefix[:-1]), flags, resolve=_BENEATH)
-
-
-def write(data: int, path: str, source: int) -> int:
-    """Copy everything from `source` into `path`, replacing it whole; parents are made. Returns the size."""
-    raw = checked(path)
-    parent = _make_parents(data, raw)
-    temporary = f".fumehood-{os.getpid()}-{time.monotonic_ns()}".encode()
-    try:
-        target = syscalls.openat2(
-            parent, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, resolve=_BENEATH
-        )
-        try:
-            size = _copy(source, target)
-            os.rename(temporary, raw.rsplit(b"/", 1)[-1], src_dir_fd=parent, dst_dir_fd=parent)
-        except BaseException:
-            os.unlink(temporary, dir_fd=parent)
-            raise
-        finally:
-            os.close(target)
-    finally:
-        os.close(parent)
-    return size
-
-
-def _copy(source: int, target: int) -> int:
-    size = 0
-    while chunk := os.read(source, _CHUNK):
-        view = memoryview(chunk)
-        while view:
-            view = view[os.write(target, view) :]
-        size += len(chunk)
-    return size
-
-
-def _make_parents(data: int, raw: bytes) -> int:
-    here = syscalls.openat2(data, b".", os.O_RDONLY | os.O_DIRECTORY, resolve=_BENEATH)
-    for part in raw.split(b"/")[:-1]:
-        try:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(part, 0o755, dir_fd=here)
-            below = syscalls.openat2(here, part, os.O_RDONLY | os.O_DIRECTORY, resolve=_BENEATH)
-        finally:
-            os.close(here)
-        here = below
-    return here
+        return syscalls.openat2(data, b".", flags, resolve=BENEATH)
+    return syscalls.openat2(data, os.fsencode(prefix[:-1]), flags, resolve=BENEATH)
 
 
 def delete(data: int, path: str) -> None:
     """Remove one file, or whatever else bears that name and is not a directory."""
     raw = checked(path)
     parent, _, name = raw.rpartition(b"/")
-    directory = syscalls.openat2(data, parent or b".", os.O_RDONLY | os.O_DIRECTORY, resolve=_BENEATH)
+    directory = syscalls.openat2(data, parent or b".", os.O_RDONLY | os.O_DIRECTORY, resolve=BENEATH)
     try:
         os.unlink(name, dir_fd=directory)
     finally:
         os.close(directory)
-
-
-def help_with(uid: int, program: bytes, supervisor: socket.socket, data: int, cgroups: list[int]) -> NoReturn:
-    """The helper's whole life: become the sandbox's user in its cgroup, hear the task, do it, answer, end."""
-    answer: dict[str, Any]
-    opened: list[int] = []
-    try:
-        jail.join_cgroups(cgroups)
-        jail.prefer_for_oom(_OOM_SCORE)
-        jail.take_user(uid)
-        jail.renounce()
-        filters.install(program)
-        body, fds, _, _ = socket.recv_fds(supervisor, _MAX_TASK, 1)
-        answer = _perform(json.loads(body), data, fds[0] if fds else -1, opened)
-    except UnsafePath as error:
-        answer = {"error": str(error), "errno": errno.EINVAL}
-    except OSError as error:
-        answer = {"error": error.strerror or str(error), "errno": error.errno}
-    except BaseException as error:
-        answer = {"error": f"{type(error).__name__}: {error}", "errno": errno.EIO}
-    body = json.dumps(answer).encode()
-    socket.send_fds(supervisor, [body], opened)
-    os._exit(0)
-
-
-def _perform(task: dict[str, Any], data: int, source: int, opened: list[int]) -> dict[str, Any]:
-    match task["do"]:
-        case "write":
-            return {"size": write(data, task["path"], source)}
-        case "delete":
-            delete(data, task["path"])
-            return {}
-        case "open":
-            opened.append(open_regular(data, task["path"]))
-            return {}
-        case "walk":
-            # A listing can be longer than a packet.
-            found, cut = walk(data)
-            listing = os.memfd_create("listing")
-            os.write(
-                listing, json.dumps([[item.path, item.size, item.modified_ns] for item in found]).encode()
-            )
-            opened.append(listing)
-            return {"cut": cut}
-        case unknown:
-            raise ValueError(f"unknown task {unknown!r}")

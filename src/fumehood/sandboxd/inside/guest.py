@@ -13,7 +13,7 @@ import sys
 import tempfile
 from typing import NoReturn
 
-from fumehood.sandboxd.inside import layout, zygote
+from fumehood.sandboxd.inside import bare, layout
 
 _SOCKET_MODE = 0o660  # supervisor and code share a group, not a user
 
@@ -40,7 +40,7 @@ def main(path: str) -> NoReturn:
         listener.listen(1)
         control, _ = listener.accept()
         os.unlink(path)
-    zygote.main(control.detach())
+    bare.main(control.detach())
 
 
 if __name__ == "__main__":

@@ -52,14 +52,13 @@ class Guard:
 
     # --- forks ------------------------------------------------------------------------------------
 
-    def shield_forks(self) -> None:
-        """Hold interrupts back while the hooks of a fork run: what is raised there is lost, and printed.
+    def shielded_forks(self) -> tuple[Callable[[], int], Callable[[], tuple[int, int]]]:
+        """`os.fork` and `os.forkpty` that hold interrupts back while their hooks run: what is raised there is lost.
 
         A hook of our own could not do it: one that is registered later runs outside of it, and what it
         held back it could not raise.
         """
-        os.fork = self._shielded(os.fork)
-        os.forkpty = self._shielded(os.forkpty)
+        return self._shielded(os.fork), self._shielded(os.forkpty)
 
     def _shielded[Result](self, fork: Callable[[], Result]) -> Callable[[], Result]:
         @functools.wraps(fork)

@@ -21,6 +21,7 @@ _SCOPE_SIGNAL = 1 << 1
 
 _READ_ONLY = _EXECUTE | _READ_FILE | _READ_DIR
 _FILE_RIGHTS = _EXECUTE | _READ_FILE | _WRITE_FILE | _TRUNCATE | _IOCTL_DEV
+_FIRST_WITH_REFER = 2
 
 
 def _handled(abi: int) -> int:
@@ -64,6 +65,26 @@ def restrict(
     finally:
         os.close(ruleset)
     return abi
+
+
+def restrict_to_directory(directory: int) -> None:
+    """For a helper: everything may be read (its imports), one open directory may be written; no TCP, no signals.
+
+    The first version would also forbid to move files from one directory to another: there, nothing is done.
+    """
+    abi = syscalls.landlock_abi()
+    if abi < _FIRST_WITH_REFER:
+        return
+    handled = _handled(abi)
+    network = _BIND_TCP | _CONNECT_TCP if abi >= 4 else 0
+    scoped = _SCOPE_ABSTRACT_UNIX | _SCOPE_SIGNAL if abi >= 6 else 0
+    ruleset = syscalls.landlock_create(handled, network, scoped)
+    try:
+        _allow(ruleset, "/", _READ_ONLY)
+        syscalls.landlock_allow(ruleset, directory, handled & ~(_MAKE_CHAR | _MAKE_BLOCK | _IOCTL_DEV))
+        syscalls.landlock_enforce(ruleset)
+    finally:
+        os.close(ruleset)
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:

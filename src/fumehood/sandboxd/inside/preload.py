@@ -41,9 +41,13 @@ def preload(names: list[str]) -> dict[str, str]:
                     _import(module, problems)
         if "matplotlib.pyplot" in sys.modules:
             _warm_charts()
-    gc.collect()
-    gc.freeze()  # what the forks share stays shared: a later collection must not touch its pages
     return problems
+
+
+def freeze() -> None:
+    """What the forks share stays shared: a later collection must not touch its pages."""
+    gc.collect()
+    gc.freeze()
 
 
 def threads() -> int:
@@ -68,3 +72,6 @@ def _warm_charts() -> None:
     axes.set_title("warm")
     figure.savefig(io.BytesIO(), format="png")
     pyplot.close("all")
+    # matplotlib forgets open fonts in every fork, which takes long; so there are none.
+    fonts: Any = sys.modules["matplotlib.font_manager"]
+    fonts._get_font.cache_clear()

@@ -50,35 +50,50 @@ def main(argv: list[str]) -> NoReturn:
     """Serve on the descriptor whose number is the only argument; for an interpreter started afresh."""
     fd = int(argv[0])
     os.set_inheritable(fd, False)
-    serve(socket.socket(fileno=fd))
+    Runner().serve(socket.socket(fileno=fd))
 
 
-def serve(channel: socket.socket) -> NoReturn:
-    """Answer requests until the supervisor goes away; the process belongs to the program from here on."""
-    channel.settimeout(None)
-    channel.set_inheritable(False)
-    _Runner(channel).loop()
+class Runner:
+    """Prepared once before any fork, since what is done then is done for all sandboxes; `serve` comes after it."""
 
-
-class _Runner:
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
+    def __init__(self) -> None:
         self._guard = interrupts.Guard()
-        signal.signal(signal.SIGINT, self._guard.handle)
-        self._guard.shield_forks()
-        self._output = streams.Output(channel, self._guard)
+        self._forks = self._guard.shielded_forks()
+        self._output = streams.Output(self._guard)
         self._stdout = streams.Stream(self._output, wire.Kind.STDOUT)
         self._stderr = streams.Stream(self._output, wire.Kind.STDERR)
         self._displays = display.Displays(self._output)
         self._cells = tracebacks.Cells()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reserve: mmap.mmap | None = None
-        self._stdin: io.TextIOBase = _no_stdin()
         self._main = types.ModuleType("__main__")
         self._globals = vars(self._main)
         self._globals["__builtins__"] = builtins
+        self._stdin = _empty_input()
+        builtins.input = self._input_unavailable(builtins.input)
+        getpass.getpass = _getpass_unavailable
+        for name in ("exit", "quit"):
+            setattr(builtins, name, _Exit(name))
+        builtins.__dict__["display"] = self._displays.display
+        # Output of C code goes by lines, too; by default libc would keep it back.
+        _libc.setvbuf(ctypes.c_void_p.in_dll(_libc, "stdout"), None, _LINE_BUFFERED, 0)
+        self._displays.hook_matplotlib()
+        display.offer_ipython(self._displays)
+        tracebacks.install_shell()
+        # The pump is a thread, but it never holds a lock that a child could miss.
+        warnings.filterwarnings("ignore", _FORK_WARNING, DeprecationWarning)
+
+    def serve(self, channel: socket.socket) -> NoReturn:
+        """Answer requests until the supervisor goes away; the process belongs to the program from here on."""
+        channel.settimeout(None)
+        channel.set_inheritable(False)
+        self._channel = channel
+        os.fork, os.forkpty = self._forks
+        _set_handler(signal.SIGINT, self._guard.handle)
+        self._output.open(channel)
         self._known_paths = len(sys.path_importer_cache)
         self._furnish()
+        self._loop_for_ever()
 
     def _furnish(self) -> None:
         """Make the interpreter look like one that a person works in."""
@@ -90,26 +105,11 @@ class _Runner:
         sys.__stdout__ = self._stdout
         sys.__stderr__ = self._stderr
         self._restore_streams()
-        builtins.input = self._input_unavailable(builtins.input)
-        getpass.getpass = _getpass_unavailable
-        for name in ("exit", "quit"):
-            setattr(builtins, name, _Exit(name))
-        builtins.__dict__["display"] = self._displays.display
-        tracebacks.install_shell()
-        display.offer_ipython(self._displays)
-        self._displays.hook_matplotlib()
-        # The pump is a thread, but it never holds a lock that a child could miss.
-        warnings.filterwarnings("ignore", _FORK_WARNING, DeprecationWarning)
-        # Output of C code goes by lines, too; by default libc would keep it back.
-        _libc.setvbuf(ctypes.c_void_p.in_dll(_libc, "stdout"), None, _LINE_BUFFERED, 0)
-        # Made at import, so every sandbox of one zygote would have the same.
-        multiprocessing.process.current_process().authkey = os.urandom(32)
 
     # --- requests -----------------------------------------------------------------------------------
 
-    def loop(self) -> NoReturn:
-        hello = {"pid": os.getpid(), "python": sys.version.split()[0]}
-        self._output.reply(wire.Kind.READY, json.dumps(hello).encode())
+    def _loop_for_ever(self) -> NoReturn:
+        self._output.reply(wire.Kind.READY, b"{}")
         assembler = wire.Assembler(limit=_REQUEST_LIMIT)
         while True:
             try:
@@ -196,7 +196,7 @@ class _Runner:
         sys.stdout = self._stdout
         sys.stderr = self._stderr
         if self._stdin.closed:  # `exit()` of the site module closes it
-            self._stdin = _no_stdin()
+            self._stdin = _reopened_input()
             sys.stdin = self._stdin
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> BaseException | None:
@@ -360,14 +360,18 @@ async def _run_async(cell: tracebacks.Cell, namespace: dict[str, Any]) -> object
     return value if cell.last is not None else None
 
 
-def _no_stdin() -> io.TextIOBase:
-    """Descriptor 0 as an empty file."""
+def _empty_input() -> io.TextIOBase:
+    """Descriptor 0, which is an empty file."""
+    return open(0, encoding="utf-8", closefd=False)
+
+
+def _reopened_input() -> io.TextIOBase:
     with contextlib.suppress(OSError):
         null = os.open("/dev/null", os.O_RDONLY)
         if null != 0:
             os.dup2(null, 0)
             os.close(null)
-    return open(0, encoding="utf-8", closefd=False)
+    return _empty_input()
 
 
 def _getpass_unavailable(*_args: object, **_kwargs: object) -> str:

@@ -36,6 +36,7 @@ _TEXT = frozenset({wire.Kind.STDOUT, wire.Kind.STDERR})
 _SHOWN = frozenset({wire.Kind.DISPLAY, wire.Kind.RESULT})
 _BORN = "_fumehood_call"  # attribute of a Thread: the number of the call that started it
 _TRANSIENT = frozenset({errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN})
+_ALL_SIGNALS = signal.valid_signals()
 # Programs replace those of the module, to test with a time of their own.
 _now = time.monotonic
 _sleep = time.sleep
@@ -96,12 +97,11 @@ class Output:
     which prints: then the text is only queued, and the outer entry sends it.
     """
 
-    def __init__(self, channel: socket.socket, guard: Guard) -> None:
+    def __init__(self, guard: Guard) -> None:
         self.forked = False
         self.guard = guard
         self.limit = bounds.OUTPUT_BYTES
         self.display_bytes = bounds.DISPLAY_BYTES
-        self._channel = channel
         self._call: bytes | None = None
         self._serial = 0
         self._lock = threading.RLock()
@@ -119,11 +119,16 @@ class Output:
         self._tails = dict.fromkeys(_TEXT, b"")  # of a forked child: lines not yet complete
         self._ticking = False
         self._carried = threading.local()
-        self._pipes = _Pipes()
         self._pumping = False
+        self._follow_threads()
+
+    def open(self, channel: socket.socket) -> None:
+        """From here on there is somebody to send to, in this process and in no fork of it."""
+        self._channel = channel
+        self.guard.main = threading.get_ident()
+        self._pipes = _Pipes()
         self._start_pump()
         os.register_at_fork(after_in_child=self._after_fork)
-        self._follow_threads()
 
     # --- a call's beginning and end ---------------------------------------------------------------
 
@@ -419,7 +424,7 @@ class Output:
 
     def _start_pump(self) -> None:
         """Not a `threading.Thread`: programs count and join those."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
         self._pumping = True
         self._ticking = False
         try:

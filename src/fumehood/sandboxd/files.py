@@ -1,0 +1,346 @@
+"""Files in and out of one live sandbox, in bounded pieces; imports `fumehood.protocol` and siblings.
+
+Reading goes by descriptors that were opened beneath the data directory, in the supervisor where it may, else
+through a helper. Writing, unpacking and deleting are always a helper's: in the sandbox's cgroup and as its user.
+"""
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import secrets
+import stat
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from fumehood.protocol.sandbox import ArchiveFormat, FileEntry, FileListing, Unpacked
+from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge
+from fumehood.sandboxd.helpers import Helper, Helpers
+from fumehood.sandboxd.inside import files, staging
+from fumehood.sandboxd.marks import Marks
+from fumehood.sandboxd.settings import Settings
+from fumehood.sandboxd.uploads import SourceFailed, Upload
+
+_AT_ONCE = 2  # short tasks, and transfers apart from them: they run in the sandbox's share of the processor
+_TASK_TIMEOUT = 30.0
+_PIECE = 256 * 1024
+_LONGEST_REASON = 500
+# The class below has a method `list`, which its own annotations would mean.
+type _Walked = tuple[list[files.Found], bool]
+type _Answer = tuple[dict[str, Any], list[int]]
+_DISCARD = files.MAX_ENTRIES * 4
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How the files of one sandbox are reached.
+
+    data: its data directory, or SandboxGone.
+    room: bytes that it may still take without the kernel ending a process for want of memory; None without a bound.
+    directly: whether the supervisor itself may read there.
+    """
+
+    helpers: Helpers
+    data: Callable[[], int]
+    room: Callable[[], int | None]
+    directly: bool
+    settings: Settings
+
+
+class OpenFile:
+    """A regular file as it was when opened: exactly `size` bytes come, or FileRefused when it has become shorter.
+
+    What is appended meanwhile is left out; what is overwritten meanwhile shows.
+    """
+
+    def __init__(self, fd: int, path: str) -> None:
+        self._fd = fd
+        self._path = path
+        self._reading: asyncio.Future[bytes] | None = None
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode):  # a helper's word
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file")
+        self.size = about.st_size
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        at = 0
+        while at < self.size:
+            piece = await self._read(min(_PIECE, self.size - at), at)
+            if not piece:
+                raise FileRefused(f"{printable(self._path)}: it became shorter while it was read")
+            at += len(piece)
+            yield piece
+
+    async def _read(self, size: int, at: int) -> bytes:
+        if self._fd < 0:
+            raise ValueError("the file is closed")
+        loop = asyncio.get_running_loop()
+        self._reading = loop.run_in_executor(None, os.pread, self._fd, size, at)
+        return await asyncio.shield(self._reading)
+
+    async def read(self) -> bytes:
+        return b"".join([piece async for piece in self.chunks()])
+
+    def close(self) -> None:
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        if self._reading is not None and not self._reading.done():
+            # A thread still reads, though nobody waits for it: the number must not become another file's yet.
+            self._reading.add_done_callback(lambda _: os.close(fd))
+        else:
+            os.close(fd)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
+class SandboxFiles:
+    """Every method raises SandboxGone once the sandbox has ended, and ends in bounded time."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._settings = access.settings
+        self._marks = Marks()
+        self._tasks = asyncio.Semaphore(_AT_ONCE)
+        self._transfers = asyncio.Semaphore(_AT_ONCE)
+
+    # ---- out --------------------------------------------------------------------------------------------------
+
+    async def list(self, since: str | None = None) -> FileListing:
+        """Regular files below the data directory; with a mark that is still known, what changed since."""
+        found, cut = await self._walk()
+        before = None if since is None or cut else self._marks.find(since)
+        # What was cut is unknown, so nothing can be told from it later.
+        mark = secrets.token_hex(12) if cut else self._marks.keep(found)
+        deleted: list[str] = []
+        if before is not None:
+            found, deleted = Marks.changes(before, found)
+        return FileListing(
+            files=[_entry(item) for item in found],
+            mark=mark,
+            deleted=deleted,
+            complete=before is None,
+            truncated=cut,
+        )
+
+    async def _walk(self) -> _Walked:
+        if not self._access.directly:
+            answer, opened = await self._help({"do": "walk"})
+            return await asyncio.to_thread(_read_listing, opened.pop()), bool(answer["cut"])
+        async with self._tasks:
+            # A descriptor of its own: should the sandbox end meanwhile, its number may become a neighbour's.
+            data = os.dup(self._access.data())
+            return await _in_time(asyncio.to_thread(_walk_and_close, data))
+
+    async def open(self, path: str) -> OpenFile:
+        """One regular file; raises FileNotFound, FileRefused, and TooLarge for more than `file_bytes`."""
+        try:
+            if self._access.directly:
+                fd = files.open_regular(self._access.data(), path)
+            else:
+                _, opened = await self._help({"do": "open", "path": path})
+                fd = opened.pop()
+        except (OSError, files.UnsafePath) as error:
+            raise refusal(path, error) from error
+        try:
+            file = OpenFile(fd, path)
+        except OSError as error:
+            raise refusal(path, error) from error
+        if file.size > self._settings.file_bytes:
+            file.close()
+            raise _too_large(path, self._settings.file_bytes)
+        return file
+
+    async def read(self, path: str, *, limit: int) -> bytes:
+        """The whole content, for callers with little to read; TooLarge for more than `limit` bytes."""
+        async with await self.open(path) as file:
+            if file.size > limit:
+                raise _too_large(path, limit)
+            return await file.read()
+
+    # ---- in ---------------------------------------------------------------------------------------------------
+
+    async def write(
+        self, path: str, content: bytes | AsyncIterable[bytes], *, limit: int | None = None
+    ) -> FileEntry:
+        """Put a file in place, whole or not at all, at the sandbox's expense.
+
+        Raises FileRefused, and TooLarge for more than `limit` bytes (`file_bytes` if None is given).
+        """
+        answer = await self._transfer({"do": "write", "path": path}, path, content, limit)
+        return FileEntry(path=path, size=answer["size"], modified_ns=answer["modified_ns"])
+
+    async def unpack(
+        self,
+        content: bytes | AsyncIterable[bytes],
+        *,
+        kind: ArchiveFormat,
+        into: str = "",
+        limit: int | None = None,
+    ) -> Unpacked:
+        """Unpack an archive below `into`, whole or not at all; files of the same names are replaced.
+
+        Raises FileRefused, and TooLarge for more than `limit` bytes or for contents beyond the bounds.
+        """
+        if into:
+            _check_path(into, "into")
+        task = {
+            "do": "unpack",
+            "kind": kind,
+            "into": into,
+            "members": self._settings.unpacked_members,
+            "bytes": self._settings.unpacked_bytes,
+        }
+        answer = await self._transfer(task, "the archive", content, limit)
+        return Unpacked(files=answer["files"], bytes=answer["bytes"], skipped=answer["skipped"])
+
+    async def delete(self, path: str) -> None:
+        """Remove one file; raises FileNotFound, FileRefused."""
+        await self._help({"do": "delete", "path": path})
+
+    async def _transfer(
+        self, task: dict[str, Any], subject: str, content: bytes | AsyncIterable[bytes], limit: int | None
+    ) -> dict[str, Any]:
+        _check(task)
+        self._access.data()
+        most = self._settings.file_bytes if limit is None else min(limit, self._settings.file_bytes)
+        if isinstance(content, bytes) and len(content) > most:
+            raise _too_large(subject, most)
+        token = secrets.token_hex(8)
+        helper: Helper | None = None
+        async with self._transfers:
+            try:
+                upload = Upload(printable(subject), content, most, self._access.room, self._settings)
+                with contextlib.closing(upload):
+                    at_work = self._access.helpers.at_work(
+                        self._access.data(), {**task, "token": token}, [upload.theirs.fileno()]
+                    )
+                    async with at_work as helper:
+                        answer = await upload.run(helper)
+            except SourceFailed as failed:
+                raise failed.error from None
+            except EOFError:
+                self._access.data()
+                raise FileRefused(f"{printable(subject)}: {_HELPER_ENDED}") from None
+            except OSError as error:
+                raise refusal(subject, error, may_be_missing=False) from error
+            finally:
+                if helper is not None and not helper.answered:
+                    await asyncio.shield(asyncio.ensure_future(self._discard(token)))
+        return _checked_answer(answer, subject, may_be_missing=False)
+
+    async def _discard(self, token: str) -> None:
+        """After a helper that was killed: what it left is known by its token."""
+        with contextlib.suppress(SandboxError, OSError):
+            if self._access.directly:
+                data = os.dup(self._access.data())
+                await asyncio.to_thread(_discard_and_close, data, token)
+            else:
+                await self._help({"do": "discard", "token": token, "most": _DISCARD})
+
+    # ---- helpers ----------------------------------------------------------------------------------------------
+
+    async def _help(self, task: dict[str, Any]) -> _Answer:
+        """Have a helper do one short thing; FileRefused and FileNotFound say why not."""
+        _check(task)
+        subject: str = task.get("path", "the sandbox's files")
+        async with self._tasks:
+            try:
+                async with self._access.helpers.at_work(self._access.data(), task) as helper:
+                    answer, opened = await _in_time(helper.hear())
+            except EOFError:
+                self._access.data()
+                raise FileRefused(f"{printable(subject)}: {_HELPER_ENDED}") from None
+            except OSError as error:
+                raise refusal(subject, error) from error
+        return _checked_answer(answer, subject), opened
+
+
+_HELPER_ENDED = "the helper ended, probably for want of memory in the sandbox"
+
+
+def _check(task: dict[str, Any]) -> None:
+    if "path" in task:
+        _check_path(task["path"], "path")
+
+
+def _check_path(path: str, param: str) -> None:
+    try:
+        files.checked(path)
+    except files.UnsafePath as error:
+        raise FileRefused(f"{printable(path)}: {error}", param=param) from error
+
+
+async def _in_time[T](work: Awaitable[T]) -> T:
+    try:
+        return await asyncio.wait_for(work, _TASK_TIMEOUT)
+    except TimeoutError:
+        raise FileRefused(f"the sandbox's files did not answer within {_TASK_TIMEOUT:g} s") from None
+
+
+def _checked_answer(answer: dict[str, Any], subject: str, *, may_be_missing: bool = True) -> dict[str, Any]:
+    if "error" not in answer:
+        return answer
+    text = printable(str(answer["error"]), _LONGEST_REASON)
+    if answer.get("kind") == "too_large":
+        raise TooLarge(f"{printable(subject)}: {text}")
+    raise refusal(subject, OSError(answer["errno"], text), may_be_missing=may_be_missing)
+
+
+def refusal(
+    path: str, error: OSError | files.UnsafePath, *, may_be_missing: bool = True
+) -> FileRefused | FileNotFound:
+    """What a caller is told of an error with a path; one to be written cannot be missing."""
+    if isinstance(error, files.UnsafePath):
+        return FileRefused(f"{printable(path)}: {error}", param="path")
+    text = f"{printable(path)}: {error.strerror or error}"
+    if may_be_missing and error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return FileNotFound(text)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text += " (the sandbox's disk quota)"
+    return FileRefused(text)
+
+
+def _too_large(path: str, limit: int) -> TooLarge:
+    return TooLarge(f"{printable(path)}: larger than {limit} bytes")
+
+
+def _entry(item: files.Found) -> FileEntry:
+    return FileEntry(path=item.path, size=item.size, modified_ns=item.modified_ns)
+
+
+def _walk_and_close(data: int) -> tuple[list[files.Found], bool]:
+    try:
+        return files.walk(data)
+    finally:
+        os.close(data)
+
+
+def _discard_and_close(data: int, token: str) -> None:
+    try:
+        staging.discard(data, token, _DISCARD)
+    finally:
+        os.close(data)
+
+
+def _read_listing(fd: int) -> list[files.Found]:
+    with os.fdopen(fd, "rb") as listing:
+        listing.seek(0)
+        return [files.Found(*row) for row in json.load(listing)]
+
+
+def printable(name: str, longest: int = 200) -> str:
+    """Text from a sandbox, fit for messages and logs: bounded, no control or bidirectional characters."""
+    shown = "".join(char if char.isprintable() else _escaped(char) for char in name[:longest])
+    return shown if len(name) <= longest else shown + "…"
+
+
+def _escaped(char: str) -> str:
+    return f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}"

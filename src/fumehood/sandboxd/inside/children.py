@@ -1,0 +1,110 @@
+"""Serves requests with descriptors and watches the processes it forks; imports only the standard library.
+
+It knows its children by the supervisor's numbers, never by a name: what this process knows, every later fork
+could read.
+"""
+
+import json
+import os
+import selectors
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+_MAX_REQUEST = 256 * 1024
+_MAX_FDS = 16
+
+type Handler = Callable[[dict[str, Any], list[int]], None]
+
+
+class Parent:
+    """One process that forks on request; `control` is the supervisor's, and its end is this process's."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self.control = control
+        self._children: dict[int, tuple[int, int]] = {}  # number -> pid, pidfd
+        self._selector = selectors.DefaultSelector()
+
+    def listen(self, source: socket.socket, handler: Handler) -> None:
+        self._selector.register(source, selectors.EVENT_READ, handler)
+
+    def serve(self) -> NoReturn:
+        while True:
+            for key, _ in self._selector.select():
+                if isinstance(key.data, int):
+                    self._bury(key.data)
+                else:
+                    self._handle(key.fileobj, key.data)
+
+    def _handle(self, source: Any, handler: Handler) -> None:
+        request, fds = receive(source)
+        try:
+            handler(request, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def report(self, event: dict[str, Any], fds: list[int] | None = None) -> None:
+        send(self.control, event, fds)
+
+    def watch(self, number: int, pid: int) -> int:
+        """Take note of a child; the pidfd stays ours."""
+        pidfd = os.pidfd_open(pid)
+        self._children[number] = (pid, pidfd)
+        self._selector.register(pidfd, selectors.EVENT_READ, number)
+        return pidfd
+
+    def signal(self, number: int, which: int) -> None:
+        if number in self._children:
+            signal.pidfd_send_signal(self._children[number][1], which)
+
+    def signal_group(self, number: int, which: int) -> None:
+        """To the process group that this child leads; it is not reaped yet, so its number is still its own."""
+        if number in self._children:
+            try:
+                os.killpg(self._children[number][0], which)
+            except (ProcessLookupError, PermissionError):
+                return  # it has not become a leader yet, or has just ended
+
+    def _bury(self, number: int) -> None:
+        pid, pidfd = self._children.pop(number)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        self.ended(number, os.waitstatus_to_exitcode(status))
+
+    def ended(self, number: int, code: int) -> None:
+        """A child has ended and is reaped; negative codes are signals."""
+        raise NotImplementedError
+
+
+def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    body, fds, _, _ = socket.recv_fds(source, _MAX_REQUEST, _MAX_FDS)
+    if not body:
+        os._exit(0)  # the other end is gone, and with this process every sandbox
+    return json.loads(body), fds
+
+
+def send(target: socket.socket, event: dict[str, Any], fds: list[int] | None = None) -> None:
+    body = json.dumps(event).encode()
+    if fds:
+        socket.send_fds(target, [body], fds)
+    else:
+        target.send(body)
+
+
+def no_stdin() -> None:
+    """Descriptor 0 as the jail's own /dev/null: on the one inherited, code could move the times of the host's."""
+    null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def only_these_fds(fds: list[int]) -> None:
+    """In a fresh fork: close everything else."""
+    start = 3
+    for fd in sorted(fds):
+        os.closerange(start, fd)
+        start = fd + 1
+    os.closerange(start, 1 << 20)

@@ -1,0 +1,33 @@
+"""Keeps libraries' fork hooks from running in every sandbox's start; imports only the standard library.
+
+Python calls them in each child: `threading` and `logging` renew locks, `random` its state, and so on. In a child of
+the zygote, which has one thread and holds no lock, that is of no use, and it is a third of all pages which such a
+child copies. So they are held back while the zygote imports, and take effect in the sandbox, for the forks of its
+program.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_withheld: list[dict[str, Callable[[], Any]]] = []
+_register = os.register_at_fork
+
+
+def withhold_hooks() -> None:
+    """Before anything is imported that has some."""
+
+    def register_at_fork(**hooks: Callable[[], Any]) -> None:
+        _withheld.append(hooks)
+
+    os.register_at_fork = register_at_fork
+
+
+def after_fork() -> None:
+    """In a sandbox's interpreter: from here on forks are the program's."""
+    os.register_at_fork = _register
+    for hooks in _withheld:
+        _register(**hooks)
+    threading: Any = sys.modules["threading"]
+    threading.main_thread()._set_native_id()  # the one thing of all those that a new process needs

@@ -1,0 +1,139 @@
+"""Makes the jails of sandboxes and works on their files, in a process that stays small; imports only siblings.
+
+The zygote is large, and every fork of it pays for that: so all that does not need a warm interpreter is forked
+from here. Started first, this process is PID 1 of the outer jail: when it ends, or the zygote does, everything in
+there ends. It holds no secret, no path of the host and nothing about a sandbox but its number.
+"""
+
+import base64
+import gc
+import os
+import socket
+from typing import Any, NoReturn
+
+from fumehood.sandboxd.inside import children, forks, helper, init, syscalls
+
+_ZYGOTE = 0  # the number of the zygote among the children; sandboxes count from 1
+
+
+class Warden(children.Parent):
+    """`spawn` answers with the pidfd of the sandbox's first process; `exited` follows when all of it has ended."""
+
+    def __init__(self, control: socket.socket, program: bytes) -> None:
+        super().__init__(control)
+        self.program = program
+        self._helpers: set[int] = set()
+        self.listen(control, self._request)
+
+    def _request(self, request: dict[str, Any], fds: list[int]) -> None:
+        number: int = request["number"]
+        match request["op"]:
+            case "spawn":
+                self.spawn(number, fds)
+            case "signal":
+                self.signal(number, request["signal"])
+            case "resize":
+                self._resize(request, fds)
+            case "files":
+                self._help(number, request["uid"], fds)
+            case unknown:
+                raise ValueError(f"unknown request {unknown!r}")
+
+    def spawn(self, number: int, fds: list[int]) -> None:
+        raise NotImplementedError
+
+    def ended(self, number: int, code: int) -> None:
+        if number in self._helpers:
+            self._helpers.discard(number)
+        else:
+            self.report({"event": "exited", "number": number, "code": code})
+
+    def _resize(self, request: dict[str, Any], fds: list[int]) -> None:
+        error = None
+        try:
+            syscalls.resize_tmpfs(fds[0], size=request["size"], inodes=request["inodes"])
+        except OSError as problem:
+            error = str(problem)
+        self.report({"event": "resized", "number": request["number"], "error": error})
+
+    def _help(self, number: int, uid: int, fds: list[int]) -> None:
+        """Work on a sandbox's files as its user and in its cgroup: what is written counts there.
+
+        What is to be done, names above all, the helper hears over its own socket after the fork.
+        """
+        try:
+            pid = os.fork()
+        except OSError:
+            return  # the closed reply socket tells
+        if pid == 0:
+            children.only_these_fds(fds)
+            helper.run(uid, self.program, socket.socket(fileno=fds[0]), fds[1], fds[2:])
+        self._helpers.add(number)
+        self.watch(number, pid)
+
+
+class NamespaceWarden(Warden):
+    """Mode `namespaces`: a jail of nested namespaces for each sandbox, into which the zygote forks its interpreter."""
+
+    def __init__(self, control: socket.socket, program: bytes, link: socket.socket) -> None:
+        super().__init__(control, program)
+        self._link = link
+        self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+
+    def spawn(self, number: int, fds: list[int]) -> None:
+        channel, *cgroups = fds
+        inner, outer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with inner, outer:
+            try:
+                pid = self._fork_into_new_pids()
+            except OSError as error:
+                self.report({"event": "refused", "number": number, "error": f"fork: {error}"})
+                return
+            if pid == 0:
+                children.only_these_fds([*fds, inner.fileno()])
+                init.run_jail(self.program, socket.socket(fileno=channel), inner, cgroups)
+            pidfd = self.watch(number, pid)
+            children.send(self._link, {"number": number}, [channel, outer.fileno(), pidfd, *cgroups])
+        self.report({"event": "spawned", "number": number}, [pidfd])
+
+    def _fork_into_new_pids(self) -> int:
+        os.unshare(os.CLONE_NEWPID)
+        pid = -1
+        try:
+            pid = os.fork()
+        finally:
+            if pid != 0:
+                os.setns(self._own_pids, os.CLONE_NEWPID)
+        return pid
+
+    def ended(self, number: int, code: int) -> None:
+        if number == _ZYGOTE:
+            os._exit(1)
+        super().ended(number, code)
+
+
+def main(control_fd: int) -> NoReturn:
+    """Start the zygote beside, hand its own socket to the supervisor, serve."""
+    children.no_stdin()
+    control = socket.socket(fileno=control_fd)
+    request, _ = children.receive(control)
+    program = base64.b64decode(request["program"])
+    link, zygote_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    supervisors, zygotes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        children.only_these_fds([zygotes.fileno(), zygote_link.fileno()])
+        forks.withhold_hooks()
+        # Not sooner: what the zygote needs makes its forks expensive, and this process is to stay small.
+        from fumehood.sandboxd.inside import zygote
+
+        zygote.run(zygotes, zygote_link, program, request)
+    with supervisors:
+        children.send(control, {"event": "zygote"}, [supervisors.fileno()])
+    zygotes.close()
+    zygote_link.close()
+    gc.disable()  # a collection in a fork would touch, and so copy, every object there is
+    gc.freeze()
+    warden = NamespaceWarden(control, program, link)
+    warden.watch(_ZYGOTE, pid)
+    warden.serve()
