@@ -20,6 +20,7 @@ endif
 
 SETUP := tools/setup.sh
 STAMP := .venv/.synced
+BENCH_STAMP := .venv/.synced-bench
 # Like `uv run --no-sync`: the environment's programs first.
 RUN := VIRTUAL_ENV="$(CURDIR)/.venv" PATH="$(CURDIR)/.venv/bin:$$PATH"
 
@@ -35,7 +36,7 @@ endif
 $(STAMP): pyproject.toml uv.lock .python-version src/fumehood/__init__.py $(SETUP)
 	@$(SETUP)
 
-.PHONY: help setup demo test test-slow check format-check lint types imports fmt bench lock clean
+.PHONY: help setup demo test test-slow check format-check lint types imports fmt bench bench-sandbox bench-check lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,14 +72,26 @@ fmt: $(STAMP) ## Format the code and fix what can be fixed
 	@$(RUN) ruff check --fix-only --quiet .
 	@$(RUN) ruff format .
 
-bench: $(STAMP) ## Run the benchmarks
-	@set -- benchmarks/*.py; \
-	if [ ! -e "$$1" ]; then echo "There are no benchmarks yet."; exit 0; fi; \
-	for file; do echo "== $$file"; $(RUN) python "$$file" || exit; done
+# What benchmarks compare with comes on top of the environment, and only when it is asked for.
+$(BENCH_STAMP): $(STAMP)
+	@$(SETUP) uv sync --quiet --frozen --all-extras --group bench --python .venv/bin/python
+	@touch $@
+
+bench: $(BENCH_STAMP) ## Run every benchmark
+	@for file in benchmarks/*.py; do \
+		echo "== $$file"; $(RUN) python -m "benchmarks.$$(basename "$$file" .py)" $(ARGS) || exit; \
+	done
+
+bench-sandbox: $(BENCH_STAMP) ## Measure sandboxes (ARGS=--quick for half a minute)
+	@$(RUN) python -m benchmarks.sandbox $(ARGS)
+
+bench-check: $(BENCH_STAMP) ## Fail if ratios fell behind the best so far (ARGS=--update keeps better ones)
+	@$(RUN) python -m benchmarks.sandbox --quick --json .venv/bench-sandbox.json
+	@$(RUN) python -m tools.bench_check .venv/bench-sandbox.json $(ARGS)
 
 lock: ## Bring uv.lock up to date with pyproject.toml
 	@env -u UV_DEFAULT_INDEX -u UV_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL $(SETUP) uv lock
 
 clean: ## Remove the environment and all caches
 	@rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
-	@find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,7 @@
 """Settings for all tests; imports pytest and hypothesis."""
 
 import os
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -9,6 +10,17 @@ from hypothesis import settings
 # No database: a checkout may be read-only, and a failure prints what reproduces it.
 settings.register_profile("fumehood", deadline=None, print_blob=True, database=None)
 settings.load_profile("fumehood")
+
+
+# The kits are tests too, though they are shipped.
+pytest.register_assert_rewrite("fumehood.testing.sandbox_kit", "fumehood.testing.sandbox_kit_files")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # What tests install is theirs alone, and gone with them.
+    directory = tempfile.TemporaryDirectory(prefix="fumehood-packages-", ignore_cleanup_errors=True)
+    os.environ["FUMEHOOD_PACKAGES_DIR"] = directory.name
+    config.add_cleanup(directory.cleanup)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

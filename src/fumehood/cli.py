@@ -1,4 +1,4 @@
-"""The command line: `fumehood exec` and `fumehood doctor`; imports typer, and what a command needs when it runs."""
+"""The command line: `exec`, `doctor` and where the rest is; imports typer, and what a command needs when it runs."""
 
 import asyncio
 import logging
@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import tokenize
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +18,11 @@ try:
 except ModuleNotFoundError as error:  # the base install is the client library
     raise SystemExit("The command line needs an extra: pip install 'fumehood[server]'") from error
 
+from fumehood import cli_sandbox
+from fumehood.cli_options import GuestSocketOption, Limits, LimitsOption, Mode, ModeOption, guest_socket_for
+
 if TYPE_CHECKING:
+    from fumehood.cli_places import Here, Place, There
     from fumehood.protocol.sandbox import SandboxSpec
     from fumehood.sandboxd.probe import Report
     from fumehood.sandboxd.settings import Settings
@@ -30,23 +35,14 @@ class Memory(StrEnum):
     SIXTY_FOUR = "64g"
 
 
-class Mode(StrEnum):
-    NAMESPACES = "namespaces"
-    POD = "pod"
-    UNSAFE_DEGRADED = "unsafe-degraded"
-
-
-class Limits(StrEnum):
-    ENFORCED = "enforced"
-    BEST_EFFORT = "best-effort"
-
-
+_LONGEST_ON_A_SERVER = 86_400.0
 _EXEC_EPILOG = """\b
 Exit codes:
   0, 1, n  the code's own: it ended, it raised, it called sys.exit(n)
   2        this command was used wrongly
   124      the code ran longer than --timeout
-  125      the code could not be isolated, or its sandbox was lost
+  125      the code could not be isolated, its sandbox was lost, packages could not be installed, or the server
+           cannot be reached
   130      the code was interrupted
   137      the code ran out of memory
 """
@@ -57,31 +53,6 @@ _VERDICTS = {
     "pod": "Code can be run in the container, which is its wall",
     "unsafe-degraded": "Code can be run here, held by Landlock and a system-call filter only",
 }
-
-ModeOption = Annotated[
-    Mode,
-    typer.Option(
-        envvar="FUMEHOOD_MODE",
-        help="Which walls: namespaces is the default; pod talks to a container that is the wall; unsafe-degraded "
-        "has no namespaces and is for code that you trust.",
-    ),
-]
-LimitsOption = Annotated[
-    Limits,
-    typer.Option(
-        envvar="FUMEHOOD_LIMITS",
-        help="enforced refuses to run where memory cannot be bounded by cgroups; best-effort runs without that "
-        "bound.",
-    ),
-]
-GuestSocketOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PATH",
-        envvar="FUMEHOOD_GUEST_SOCKET",
-        help="With --mode pod: the socket on which the container listens.",
-    ),
-]
 
 app = typer.Typer(
     help="An open, self-hosted code interpreter: runs Python that you do not trust in isolated sandboxes.",
@@ -122,6 +93,9 @@ def fumehood(
     del version
 
 
+app.command("sandbox", epilog=cli_sandbox.EPILOG)(cli_sandbox.sandbox)
+
+
 # ---- exec -----------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +118,14 @@ def execute(
         list[Path] | None,
         typer.Option(metavar="PATH", help="Put this file into /mnt/data first; may be given several times."),
     ] = None,
+    with_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="REQUIREMENT",
+            help="Install this package first, such as humanize or 'numpy<2'; may be given several times.",
+        ),
+    ] = None,
     files_out: Annotated[
         Path | None,
         typer.Option(
@@ -157,6 +139,14 @@ def execute(
     mode: ModeOption = Mode.NAMESPACES,
     limits: LimitsOption = Limits.ENFORCED,
     guest_socket: GuestSocketOption = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Run the code on this sandbox server: http://HOST:PORT, https://… or unix:/PATH. Its token is read "
+            "from the variable FUMEHOOD_SANDBOX_TOKEN.",
+        ),
+    ] = None,
     fresh_interpreter: Annotated[
         bool,
         typer.Option(
@@ -185,24 +175,28 @@ def execute(
     if not 0 < timeout < math.inf:
         raise typer.BadParameter("must be a positive number of seconds", param_hint="--timeout")
     text = _read_code(source, code)
-    _require_linux()
-    from fumehood.cli_exec import Job, Session, light_preload
+    if server is None:
+        _require_linux()
+    from fumehood.cli_exec import Job, Session
     from fumehood.cli_files import Folder
     from fumehood.protocol.sandbox import SandboxSpec
 
-    spec = SandboxSpec(memory=memory.value, fresh_interpreter=fresh_interpreter)
+    spec = SandboxSpec(memory=memory.value, fresh_interpreter=fresh_interpreter, requirements=with_ or [])
     uploads = _check_uploads(file or [], spec)
-    settings = _settings(context, mode, limits, guest_socket)
+    place: Place
+    if server is None:
+        place = _here(_settings(context, mode, limits, guest_socket), text, uploads)
+    else:
+        place = _there(context, server, timeout)
     try:
         folder = None if files_out is None else Folder(files_out)
     except OSError as error:
         raise typer.BadParameter(f"{files_out}: {error.strerror}", param_hint="--files-out") from error
-    settings = _with_preload(settings, light_preload(text, uploads, settings.preload))
     job = Job(
         code=text,
         timeout=timeout,
         spec=spec,
-        settings=settings,
+        place=place,
         uploads=uploads,
         folder=folder,
         json=json,
@@ -255,18 +249,32 @@ def _require_linux() -> None:
 def _settings(context: typer.Context, mode: Mode, limits: Limits, guest_socket: Path | None) -> "Settings":
     from fumehood.sandboxd.settings import Settings
 
-    source = context.get_parameter_source("guest_socket")
-    if mode is not Mode.POD and source is not None and source.name == "ENVIRONMENT":
-        guest_socket = None  # it is there for other calls than this one
-    if (mode is Mode.POD) != (guest_socket is not None):
-        raise typer.BadParameter("--mode pod and --guest-socket go together", param_hint="--guest-socket")
+    guest_socket = guest_socket_for(context, mode, guest_socket)
     return Settings(pool=0, capacity=1, mode=mode.value, limits=limits.value, guest_socket=guest_socket)
 
 
-def _with_preload(settings: "Settings", preload: tuple[str, ...]) -> "Settings":
-    from dataclasses import replace
+def _here(settings: "Settings", text: str, uploads: tuple[Path, ...]) -> "Here":
+    from fumehood.cli_exec import light_preload
+    from fumehood.cli_places import Here
 
-    return replace(settings, preload=preload)
+    return Here(replace(settings, preload=light_preload(text, uploads, settings.preload)))
+
+
+def _there(context: typer.Context, url: str, timeout: float) -> "There":
+    for name in ("mode", "limits", "guest_socket"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(f"{option} is the server's to choose", param_hint="--server")
+    if timeout > _LONGEST_ON_A_SERVER:
+        raise typer.BadParameter("a server runs code for at most a day", param_hint="--timeout")
+    from fumehood.cli_places import There
+    from fumehood.sandbox.remote import RemoteSandboxes
+
+    try:
+        return There(RemoteSandboxes(url, os.environ.get(cli_sandbox.TOKEN_VARIABLE) or None))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--server") from error
 
 
 # ---- doctor ---------------------------------------------------------------------------------------------------

@@ -1,28 +1,37 @@
-"""Runs one program in one sandbox for `fumehood exec`: signals, files, exit code; imports sandboxd and siblings."""
+"""Runs one program in one sandbox for `fumehood exec`: signals, files, exit code; imports `interfaces`, siblings."""
 
 import ast
 import asyncio
 import logging
+import secrets
 import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, override
 
 from fumehood.cli_files import Folder, NotSaved, checked_parts, pictures
 from fumehood.cli_output import Exit, Output, SavedFile, SkippedFile, Writer, broken_exit_code
-from fumehood.protocol.sandbox import AnyOutput, Display, End, EndStatus, FileEntry, Result, SandboxSpec
+from fumehood.cli_places import Place
+from fumehood.interfaces import Sandbox
+from fumehood.protocol.sandbox import (
+    AnyOutput,
+    Display,
+    End,
+    EndStatus,
+    ExecuteRequest,
+    FileEntry,
+    Result,
+    SandboxSpec,
+)
 from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge
 from fumehood.sandboxd.errors import IsolationUnavailable
-from fumehood.sandboxd.executions import Execution
 from fumehood.sandboxd.files import printable
-from fumehood.sandboxd.sandbox import LocalSandbox, data_quota
-from fumehood.sandboxd.settings import Settings
-from fumehood.sandboxd.supervisor import Supervisor
+from fumehood.sandboxd.sandbox import data_quota
 
 NO_SANDBOX = 125
 INTERRUPTED = 130
@@ -31,12 +40,14 @@ _EXIT_CODES: dict[EndStatus, int] = {
     "interrupted": INTERRUPTED,
     "out_of_memory": 137,
     "lost": NO_SANDBOX,
+    "install_failed": NO_SANDBOX,
 }
 _FILE_BYTES = 256 << 20
 _TOTAL_BYTES = 1 << 30
 _PIECE = 1 << 20
 _MOST_LINES = 20
 _DRAIN_SECONDS = 1.0
+_INTERRUPT_AGAIN_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +57,7 @@ class Job:
     code: str
     timeout: float
     spec: SandboxSpec
-    settings: Settings
+    place: Place
     uploads: tuple[Path, ...] = ()
     folder: Folder | None = None
     json: bool = False
@@ -81,9 +92,12 @@ class Session:
         self._writer = Writer(self._output_broke)
         self._out = Output(self._writer, json=job.json, quiet=job.quiet)
         self._folder = job.folder
-        self._sandbox: LocalSandbox | None = None
-        self._execution: Execution | None = None
-        self._interrupted = False
+        self._sandbox: Sandbox | None = None
+        self._request = ExecuteRequest(
+            code=job.code, timeout_seconds=job.timeout, execution_id=secrets.token_hex(12)
+        )
+        self._running = False
+        self._interrupting: asyncio.Task[None] | None = None
         self._work: asyncio.Task[int] | None = None
         self._leaving: int | None = None
         self._reason = ""
@@ -126,13 +140,21 @@ class Session:
     # ---- signals ----------------------------------------------------------------------------------------------
 
     def _keyboard_interrupt(self) -> None:
-        running = self._execution is not None and not self._execution.ended
-        if self._sandbox is None or not running or self._interrupted:
+        if self._sandbox is None or not self._running or self._interrupting is not None:
             self._leave(INTERRUPTED)
             return
-        self._interrupted = True
         self._out.note("Interrupting the code; press Ctrl-C again to end it at once.")
-        self._sandbox.interrupt(self._execution)  # also before it has had its turn
+        self._interrupting = asyncio.ensure_future(self._interrupt(self._sandbox))
+
+    async def _interrupt(self, sandbox: Sandbox) -> None:
+        """Also before it has had its turn, or before a server has heard of it."""
+        try:
+            while self._running:
+                if await sandbox.interrupt(self._request.execution_id):
+                    return
+                await asyncio.sleep(_INTERRUPT_AGAIN_SECONDS)
+        except SandboxError as error:
+            self._out.warn(f"The code could not be interrupted: {error}")
 
     def _leave(self, code: int) -> None:
         """Unwind once; what cleans up is not disturbed by further signals."""
@@ -173,11 +195,9 @@ class Session:
         job = self._job
         async with AsyncExitStack() as stack:
             with self._out.starting():
-                supervisor = await stack.enter_async_context(Supervisor(job.settings))
-                self._sandbox = await supervisor.create(job.spec)
+                self._sandbox = await stack.enter_async_context(job.place.sandbox(job.spec))
             before = await self._upload(self._sandbox)
-            self._execution = self._sandbox.start(job.code, timeout=job.timeout)
-            end = await self._follow(self._execution)
+            end = await self._execute(self._sandbox)
             self._reason = end.reason
             try:
                 await self._bring_home(self._sandbox, end, before)
@@ -185,18 +205,26 @@ class Session:
                 self._out.warn(f"The files that the code wrote cannot be read: {error}")
             return _EXIT_CODES.get(end.status, (end.exit_code & 0xFF) or int(end.status != "ok"))
 
-    async def _follow(self, execution: Execution) -> End:
-        async for event in execution.events():
-            await self._take(event)
-            if isinstance(event, End):
-                return event
+    async def _execute(self, sandbox: Sandbox) -> End:
+        self._running = True
+        try:
+            async with aclosing(sandbox.execute(self._request)) as events:
+                async for event in events:
+                    self._running = not isinstance(event, End)
+                    await self._take(event)
+                    if isinstance(event, End):
+                        return event
+        finally:
+            self._running = False
+            if self._interrupting is not None:
+                self._interrupting.cancel()
         raise RuntimeError("an execution without an end")
 
-    async def _upload(self, sandbox: LocalSandbox) -> str | None:
+    async def _upload(self, sandbox: Sandbox) -> str | None:
         """The mark of what is there before the code runs."""
         for path in self._job.uploads:
-            await sandbox.files.write(path.name, _pieces(path))
-        return (await sandbox.files.list()).mark if self._job.uploads else None
+            await sandbox.write(path.name, _pieces(path))
+        return (await sandbox.list()).mark if self._job.uploads else None
 
     async def _take(self, event: AnyOutput) -> None:
         saved: list[str] = []
@@ -222,13 +250,13 @@ class Session:
 
     # ---- files ------------------------------------------------------------------------------------------------
 
-    async def _bring_home(self, sandbox: LocalSandbox, end: End, before: str | None) -> None:
+    async def _bring_home(self, sandbox: Sandbox, end: End, before: str | None) -> None:
         folder = self._job.folder
         if not end.state_kept:
             if folder is not None:
                 self._out.warn("The sandbox is gone, and the files that the code wrote with it.")
             return
-        listing = await sandbox.files.list(since=before)
+        listing = await sandbox.list(before)
         written = listing.files
         if folder is None:
             if written:
@@ -241,7 +269,7 @@ class Session:
             self._skip("…", "some files are not listed: too many, too deep, or of names that are not text")
         self._tell(folder)
 
-    async def _bring(self, sandbox: LocalSandbox, folder: Folder, entry: FileEntry, room: int) -> int:
+    async def _bring(self, sandbox: Sandbox, folder: Folder, entry: FileEntry, room: int) -> int:
         """Save one file; returns how much of the room it took."""
         limit = min(_FILE_BYTES, room)
         try:
@@ -249,7 +277,7 @@ class Session:
             if entry.size > limit:
                 whose = "all files together (1 GiB)" if room < _FILE_BYTES else "one file (256 MiB)"
                 raise NotSaved(f"{entry.size} bytes, more than is copied of {whose}")
-            content = await sandbox.files.read(entry.path, limit=limit)
+            content = await _content(sandbox, entry.path, limit)
             path = await asyncio.to_thread(folder.save, entry.path, content)
         except (NotSaved, FileRefused, FileNotFound, TooLarge) as error:
             self._skip(entry.path, str(error).removeprefix(f"{printable(entry.path)}: "))
@@ -274,6 +302,18 @@ class Session:
             self._out.note(line)
         for line in _few([f"not saved: {file.path}: {file.reason}" for file in self._skipped]):
             self._out.warn(line)
+
+
+async def _content(sandbox: Sandbox, path: str, limit: int) -> bytes:
+    """What is there now, though it may be more than was listed."""
+    pieces: list[bytes] = []
+    async with aclosing(sandbox.read(path)) as reading:
+        async for piece in reading:
+            limit -= len(piece)
+            if limit < 0:
+                raise NotSaved("it grew while it was copied")
+            pieces.append(piece)
+    return b"".join(pieces)
 
 
 async def _pieces(path: Path) -> AsyncGenerator[bytes]:
@@ -313,7 +353,8 @@ class _ToOutput(logging.Handler):
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        self._out.warn(record.getMessage())
+        if not hasattr(record, "fields"):  # an event of the sandbox server, told by other means here
+            self._out.warn(record.getMessage())
 
 
 def _log_to(out: Output) -> None:

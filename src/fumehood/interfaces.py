@@ -1,6 +1,6 @@
 """Every seam of the server, one Protocol each; imports `fumehood.protocol` and the standard library.
 
-Whoever implements one passes its kit in tests/contracts/. What a method raises is said there and nowhere else.
+Whoever implements one passes its kit in `fumehood.testing`. What a method raises is said here and nowhere else.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterable

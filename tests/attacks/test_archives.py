@@ -100,12 +100,12 @@ def test_bombs_end_at_the_quota(host: Host, box: SandboxClient, kind: str) -> No
     assert list(box.ask(EVERYTHING)) == ["/mnt/data/f", "/dev/shm/fill"]
 
 
-def test_an_archive_of_ten_thousand_files(host: Host, box: SandboxClient) -> None:
-    body = tar(*((f"d{number % 50}/{number}", b"") for number in range(9_000)))
-    assert box.unpack(body, "tar")["files"] == 9_000
+def test_an_archive_of_many_files(host: Host, box: SandboxClient) -> None:
+    body = tar(*((f"d{number % 50}/{number}", b"") for number in range(3_000)))
+    assert box.unpack(body, "tar")["files"] == 3_000
     with pytest.raises(DriverError, match="TooLarge"):
         box.unpack(tar(*((str(number), b"") for number in range(10_001))), "tar")
-    assert len(box.list_files()[0]) == 9_000
+    assert len(box.list_files()[0]) == 3_000
 
 
 FIGHTS = {
@@ -152,7 +152,7 @@ def test_code_that_fights_the_unpacking(host: Host, box: SandboxClient, fight: s
     body = tar(*((f"d/{number}", b"x" * 5000) for number in range(40)))
     began = time.monotonic()
     refusals: set[str] = set()
-    for number in range(30):
+    for number in range(12):
         try:
             box.unpack(body, "tar")
             box.write_file(f"d/w{number}", b"x")

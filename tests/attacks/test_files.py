@@ -123,6 +123,7 @@ def test_sparse_and_growing_files(host: Host, box: SandboxClient) -> None:
         def grow():
             with open("/mnt/data/growing", "wb", 0) as file:
                 while file.tell() < 100 << 20: file.write(b"x" * 65536)
+        open("/mnt/data/growing", "wb").close()
         threading.Thread(target=grow, daemon=True).start()
         report(1)
     """

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from fumehood.protocol.sandbox import End
 from fumehood.protocol.sandbox_errors import AtCapacity
 from fumehood.sandboxd import cgroups, seccomp, supervisor
 from fumehood.sandboxd.cgroups import CgroupUnavailable
@@ -22,6 +23,7 @@ from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor
 from fumehood.sandboxd.zygotes import About, Zygote
+from tests.support.archives import zipped
 from tests.support.sandboxes import run, settings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -48,6 +50,8 @@ async def test_degraded_runs_code_and_keeps_files(degraded: LocalSandbox) -> Non
     )
     assert outcome.result == "np.int64(3)"
     assert await degraded.files.read("x.txt", limit=10) == b"hi"
+    assert (await degraded.files.unpack(zipped(("d/z", b"z")), kind="zip")).files == 1
+    assert await degraded.files.read("d/z", limit=10) == b"z"
     assert (await run(degraded, "import tempfile; tempfile.mkstemp() and 1")).result == "1"
 
 
@@ -67,6 +71,14 @@ async def test_degraded_still_holds(degraded: LocalSandbox, code: str, error: st
     outcome = await run(degraded, code)
     assert outcome.raised is not None
     assert outcome.raised.name == error
+
+
+async def test_degraded_has_no_packages_to_give(degraded: LocalSandbox) -> None:
+    execution = degraded.start("1", timeout=30, requirements=["humanize"])
+    end = [event async for event in execution.events()][-1]
+    assert isinstance(end, End)
+    assert end.status == "install_failed"
+    assert "Packages cannot be installed in mode unsafe-degraded" in end.reason
 
 
 @pytest.mark.root
@@ -182,6 +194,8 @@ async def test_pod_holds_one_sandbox_once(socket_directory: Path) -> None:
             assert not path.exists(), "code in the pod must not be able to pose as the supervisor"
             assert (await run(sandbox, "import os; os.getuid() != 0 and os.getcwd()")).result == "'/mnt/data'"
             await sandbox.files.write("a.txt", b"a")
+            assert (await sandbox.files.unpack(zipped(("d/z", b"z")), kind="zip")).files == 1
+            await sandbox.files.delete("d/z")
             await run(sandbox, "open('b.txt', 'w').write('b')")
             assert [item.path for item in (await sandbox.files.list()).files] == ["a.txt", "b.txt"]
             assert (await run(sandbox, "while True: pass", timeout=0.5)).end.state_kept
@@ -219,6 +233,7 @@ import asyncio
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor
 from fumehood.sandboxd.zygotes import About, Zygote
+from tests.support.archives import zipped
 from tests.support.sandboxes import run
 
 async def main():
@@ -230,6 +245,8 @@ async def main():
         assert [item.path for item in (await box.files.list()).files] == ["d/f"]
         assert await box.files.read("d/f", limit=9) == b"x"
         await box.files.write("d/g", b"y")
+        assert (await box.files.unpack(zipped(("e/z", b"z")), kind="zip", into="e")).files == 1
+        await box.files.delete("e/e/z")
         assert (await run(box, "open('d/g').read()")).result == "'y'"
         assert (await run(box, "while True: pass", timeout=0.5)).end.state_kept
         stubborn = "import signal; signal.signal(2, signal.SIG_IGN)\\nwhile True: pass"

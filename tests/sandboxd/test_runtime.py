@@ -23,7 +23,7 @@ def test_the_runtime_is_this_interpreter_with_the_sandbox_packages_only() -> Non
 
 
 def test_without_packages_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_sandbox_distributions", dict)
+    monkeypatch.setattr(runtime, "sandbox_distributions", dict)
     assert discover_runtime().site_keep == {"\x00"}
 
 

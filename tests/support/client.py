@@ -129,11 +129,13 @@ class SandboxClient:
         self.driver = driver
         self.name = name
 
-    def start(self, code: str, timeout: float = 30) -> Running:
-        return self.driver.send("execute", sandbox=self.name, code=code, timeout=timeout)
+    def start(self, code: str, timeout: float = 30, requirements: tuple[str, ...] = ()) -> Running:
+        return self.driver.send(
+            "execute", sandbox=self.name, code=code, timeout=timeout, requirements=requirements
+        )
 
-    def run(self, code: str, timeout: float = 30) -> Outcome:
-        return self.start(code, timeout).outcome(PATIENCE + timeout)
+    def run(self, code: str, timeout: float = 30, requirements: tuple[str, ...] = ()) -> Outcome:
+        return self.start(code, timeout, requirements).outcome(PATIENCE + timeout)
 
     def ask(self, code: str, timeout: float = 30) -> Any:
         """Run code that ends well and prints one JSON value last; that value."""
@@ -243,6 +245,15 @@ class Driver:
 
     def info(self) -> dict[str, Any]:
         return self.ask("info")
+
+    @property
+    def pid(self) -> int:
+        """Of the driver, or of what started it as another user."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """As a crash would; nothing is put in order."""
+        self._process.kill()
 
     def close(self) -> None:
         assert self._process.stdin is not None

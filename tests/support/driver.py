@@ -59,8 +59,11 @@ class Driver:
         self._sandboxes[sandbox.id] = sandbox
         return {"sandbox": sandbox.id}
 
-    async def do_execute(self, number: int, sandbox: str, code: str, timeout: float) -> None:
-        async for event in self._find(sandbox).execute(code, timeout=timeout):
+    async def do_execute(
+        self, number: int, sandbox: str, code: str, timeout: float, requirements: list[str]
+    ) -> None:
+        execution = self._find(sandbox).start(code, timeout=timeout, requirements=requirements)
+        async for event in execution.events():
             say({"id": number, "event": msgspec.to_builtins(event)})
 
     async def do_interrupt(self, number: int, sandbox: str) -> None:

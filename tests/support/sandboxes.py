@@ -69,7 +69,10 @@ async def run(sandbox: LocalSandbox, code: str, *, timeout: float = 60) -> Outco
 
 def environment() -> dict[str, str]:
     """For commands: none of the caller's settings, and the limits that work here."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("FUMEHOOD_")}
+    kept = ("FUMEHOOD_PACKAGES_DIR",)  # not the machine's own
+    inherited = {
+        name: value for name, value in os.environ.items() if name in kept or not name.startswith("FUMEHOOD_")
+    }
     return inherited if has_cgroups() else {**inherited, "FUMEHOOD_LIMITS": "best-effort"}
 
 

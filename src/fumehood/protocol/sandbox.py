@@ -24,8 +24,8 @@ MEMORY_TIERS: dict[MemoryTier, int] = {
 
 
 # Names that callers choose: they come back in URLs and logs.
-type Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-type Tenant = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:@-]{0,128}$")]
+type Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$(?!\n)")]
+type Tenant = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:@-]{0,128}$(?!\n)")]
 type Domain = Annotated[str, Meta(min_length=1, max_length=253)]
 type RequirementLine = Annotated[str, Meta(min_length=1, max_length=500)]
 type Requirements = Annotated[list[RequirementLine], Meta(max_length=100)]
@@ -39,7 +39,7 @@ class DomainSecret(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     domain: Domain
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$(?!\n)")]
     value: Annotated[str, Meta(min_length=1, max_length=8192)]
 
     def __repr__(self) -> str:

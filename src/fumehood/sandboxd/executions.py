@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -53,11 +53,15 @@ class Execution:
         self.call = os.urandom(wire.CALL_ID_BYTES)  # cannot be guessed by code that runs before the call
         self.code = code
         self.timeout = timeout
+        self.requirements: Sequence[str] = ()  # to be installed before the code runs
         self.log: list[AnyOutput] = []
         self.claimed_end: asyncio.Future[_EndBody] = asyncio.get_running_loop().create_future()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.wake = asyncio.Event()  # set when the deadline has moved to now
         self.interrupted_by_caller = False
+        self.on_end: Callable[[End], None] | None = None
+        self.install_seconds: float | None = None
+        self.first_event_after: float | None = None  # seconds from its turn to its first event
         self._bytes_left = bounds.body_bytes(output_bytes, display_bytes)
         self._batched_left = bounds.batched_events(output_bytes)
         self._messages_left = bounds.messages_at_once(output_bytes)
@@ -65,6 +69,7 @@ class Execution:
         self._grown = asyncio.Event()
 
     def begin(self) -> None:
+        self.first_event_after = None
         self._began = asyncio.get_running_loop().time()
 
     @property
@@ -121,8 +126,12 @@ class Execution:
             self.append(Stdout(text) if kind is Kind.STDOUT else Stderr(text))
 
     def append(self, event: AnyOutput) -> None:
+        if self.first_event_after is None and self._began:
+            self.first_event_after = self.elapsed
         self.log.append(event)
         self._grown.set()
+        if self.on_end is not None and isinstance(event, End):
+            self.on_end(event)
 
     def note(self, text: str) -> None:
         self.append(Note(text))
@@ -135,8 +144,22 @@ class Execution:
                 event = self.log[number]
                 number += 1
                 yield event
-                if isinstance(event, End):
-                    return
-            self._grown.clear()
-            if number >= len(self.log):
-                await self._grown.wait()
+            if self.ended:
+                return
+            await self.wait_for_more()
+
+    async def wait_for_more(self, patience: float | None = None) -> None:
+        """Wait for the next event, or for so many seconds; whoever waits looks at the log again either way."""
+        self._grown.clear()
+        if patience is None:
+            await self._grown.wait()
+            return
+        alarm = asyncio.get_running_loop().call_later(patience, self._grown.set)
+        try:
+            await self._grown.wait()
+        finally:
+            alarm.cancel()
+
+    def wake_readers(self) -> None:
+        """Have everybody who waits look again."""
+        self._grown.set()

@@ -15,6 +15,8 @@ from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
+import msgspec
+
 from fumehood.protocol.sandbox import ArchiveFormat, FileEntry, FileListing, Unpacked
 from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge
 from fumehood.sandboxd.helpers import Helper, Helpers
@@ -175,7 +177,7 @@ class SandboxFiles:
         Raises FileRefused, and TooLarge for more than `limit` bytes (`file_bytes` if None is given).
         """
         answer = await self._transfer({"do": "write", "path": path}, path, content, limit)
-        return FileEntry(path=path, size=answer["size"], modified_ns=answer["modified_ns"])
+        return _shaped({**answer, "path": path}, FileEntry)
 
     async def unpack(
         self,
@@ -199,7 +201,7 @@ class SandboxFiles:
             "bytes": self._settings.unpacked_bytes,
         }
         answer = await self._transfer(task, "the archive", content, limit)
-        return Unpacked(files=answer["files"], bytes=answer["bytes"], skipped=answer["skipped"])
+        return _shaped(answer, Unpacked)
 
     async def delete(self, path: str) -> None:
         """Remove one file; raises FileNotFound, FileRefused."""
@@ -291,7 +293,14 @@ def _checked_answer(answer: dict[str, Any], subject: str, *, may_be_missing: boo
     text = printable(str(answer["error"]), _LONGEST_REASON)
     if answer.get("kind") == "too_large":
         raise TooLarge(f"{printable(subject)}: {text}")
-    raise refusal(subject, OSError(answer["errno"], text), may_be_missing=may_be_missing)
+    raise refusal(subject, OSError(answer.get("errno"), text), may_be_missing=may_be_missing)
+
+
+def _shaped[T](answer: dict[str, Any], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError:
+        raise FileRefused("the helper gave an answer that cannot be") from None
 
 
 def refusal(

@@ -1,4 +1,4 @@
-"""Short-lived helpers that a zygote forks into one sandbox's user and cgroup; imports only siblings."""
+"""Short-lived helpers that a zygote forks into one sandbox's user and cgroup; imports msgspec and siblings."""
 
 import asyncio
 import contextlib
@@ -9,26 +9,35 @@ import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from fumehood.sandboxd.cgroups import Cgroup, joining
 from fumehood.sandboxd.packets import Packets
 from fumehood.sandboxd.zygotes import Zygote
 
 _END_WAIT = 2.0
+_MOST_WAITING = 16
 
 
 class Helper:
-    """One helper at work; it ends with its answer, or when it is told to."""
+    """One helper at work; it ends with its answer, or when it is told to.
 
-    def __init__(self, sock: socket.socket, kill: Callable[[], None]) -> None:
+    It reads what strangers wrote, so it is not believed more than code is: a flood or nonsense counts as its end.
+    """
+
+    def __init__(self, sock: socket.socket, kill: Callable[[], None], *, opens_files: bool) -> None:
         self._kill = kill
         self._arrived: asyncio.Queue[tuple[bytes, list[int]]] = asyncio.Queue()
         self._ended = asyncio.Event()
         self._sock = sock
         self.answered = False
-        self._packets = Packets(sock, on_packet=self._packet, on_close=self._closed, accept_fds=True)
+        self._packets = Packets(sock, on_packet=self._packet, on_close=self._closed, accept_fds=opens_files)
 
     def _packet(self, body: bytes, fds: list[int]) -> None:
         self._arrived.put_nowait((body, fds))
+        if self._arrived.qsize() > _MOST_WAITING:  # it asks one thing at a time
+            self._kill()
+            self.close()
 
     def _closed(self) -> None:
         self._arrived.put_nowait((b"", []))
@@ -43,7 +52,12 @@ class Helper:
         if not body:
             self._arrived.put_nowait((b"", []))  # for whoever asks again
             raise EOFError
-        message: dict[str, Any] = json.loads(body)
+        try:
+            message: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
+        except msgspec.DecodeError:
+            for fd in fds:
+                os.close(fd)
+            raise EOFError from None
         if "ask" not in message:
             self.answered = True
         return message, fds
@@ -64,7 +78,7 @@ class Helper:
         self._packets.close()
         while not self._arrived.empty():
             body, fds = self._arrived.get_nowait()
-            if body and "ask" not in json.loads(body):
+            if body and b'"ask"' not in body:
                 self.answered = True
             for fd in fds:
                 os.close(fd)
@@ -91,8 +105,11 @@ class Helpers:
     async def at_work(
         self, data: int, task: dict[str, Any], extra: Sequence[int] = ()
     ) -> AsyncGenerator[Helper]:
-        """A helper that has heard its task; OSError when there are no descriptors for one."""
-        helper = self._start(data)
+        """A helper that has heard its task; OSError when there are no descriptors for one.
+
+        One that is given a descriptor to read from gives none back.
+        """
+        helper = self._start(data, opens_files=not extra)
         self._running.add(helper)
         try:
             helper.say(task, list(extra))
@@ -105,7 +122,7 @@ class Helpers:
                 # Also when whoever asked is cancelled again: it must not go on behind everybody's back.
                 await asyncio.shield(asyncio.ensure_future(helper.end()))
 
-    def _start(self, data: int) -> Helper:
+    def _start(self, data: int, *, opens_files: bool) -> Helper:
         number = self._next_number()
         request = {"op": "files", "number": number, "uid": self._uid}
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -116,7 +133,7 @@ class Helpers:
             mine.close()
             raise
         end = {"op": "signal", "number": number, "signal": int(signal.SIGKILL)}
-        return Helper(mine, lambda: self._zygote.request(end))
+        return Helper(mine, lambda: self._zygote.request(end), opens_files=opens_files)
 
     def kill(self) -> None:
         """All that run: the sandbox is gone."""

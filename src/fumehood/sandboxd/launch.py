@@ -8,6 +8,7 @@ and must not import the rest of the package.
 import ctypes
 import json
 import os
+import resource
 import sys
 from typing import Any, NoReturn
 
@@ -33,6 +34,8 @@ def main(config: dict[str, Any]) -> NoReturn:
             if config["bubblewrap"] is not None:
                 raise
         _drop(config["drop_to"])
+    if "arguments" in config:
+        _exec_other(config, places)
     if config["bubblewrap"] is None:
         _exec_bare(config, places)
     _exec_jailed(config, places)
@@ -102,6 +105,19 @@ def _exec_jailed(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
     _keep(control, config["info"], config["block"])
     program: str = places["bubblewrap"] + config["bubblewrap"]
     os.execve(program, arguments, {})
+
+
+def _exec_other(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
+    """Another program than the zygote, in a jail of the caller's description: [name, rest] is below a place.
+
+    It gets this program's own environment, since what is secret must not stand on a command line.
+    """
+    arguments = [
+        item if isinstance(item, str) else places[item[0]] + item[1]  # as bubblewrap will find it
+        for item in config["arguments"]
+    ]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (config["file_bytes"], config["file_bytes"]))
+    os.execv(places["bubblewrap"] + config["bubblewrap"], ["bwrap", *arguments])
 
 
 def _exec_bare(config: dict[str, Any], places: dict[str, str]) -> NoReturn:

@@ -35,6 +35,7 @@ class Launch:
     timeout: float
     common: jail.Plan | None = None  # with namespaces: what the plans of all its sandboxes have in common
     environ: dict[str, str] = field(default_factory=dict[str, str])
+    layers: Path | None = None  # the store of packages that can be attached to running sandboxes
 
     @property
     def maps_users(self) -> bool:
@@ -197,9 +198,11 @@ def _config(
         # What goes on the path is the directory with the package in it.
         places["guest"] = str(_HERE.parent.parent)
     else:
-        places["bubblewrap"], program = _bubblewrap_place(launch.bubblewrap, runtime)
+        places["bubblewrap"], program = bubblewrap_place(launch.bubblewrap, runtime)
         if runtime.prefix is not None:
             executable = f"{layout.PYTHON}/bin/{runtime.executable.name}"
+    if launch.layers is not None and launch.bubblewrap is not None:
+        places["layers"], binds["layers"] = str(launch.layers), "/layers"
     if os.path.isdir("/etc/alternatives"):
         places["alternatives"], binds["alternatives"] = "/etc/alternatives", "/alternatives"
     if runtime.certificates is not None:
@@ -225,11 +228,12 @@ def _config(
             "site_keep": sorted(runtime.site_keep),
             "roots": root_entries(),
             "certificates": binds.get("certificates"),
+            "layers": binds.get("layers"),
         },
     }
 
 
-def _bubblewrap_place(bubblewrap: Bubblewrap, runtime: Runtime) -> tuple[str, str]:
+def bubblewrap_place(bubblewrap: Bubblewrap, runtime: Runtime) -> tuple[str, str]:
     """The directory to stage and the program's name in it; a wheel's needs its libraries beside it."""
     if bubblewrap.path.is_relative_to(runtime.site):
         return str(runtime.site), f"/{bubblewrap.path.relative_to(runtime.site)}"

@@ -79,12 +79,12 @@ def discover_runtime() -> Runtime:
         version=f"{sys.version_info.major}.{sys.version_info.minor}",
         library=Path(sysconfig.get_path("stdlib")).name,
         site=site,
-        site_keep=_names_of(_sandbox_distributions()),
+        site_keep=_names_of(sandbox_distributions()),
         certificates=certificates,
     )
 
 
-def _sandbox_distributions() -> dict[str, importlib.metadata.Distribution]:
+def sandbox_distributions() -> dict[str, importlib.metadata.Distribution]:
     """The distributions that `fumehood[sandbox]` pulls in, as far as they are installed."""
     found: dict[str, importlib.metadata.Distribution] = {}
     pending: list[tuple[str, str]] = []

@@ -9,19 +9,21 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, MemoryTier
 from fumehood.protocol.sandbox_errors import SandboxGone, SandboxStartFailed
 from fumehood.sandboxd.cgroups import Cgroup
-from fumehood.sandboxd.egress.proxy import Door, admit
+from fumehood.sandboxd.egress.proxy import Access as NetworkAccess
+from fumehood.sandboxd.egress.proxy import admit
 from fumehood.sandboxd.executions import Execution, ProtocolBroken
 from fumehood.sandboxd.files import Access, SandboxFiles
 from fumehood.sandboxd.helpers import Helpers
 from fumehood.sandboxd.inside import bounds, layout, wire
 from fumehood.sandboxd.inside.wire import Kind
+from fumehood.sandboxd.packages import attached, calls
 from fumehood.sandboxd.packets import Packets
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.zygotes import Zygote
@@ -31,7 +33,9 @@ logger = logging.getLogger(__name__)
 _INTERRUPT_EVERY = 0.1
 _DEATH_WAIT = 1.0
 _HEADROOM = 16 << 20
-_HANDLES = {"namespaces": 3}  # descriptors that come with JAILED: data, namespace, egress listener
+_HANDLES = {
+    "namespaces": 4
+}  # descriptors that come with JAILED: data, namespace, listeners for egress and pip
 _MESSAGE_LIMIT = bounds.DISPLAY_LIMIT * 3 // 2
 
 
@@ -76,9 +80,11 @@ class LocalSandbox:
         self.number = number  # between supervisor and zygote
         self.place = place
         self.memory: MemoryTier = "1g"
+        self.warm = False  # it was waiting when it was asked for
         self._settings = settings
         self._zygote = zygote
         self._on_gone = on_gone
+        self._next_number = next_number
         self._helpers = Helpers(zygote, place.uid, place.cgroup, next_number)
         self.files = SandboxFiles(
             Access(
@@ -102,7 +108,8 @@ class LocalSandbox:
         self._data = -1
         self._namespace = -1
         self._listeners: list[int] = []  # on the sandbox's loopback, for services of this side
-        self._door: Door | None = None
+        self.offer_packages(None)
+        self._access: NetworkAccess | None = None
         self._turn = asyncio.Lock()
         self._running: Execution | None = None
         self._gone: str | None = None
@@ -129,7 +136,7 @@ class LocalSandbox:
             self.kill("it did not start in time")
             raise SandboxStartFailed(f"The sandbox did not start within {timeout:g} s.") from None
 
-    async def hand_over(self, memory: MemoryTier, door: Door | None = None) -> None:
+    async def hand_over(self, memory: MemoryTier, access: NetworkAccess | None = None) -> None:
         """Turn a parked sandbox into the caller's: its memory tier, its quota, its limits, its network."""
         self.memory = memory
         size = MEMORY_TIERS[memory]
@@ -140,14 +147,14 @@ class LocalSandbox:
             self._zygote.request({"op": "resize", "number": self.number, **quota}, [self._data])
         elif not self._resized.done():
             self._resized.set_result(None)
-        self._door = admit(door, self._listeners, self.id)
+        self._access = admit(access, self._listeners, self.id)
         body = {
             "data_limit": size * 9 // 10,
             "output_limit": self._settings.output_bytes,
             "display_bytes": self._settings.display_bytes,
             "cwd": self.place.work_directory,
-            "environment": self.place.environment() | (door.environment if door else {}),
-            "trust": door.trust if door else "",
+            "environment": self.place.environment() | (access.environment if access else {}),
+            "trust": access.trust if access else "",
         }
         self._send(Kind.CONFIGURE, wire.NO_CALL, body)
         try:
@@ -159,6 +166,21 @@ class LocalSandbox:
         if problem is not None:
             self.kill(problem)
             raise SandboxStartFailed(f"The sandbox's disk quota could not be set: {problem}")
+        if self._listeners:
+            self.packages.listen(self._listeners.pop())
+
+    def offer_packages(
+        self, installer: attached.Installer | None, *, unavailable: str = attached.NOT_OFFERED
+    ) -> None:
+        """Before it is handed over: from where it may have further packages, or why from nowhere."""
+        self.packages = attached.SandboxPackages(installer, self._attach, unavailable=unavailable)
+
+    async def _attach(self, layers: list[str]) -> None:
+        self._live_data()
+        await attached.attach(self._zygote, self._next_number(), self._namespace, layers)
+
+    def made_by(self, zygote: Zygote) -> bool:
+        return self._zygote is zygote
 
     def kill(self, reason: str) -> None:
         """End it now, with every process in it; a running call ends as lost."""
@@ -191,8 +213,9 @@ class LocalSandbox:
     def release(self) -> None:
         """Close what is open towards the sandbox; the process has ended or is beyond reach."""
         self._packets.close()
-        if self._door is not None:
-            self._door.close()
+        self.packages.close()
+        if self._access is not None:
+            self._access.close()
         for fd in (self._pidfd, self._data, self._namespace, *self._listeners):
             if fd >= 0:
                 os.close(fd)
@@ -293,8 +316,8 @@ class LocalSandbox:
 
     # ---- calls ------------------------------------------------------------------------------------------------
 
-    def start(self, code: str, *, timeout: float) -> Execution:
-        """Queue code behind what runs; the execution goes on whether or not anybody reads it."""
+    def start(self, code: str, *, timeout: float, requirements: Sequence[str] = ()) -> Execution:
+        """Queue code, and packages to install first, behind what runs; it goes on whether or not anybody reads it."""
         if self._gone is not None:
             raise SandboxGone(f"The sandbox is gone: {self._gone}.")
         if not 0 < timeout < math.inf:
@@ -303,6 +326,7 @@ class LocalSandbox:
         execution = Execution(
             code, timeout, output_bytes=chosen.output_bytes, display_bytes=chosen.display_bytes
         )
+        execution.requirements = requirements
         self._spawn(self._run_to_its_end(execution))
         return execution
 
@@ -348,8 +372,12 @@ class LocalSandbox:
                 reason = "The code was interrupted before it started."
                 execution.append(self._end(execution, "interrupted", -1, reason=reason))
                 return
-            kills_before = self._oom_kills()
             self._running = execution
+            if failed := await calls.install_for(execution, self.packages):
+                self._running = None
+                execution.append(self._end(execution, failed[0], -1, reason=failed[1]))
+                return
+            kills_before = self._oom_kills()
             self._send(Kind.EXECUTE, execution.call, {"code": execution.code})
             end = await self._outcome(execution, kills_before)
             if end.state_kept and self._oom_kills() > kills_before:

@@ -32,6 +32,26 @@ class Settings:
     preload: packages imported before any fork, where they are installed.
     bubblewrap: use this executable.
     guest_socket: mode `pod`: where the container that runs the code listens.
+    packages: whether callers and code may have further packages installed.
+    index_url: where these come from; None means FUMEHOOD_INDEX_URL, UV_DEFAULT_INDEX, UV_INDEX_URL or PIP_INDEX_URL
+        of the environment, else PyPI. Credentials in it are shown to nobody.
+    find_links: a directory with further wheels.
+    packages_dir: where installed packages are kept; None means FUMEHOOD_PACKAGES_DIR of the environment, else
+        /var/cache/fumehood/packages for root, else fumehood/packages in the user's cache directory.
+    packages_bytes: how much may be kept there besides uv's own cache; what is in use stays.
+    install_timeout: seconds that resolving or installing may take.
+
+    What the service in front of the sandboxes allows:
+
+    tenant_sandboxes, tenant_memory: how many sandboxes one tenant may have at once, and how many bytes their
+        memory tiers may add up to; None means no bound. The empty name is a tenant like any other.
+    idle_seconds: a sandbox that nobody has used for so long is ended, in case its owner is dead; None means never.
+    waiting_calls: how many executions of one sandbox may wait behind the one that runs.
+    kept_calls, kept_bytes: how many ended executions of one sandbox can still be read, and how large they may be
+        together; the last one can always be read.
+    departed, departed_seconds: of how many sandboxes that have ended it is remembered why, and for how long.
+    request_bytes, one_shot_bytes: the largest JSON body of a request, and of one to `POST /execute`.
+    produced_files, produced_bytes: what `POST /execute` gives back at most of the files that the code wrote.
     egress: whether callers may ask for a network policy with an allow-list; see docs/network.md.
     egress_domains: the domains they may ask for; None means any.
     egress_ports: the ports that may be connected to.
@@ -65,6 +85,24 @@ class Settings:
     preload: tuple[str, ...] = ("numpy", "pandas", "pyarrow", "matplotlib")
     bubblewrap: Path | None = None
     guest_socket: Path | None = None
+    packages: bool = True
+    index_url: str | None = None
+    find_links: Path | None = None
+    packages_dir: Path | None = None
+    packages_bytes: int = 10 << 30
+    install_timeout: float = 300.0
+    tenant_sandboxes: int | None = None
+    tenant_memory: int | None = None
+    idle_seconds: float | None = 86_400.0
+    waiting_calls: int = 32
+    kept_calls: int = 64
+    kept_bytes: int = 64 << 20
+    departed: int = 1000
+    departed_seconds: float = 600.0
+    request_bytes: int = 8 << 20
+    one_shot_bytes: int = 64 << 20
+    produced_files: int = 256
+    produced_bytes: int = 32 << 20
     egress: Literal["off", "allowlist"] = "off"
     egress_domains: tuple[str, ...] | None = None
     egress_ports: tuple[int, ...] = (80, 443)

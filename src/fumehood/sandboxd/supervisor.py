@@ -11,17 +11,22 @@ import secrets
 import socket
 import tempfile
 from collections import deque
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any, Self
 
 from fumehood.protocol.sandbox import MEMORY_TIERS, MemoryTier, SandboxSpec
-from fumehood.protocol.sandbox_errors import AtCapacity, SandboxError, SandboxStartFailed
+from fumehood.protocol.sandbox_errors import AtCapacity, InstallFailed, SandboxError, SandboxStartFailed
 from fumehood.sandboxd import cgroups, seccomp
 from fumehood.sandboxd.cgroups import Cgroup, CgroupLimits, CgroupTree, CgroupUnavailable, joining
 from fumehood.sandboxd.egress.proxy import Egress, Grant
 from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.inside import jail, layout
 from fumehood.sandboxd.launching import Launch, root_entries
+from fumehood.sandboxd.packages import requirements
+from fumehood.sandboxd.packages.attached import NO_JAIL, NOT_OFFERED
+from fumehood.sandboxd.packages.installer import NOTHING, Installer, Provision
+from fumehood.sandboxd.packages.opening import open_installer, open_store
 from fumehood.sandboxd.runtime import RuntimeUnavailable, discover_bubblewrap, discover_runtime
 from fumehood.sandboxd.sandbox import LocalSandbox, Place, data_quota
 from fumehood.sandboxd.seccomp.policy import POLICY_OF_MODE
@@ -54,6 +59,10 @@ class Supervisor:
         self._zygote_lock = asyncio.Lock()
         self._zygote_cgroup: Cgroup | None = None
         self._launch: Launch | None = None
+        self._bare: Zygote | None = None  # with nothing loaded; see _bare_zygote
+        self._bare_lock = asyncio.Lock()
+        self._installer: Installer | None = None
+        self._no_packages = NOT_OFFERED
         self._live: dict[int, LocalSandbox] = {}
         self._parked: deque[LocalSandbox] = deque()
         self._starting = 0  # asked for, and neither alive nor failed yet
@@ -64,6 +73,8 @@ class Supervisor:
         self._scratch: str | None = None
         self._closing = False
         self._pod_used = False
+        self.on_gone: Callable[[LocalSandbox], None] | None = None  # told of every sandbox that has ended
+        self.zygote_starts = 0
         self.egress = Egress(settings)
 
     # ---- start and end ----------------------------------------------------------------------------------------
@@ -87,12 +98,14 @@ class Supervisor:
 
     async def _prepare(self) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a sandbox takes four descriptors here
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a sandbox takes five descriptors here
         if self._settings.mode == "unsafe-degraded":
             logger.warning(
                 "Mode unsafe-degraded: no namespaces. All sandboxes share one kernel user on the host; only Landlock "
                 "and the system-call filter hold the code."
             )
+        if self._settings.mode != "namespaces" and self._settings.packages:
+            self._no_packages = NO_JAIL.format(mode=self._settings.mode)
         if self._settings.mode != "pod":
             self._open_cgroups()
             self._users = self._find_users()
@@ -100,6 +113,7 @@ class Supervisor:
                 self._scratch = tempfile.mkdtemp(prefix="fumehood-degraded-")
                 os.chmod(self._scratch, 0o711)  # noqa: S103 - sandboxes may enter, not list it
             self._launch = self._prepare_launch()
+            self._open_packages(self._launch)
         await self._living_zygote()
         self._refill()
 
@@ -157,6 +171,26 @@ class Supervisor:
             common=self._plan(_NOWHERE, fresh_interpreter=False) if namespaces else None,
         )
 
+    def _open_packages(self, launch: Launch) -> None:
+        """Get ready to install packages; where that cannot be, whoever asks for some is told why."""
+        if not self._settings.packages or launch.bubblewrap is None:
+            return
+        try:
+            store = open_store(self._settings)
+            self._installer = open_installer(
+                self._settings,
+                store,
+                runtime=launch.runtime,
+                bubblewrap=launch.bubblewrap,
+                uid=None if self._users is None else self._users.installer,
+                tree=self._tree,
+            )
+        except (OSError, RuntimeUnavailable, IsolationUnavailable) as error:
+            self._no_packages = f"Packages cannot be installed on this server: {error}."
+            logger.info("%s", self._no_packages)
+            return
+        launch.layers = store.layers
+
     def _program(self) -> bytes:
         try:
             return seccomp.load_blob(POLICY_OF_MODE[self._settings.mode], os.uname().machine)
@@ -169,6 +203,12 @@ class Supervisor:
             task.cancel()
         for sandbox in [*self._live.values()]:
             sandbox.kill("the supervisor is shutting down")
+        if self._installer is not None:
+            await self._installer.close()
+        async with self._bare_lock:
+            if self._bare is not None:
+                await self._bare.close()
+                self._bare = None
         async with self._zygote_lock:  # one that is just being started is ended as well
             if self._zygote is not None:
                 await self._zygote.close()
@@ -200,9 +240,23 @@ class Supervisor:
             self._zygote = await self._start_zygote()
             self._zygote.on_event = self._zygote_event
             self._zygote.on_death = self._zygote_died
+            self.zygote_starts += 1
             if not self._zygote.alive:  # before there was anybody to tell
                 raise SandboxStartFailed("The process that makes sandboxes ended at once.")
             return self._zygote
+
+    async def _bare_zygote(self) -> Zygote:
+        """One with nothing loaded, for sandboxes that get other versions of what the usual one has loaded."""
+        async with self._bare_lock:
+            if self._closing or self._launch is None:
+                raise SandboxStartFailed("The supervisor is shutting down.")
+            if self._bare is None or not self._bare.alive:
+                if self._bare is not None:
+                    await self._bare.close()
+                bare = self._bare = await Zygote.launch(replace(self._launch, preload=()))
+                bare.on_event = self._zygote_event
+                bare.on_death = lambda: self._lose_sandboxes(bare)
+            return self._bare
 
     async def _start_zygote(self) -> Zygote:
         if self._launch is not None:
@@ -237,11 +291,16 @@ class Supervisor:
 
     def _zygote_died(self) -> None:
         """Its sandboxes died with it, by the kernel's doing; the next request starts another one."""
-        logger.error("The zygote ended; %d sandboxes are lost with it.", len(self._live))
-        for sandbox in [*self._live.values()]:
-            sandbox.exited(-1)
+        if self._zygote is not None:
+            self._lose_sandboxes(self._zygote)
         if self._settings.mode != "pod":
             self._refill()
+
+    def _lose_sandboxes(self, zygote: Zygote) -> None:
+        lost = [sandbox for sandbox in self._live.values() if sandbox.made_by(zygote)]
+        logger.error("The zygote ended; %d sandboxes are lost with it.", len(lost))
+        for sandbox in lost:
+            sandbox.exited(-1)
 
     @property
     def zygote(self) -> Zygote:
@@ -253,6 +312,15 @@ class Supervisor:
     # ---- sandboxes --------------------------------------------------------------------------------------------
 
     @property
+    def live(self) -> int:
+        """How many there are, those that wait for a caller included."""
+        return len(self._live)
+
+    @property
+    def parked(self) -> int:
+        return len(self._parked)
+
+    @property
     def sandboxes(self) -> dict[str, LocalSandbox]:
         """Those that were handed out and live."""
         parked = set(self._parked)
@@ -262,20 +330,42 @@ class Supervisor:
         """A sandbox of one's own: a parked one with the limits asked for, or a new one."""
         spec = spec or SandboxSpec()
         grant = await self.egress.grant(spec.network)
-        while not spec.fresh_interpreter and (parked := await self._take_parked()) is not None:
+        provision = await self._provide(spec)
+        try:
+            return await self._create(spec, provision, grant)
+        finally:
+            provision.close()
+
+    async def _provide(self, spec: SandboxSpec) -> Provision:
+        """The packages that a sandbox is to begin with; raises InstallFailed."""
+        if not spec.requirements:
+            return NOTHING
+        if self._installer is None:
+            raise InstallFailed(self._no_packages, param="requirements")
+        wanted = requirements.parse(spec.requirements)
+        return await self._installer.provide(wanted, self._installer.base.versions, may_replace=True)
+
+    async def _create(self, spec: SandboxSpec, provision: Provision, grant: Grant | None) -> LocalSandbox:
+        bare = bool(provision.replaced) and not spec.fresh_interpreter
+        parkable = not spec.fresh_interpreter and not bare
+        while parkable and (parked := await self._take_parked()) is not None:
             self._refill()
+            parked.warm = True
             with contextlib.suppress(SandboxStartFailed):  # it died while it waited: the next one
-                return await self._hand_over(parked, spec, grant)
+                return await self._hand_over(parked, spec, provision, grant)
         self._make_room()
         self._starting += 1
-        sandbox = await self._start(fresh_interpreter=spec.fresh_interpreter)
+        sandbox = await self._start(fresh_interpreter=spec.fresh_interpreter, bare=bare)
         self._refill()
-        return await self._hand_over(sandbox, spec, grant)
+        return await self._hand_over(sandbox, spec, provision, grant)
 
-    async def _hand_over(self, sandbox: LocalSandbox, spec: SandboxSpec, grant: Grant | None) -> LocalSandbox:
+    async def _hand_over(
+        self, sandbox: LocalSandbox, spec: SandboxSpec, provision: Provision, grant: Grant | None
+    ) -> LocalSandbox:
         try:
-            door = None if grant is None else self.egress.door(grant)
-            await sandbox.hand_over(spec.memory, door)
+            access = None if grant is None else self.egress.access(grant)
+            await sandbox.hand_over(spec.memory, access)
+            await sandbox.packages.take(provision.share())
         except BaseException:  # whoever asked may have gone away: nobody else would end it
             self._background(sandbox.destroy())
             raise
@@ -326,10 +416,10 @@ class Supervisor:
             self._parking -= 1
             self._park_ended.set()
 
-    async def _start(self, *, fresh_interpreter: bool) -> LocalSandbox:
+    async def _start(self, *, fresh_interpreter: bool, bare: bool = False) -> LocalSandbox:
         """Make one; the caller has counted it in `_starting`."""
         try:
-            zygote = await self._living_zygote()
+            zygote = await (self._bare_zygote() if bare else self._living_zygote())
             if self._closing:
                 raise SandboxStartFailed("The supervisor is shutting down.")
             sandbox = self._fork(zygote, next(self._numbers), fresh_interpreter=fresh_interpreter)
@@ -355,6 +445,7 @@ class Supervisor:
                     number, zygote, mine, place, self._settings, self._sandbox_gone, self._numbers.__next__
                 )
                 undo.callback(sandbox.release)
+                sandbox.offer_packages(self._installer, unavailable=self._no_packages)
                 sandbox.tell_plan(json.dumps(asdict(self._plan(place, fresh_interpreter=fresh_interpreter))))
                 with joining(place.cgroup) as join:
                     zygote.request({"op": "spawn", "number": number}, [theirs.fileno(), *join])
@@ -421,6 +512,8 @@ class Supervisor:
         with contextlib.suppress(ValueError):
             self._parked.remove(sandbox)
         sandbox.release()
+        if self.on_gone is not None:
+            self.on_gone(sandbox)
         self._background(self._give_back(sandbox), even_when_closing=True)
 
     async def _give_back(self, sandbox: LocalSandbox) -> None:

@@ -8,13 +8,22 @@ import contextlib
 import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from fumehood.protocol.sandbox_errors import FileRefused, TooLarge
 from fumehood.sandboxd.helpers import Helper
 from fumehood.sandboxd.settings import Settings
 
 _PIECE = 256 * 1024
+
+
+class _Question(msgspec.Struct, frozen=True):
+    """What `inside.leave` asks."""
+
+    ask: Literal["room", "whole"]
+    size: int
 
 
 class SourceFailed(Exception):
@@ -91,15 +100,19 @@ class Upload:
                 os.close(fd)
             if "ask" not in message:
                 return message
-            helper.say(self._reply(message, finished=pump.done()))
+            try:
+                question = msgspec.convert(message, _Question)
+            except msgspec.ValidationError:
+                raise EOFError from None
+            helper.say(self._reply(question, finished=pump.done()))
 
-    def _reply(self, message: dict[str, Any], *, finished: bool) -> dict[str, Any]:
-        if message["ask"] == "whole":
-            if finished and message["size"] == self._sent:
+    def _reply(self, question: _Question, *, finished: bool) -> dict[str, Any]:
+        if question.ask == "whole":
+            if finished and question.size == self._sent:
                 return {"granted": True}
             return {"granted": False, "kind": "refused", "reason": "it did not arrive whole"}
         room = self._room()
-        if room is None or message["size"] <= room:
+        if room is None or question.size <= room:
             return {"granted": True}
         reason = "it does not fit into the sandbox's memory, of which files are a part"
         return {"granted": False, "kind": "refused", "reason": reason}

@@ -24,6 +24,7 @@ class UserRange:
     count: int
     own: tuple[int, int] | None = None  # user and group
     lock: IO[bytes] | None = None
+    installer: int | None = None  # of install jails: one for all supervisors, since they share a cache
 
     @property
     def zygote(self) -> int:
@@ -60,7 +61,11 @@ def reserve_users(
     Sandboxes of two supervisors under one kernel user would share its quotas.
     """
     base, room = _mapped(base, proc / "self/uid_map")
-    return _lock_block(base, room, directory, own=None)
+    users = _lock_block(base, room, directory, own=None)
+    users.installer = base + room - 1
+    if users.installer < users.first + users.count:
+        users.count -= 1  # it is not a sandbox's
+    return users
 
 
 def _mapped(base: int, uid_map: Path) -> tuple[int, int]:

@@ -257,7 +257,7 @@ async def test_parked_sandboxes_serve_either(net: Net, authority: object) -> Non
                 await asyncio.sleep(0.01)
         parked = supervisor._parked[0]  # pyright: ignore[reportPrivateUsage]
         assert parked._listeners  # pyright: ignore[reportPrivateUsage]
-        assert parked._door is None  # pyright: ignore[reportPrivateUsage]
+        assert parked._access is None  # pyright: ignore[reportPrivateUsage]
         box = await supervisor.create(SandboxSpec())
         assert box is parked
         assert len(box._listeners) == 0  # pyright: ignore[reportPrivateUsage]

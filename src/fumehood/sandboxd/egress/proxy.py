@@ -105,8 +105,9 @@ class Egress:
         environment = policy.environment() | (TRUST_ENVIRONMENT if trust else {})
         return Grant(policy, environment, trust, authority)
 
-    def door(self, grant: Grant) -> "Door":
-        return Door(self, self._settings, grant)
+    def access(self, grant: Grant) -> "Access":
+        """A door for one sandbox."""
+        return Access(self, self._settings, grant)
 
     @property
     def upstream_tls(self) -> ssl.SSLContext | None:
@@ -130,7 +131,7 @@ class Egress:
         return self.connections >= self._settings.egress_connections_total
 
 
-class Door:
+class Access:
     """One sandbox's door to the network: `environment` and `trust` are for inside."""
 
     def __init__(self, egress: Egress, settings: Settings, grant: Grant) -> None:
@@ -241,16 +242,16 @@ class Door:
             self._egress.on_event(event)
 
 
-def admit(door: Door | None, listeners: list[int], sandbox: str) -> Door | None:
-    """Let the proxy accept at a sandbox's first listener; without a door nobody ever does."""
+def admit(access: Access | None, listeners: list[int], sandbox: str) -> Access | None:
+    """Let the proxy accept at a sandbox's first listener; without access nobody ever does."""
     if not listeners:
-        if door is not None:
+        if access is not None:
             raise SandboxStartFailed("The sandbox has no way to the proxy.")
-    elif door is None:
+    elif access is None:
         os.close(listeners.pop(0))
     else:
-        door.open(listeners.pop(0), sandbox)
-    return door
+        access.open(listeners.pop(0), sandbox)
+    return access
 
 
 async def _stream(sock: socket.socket) -> SocketStream:

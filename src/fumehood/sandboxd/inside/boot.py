@@ -16,6 +16,8 @@ from fumehood.sandboxd.inside import layout, syscalls
 
 _NEW = "/new"
 _MASKS = "/masks"
+_FRONT = "/guest/fumehood/sandboxd/inside/front"  # what we put among the sandbox's packages
+_PIP = "#!{python}\nimport sys\n\nfrom pip import main\n\nsys.exit(main())\n"
 _START_WARDEN = (
     "import sys; sys.path.insert(0, {guest!r}); "
     "from fumehood.sandboxd.inside import warden; warden.main({fd})"
@@ -45,6 +47,7 @@ class Trees:
     site_keep: list[str]
     roots: dict[str, str | None]  # "/lib64" -> target of the link, or None for a real directory
     certificates: str | None
+    layers: str | None = None  # the store of further packages
 
     @classmethod
     def decode(cls, body: str) -> "Trees":
@@ -73,7 +76,7 @@ def _lay_out(trees: Trees) -> bool:
     directories = (
         *("/etc", "/opt", "/proc", "/dev", "/mnt", "/home", layout.STAGING),
         *layout.WRITABLE,
-        layout.CACHE,
+        *(layout.CACHE, layout.PACKAGES, layout.LAYERS),
     )
     for path in directories:
         os.makedirs(_NEW + path, exist_ok=True)
@@ -90,6 +93,9 @@ def _lay_out(trees: Trees) -> bool:
     neutral.append(_overlay("/guest" + guest, layout.GUEST + guest, hidden=set()))
     _etc(trees)
     _devices()
+    if trees.layers is not None:
+        # As bubblewrap bound it, read-only; the zygote takes it out of every sandbox's sight.
+        syscalls.mount(trees.layers, _NEW + layout.LAYERS, None, syscalls.MS_BIND)
     syscalls.mount(
         "proc", _NEW + "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC
     )
@@ -118,13 +124,22 @@ def _environment(trees: Trees) -> bool:
         os.symlink(f"{home}/{trees.executable}", f"{binaries}/{name}")
     with open(f"{_NEW}{layout.ENVIRONMENT}/pyvenv.cfg", "w") as file:
         file.write(f"home = {home}\ninclude-system-site-packages = false\nversion = {trees.version}\n")
+    for name in ("pip", "pip3"):
+        with open(f"{binaries}/{name}", "w") as file:
+            file.write(_PIP.format(python=f"{layout.ENVIRONMENT}/bin/python"))
+            os.fchmod(file.fileno(), 0o755)
     keep = set(trees.site_keep)
     hidden = {f"/{name}" for name in os.listdir(trees.site) if name not in keep} if keep else set[str]()
-    return _overlay(trees.site, f"{layout.ENVIRONMENT}/lib/{trees.library}/site-packages", hidden=hidden)
+    return _overlay(
+        trees.site,
+        f"{layout.ENVIRONMENT}/lib/{trees.library}/site-packages",
+        hidden=hidden | {"/pip"},
+        front=_FRONT,
+    )
 
 
-def _overlay(tree: str, target: str, *, hidden: set[str]) -> bool:
-    """Show `tree` at `target`, read-only, without the paths in `hidden`."""
+def _overlay(tree: str, target: str, *, hidden: set[str], front: str | None = None) -> bool:
+    """Show `tree` at `target`, read-only, without the paths in `hidden`, with what lies in `front`."""
     os.makedirs(_NEW + target, exist_ok=True)
     mask = f"{_MASKS}/{len(os.listdir(_MASKS))}"
     os.mkdir(mask)
@@ -136,7 +151,8 @@ def _overlay(tree: str, target: str, *, hidden: set[str]) -> bool:
                 os.makedirs(os.path.dirname(mask + path), exist_ok=True)
                 os.mknod(mask + path, 0o20000)  # character device 0:0, an overlay's "not here"
         # Relative names: what is given here is what mountinfo shows.
-        syscalls.mount("sandbox", _NEW + target, "overlay", flags, f"lowerdir={mask[1:]}:{tree[1:]}")
+        layers = [path[1:] for path in (front, mask, tree) if path is not None]
+        syscalls.mount("sandbox", _NEW + target, "overlay", flags, f"lowerdir={':'.join(layers)}")
     except OSError:
         syscalls.mount(tree, _NEW + target, None, syscalls.MS_BIND | syscalls.MS_REC)
         syscalls.mount(

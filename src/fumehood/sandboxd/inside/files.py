@@ -46,7 +46,7 @@ class Found:
 def checked(path: str) -> bytes:
     """A relative path as bytes, or UnsafePath: no `..`, no empty parts, no NUL, bounded."""
     try:
-        raw = os.fsencode(path)
+        raw = path.encode()
     except UnicodeEncodeError:
         raise UnsafePath("the path is not valid text") from None
     parts = raw.split(b"/")

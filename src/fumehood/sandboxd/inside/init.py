@@ -58,7 +58,7 @@ def send_handles(channel: socket.socket, plan: jail.Plan) -> None:
         os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC),
     ]
     if plan.walls == "namespaces":  # elsewhere the loopback interface is not the sandbox's own
-        handles.append(jail.listen(layout.EGRESS_PORT))
+        handles += [jail.listen(layout.EGRESS_PORT), jail.listen(layout.PIP_PORT)]
     (packet,) = wire.packets(wire.Message(wire.Kind.JAILED, wire.NO_CALL, b""))
     socket.send_fds(channel, [packet], handles)
     for handle in handles:

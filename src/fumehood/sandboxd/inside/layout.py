@@ -3,6 +3,8 @@
 PYTHON = "/opt/python"  # the interpreter's home, unless it is the distribution's own under /usr
 ENVIRONMENT = "/opt/sandbox"  # the virtual environment that user code sees
 GUEST = "/opt/fumehood/guest"  # this package, for the zygote and the runner only
+PACKAGES = "/opt/packages"  # empty, until a layer of further packages is attached
+LAYERS = "/opt/fumehood/layers"  # all such layers, for the zygote's helper only
 CACHE = "/opt/fumehood/cache"  # what the zygote prepares at start: matplotlib's font list
 MATPLOTLIB = "/home/user/.config/matplotlib"  # wants to be writable; refers to the cache
 DATA = "/mnt/data"
@@ -21,12 +23,13 @@ SYSTEM_TRUST = "/etc/ssl/certs/ca-certificates.crt"
 
 USER_ID = 1000  # what the code believes itself to be
 HOSTNAME = "sandbox"
+PIP_PORT = 3129  # on loopback: where `pip` inside asks the supervisor
 
 ENVIRON = {
     "HOME": HOME,
     "USER": "user",
     "LOGNAME": "user",
-    "PATH": f"{ENVIRONMENT}/bin:/usr/bin:/bin",
+    "PATH": f"{ENVIRONMENT}/bin:{PACKAGES}/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "TZ": "UTC",
     "TMPDIR": TEMPORARY,

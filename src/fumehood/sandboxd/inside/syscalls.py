@@ -34,6 +34,8 @@ RESOLVE_NO_SYMLINKS = 0x04
 RESOLVE_BENEATH = 0x08
 
 # The numbers of these calls are the same on every 64-bit architecture (they came after the tables were unified).
+_SYS_OPEN_TREE = 428
+_SYS_MOVE_MOUNT = 429
 _SYS_FSCONFIG = 431
 _SYS_FSPICK = 433
 _SYS_OPENAT2 = 437
@@ -44,6 +46,9 @@ _SYS_LANDLOCK_RESTRICT_SELF = 446
 _SYS_PIVOT_ROOT, _SYS_CAPSET = {"x86_64": (155, 126), "aarch64": (41, 91)}.get(os.uname().machine, (-1, -1))
 
 _CAPABILITY_VERSION_3 = 0x20080522
+_AT_FDCWD = -100
+_OPEN_TREE_CLONE = 0x1
+_MOVE_MOUNT_F_EMPTY_PATH = 0x4
 _FSPICK_EMPTY_PATH = 0x08
 _FSCONFIG_SET_STRING = 1
 _FSCONFIG_CMD_RECONFIGURE = 7
@@ -98,6 +103,26 @@ def unmount(target: str, flags: int = 0) -> None:
 
 def pivot_root(new: str, old: str) -> None:
     _call(f"pivot_root {new}", _SYS_PIVOT_ROOT, os.fsencode(new), os.fsencode(old))
+
+
+def clone_mount(path: str) -> int:
+    """A detached copy of the mount at `path`, as a descriptor."""
+    return _call(
+        f"open_tree {path}", _SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(path), _OPEN_TREE_CLONE | os.O_CLOEXEC
+    )
+
+
+def attach_mount(tree: int, target: str) -> None:
+    """Put a detached mount in place, on top of what is there."""
+    _call(
+        f"move_mount to {target}",
+        _SYS_MOVE_MOUNT,
+        tree,
+        b"",
+        _AT_FDCWD,
+        os.fsencode(target),
+        _MOVE_MOUNT_F_EMPTY_PATH,
+    )
 
 
 def set_hostname(name: str) -> None:

@@ -8,6 +8,7 @@ import __future__
 
 import ast
 import builtins
+import importlib
 import io
 import linecache
 import os
@@ -163,6 +164,8 @@ def shell(command: str) -> None:
         module = " -m pip" if head.startswith("pip") else ""
         command = f'"{sys.executable}"{module} {rest}'
     subprocess.run([shutil.which("bash") or "/bin/sh", "-c", command], check=False, stdin=subprocess.DEVNULL)
+    if " pip " in f" {command} ".replace("-m pip ", " pip "):
+        importlib.invalidate_caches()  # what it brought is to be found in this very cell
 
 
 def install_shell() -> None:

@@ -11,7 +11,7 @@ import os
 import socket
 from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import children, forks, helper, init, syscalls
+from fumehood.sandboxd.inside import attach, children, forks, helper, init, layout, syscalls
 
 _ZYGOTE = 0  # the number of the zygote among the children; sandboxes count from 1
 
@@ -19,9 +19,10 @@ _ZYGOTE = 0  # the number of the zygote among the children; sandboxes count from
 class Warden(children.Parent):
     """`spawn` answers with the pidfd of the sandbox's first process; `exited` follows when all of it has ended."""
 
-    def __init__(self, control: socket.socket, program: bytes) -> None:
+    def __init__(self, control: socket.socket, program: bytes, layers: int = -1) -> None:
         super().__init__(control)
         self.program = program
+        self._layers = layers  # a mount namespace that has the store of packages; no sandbox has
         self._helpers: set[int] = set()
         self.listen(control, self._request)
 
@@ -36,6 +37,8 @@ class Warden(children.Parent):
                 self._resize(request, fds)
             case "files":
                 self._help(number, request["uid"], fds)
+            case "attach":
+                self._attach(number, fds)
             case unknown:
                 raise ValueError(f"unknown request {unknown!r}")
 
@@ -71,12 +74,25 @@ class Warden(children.Parent):
         self._helpers.add(number)
         self.watch(number, pid)
 
+    def _attach(self, number: int, fds: list[int]) -> None:
+        """Put layers of packages into a sandbox; which ones, the helper hears after the fork."""
+        try:
+            pid = os.fork()
+        except OSError:
+            return  # the closed reply socket tells
+        if pid == 0:
+            fds = [*fds, *([self._layers] if self._layers >= 0 else [])]
+            children.only_these_fds(fds)
+            attach.help_with(socket.socket(fileno=fds[0]), fds[1:])
+        self._helpers.add(number)
+        self.watch(number, pid)
+
 
 class NamespaceWarden(Warden):
     """Mode `namespaces`: a jail of nested namespaces for each sandbox, into which the zygote forks its interpreter."""
 
-    def __init__(self, control: socket.socket, program: bytes, link: socket.socket) -> None:
-        super().__init__(control, program)
+    def __init__(self, control: socket.socket, program: bytes, layers: int, link: socket.socket) -> None:
+        super().__init__(control, program, layers)
         self._link = link
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -112,12 +128,23 @@ class NamespaceWarden(Warden):
         super().ended(number, code)
 
 
+def _withdraw_layers() -> int:
+    """Keep the store of packages in a mount namespace of its own: those forked from here on never had it."""
+    if not os.path.ismount(layout.LAYERS):
+        return -1
+    with_layers = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    os.unshare(os.CLONE_NEWNS)
+    syscalls.unmount(layout.LAYERS, syscalls.MNT_DETACH)
+    return with_layers
+
+
 def main(control_fd: int) -> NoReturn:
     """Start the zygote beside, hand its own socket to the supervisor, serve."""
     children.no_stdin()
     control = socket.socket(fileno=control_fd)
     request, _ = children.receive(control)
     program = base64.b64decode(request["program"])
+    layers = _withdraw_layers()
     link, zygote_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     supervisors, zygotes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
@@ -134,6 +161,6 @@ def main(control_fd: int) -> NoReturn:
     zygote_link.close()
     gc.disable()  # a collection in a fork would touch, and so copy, every object there is
     gc.freeze()
-    warden = NamespaceWarden(control, program, link)
+    warden = NamespaceWarden(control, program, layers, link)
     warden.watch(_ZYGOTE, pid)
     warden.serve()

@@ -1,0 +1,223 @@
+"""`fumehood sandbox`: the sandbox server from the command line; imports typer, and sandboxd when it runs."""
+
+import asyncio
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fumehood.cli_options import GuestSocketOption, Limits, LimitsOption, Mode, ModeOption, guest_socket_for
+
+if TYPE_CHECKING:
+    from fumehood.sandboxd.settings import Settings
+    from fumehood.sandboxd.sockets import Address, Listener
+
+TOKEN_VARIABLE = "FUMEHOOD_SANDBOX_TOKEN"  # noqa: S105 - its name, not its value
+NO_SERVER = 125
+EPILOG = """\b
+The token is read from --token-file or from the variable FUMEHOOD_SANDBOX_TOKEN.
+
+\b
+Exit codes:
+  0    it was stopped
+  2    this command was used wrongly
+  125  code cannot be isolated here, or nobody can be served at that place
+"""
+_LEAST_TOKEN = 16
+
+
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def sandbox(
+    context: typer.Context,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            show_default="127.0.0.1:8080, in mode pod 0.0.0.0:8080",
+            help="Where to listen; port 0 takes any that is free. Other places than loopback need a token.",
+        ),
+    ] = None,
+    socket: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Listen on this unix socket instead, for this user only."),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The file that holds the token which callers have to show."),
+    ] = None,
+    mode: ModeOption = Mode.NAMESPACES,
+    limits: LimitsOption = Limits.ENFORCED,
+    guest_socket: GuestSocketOption = None,
+    pool: Annotated[int, typer.Option(min=0, help="Sandboxes kept ready.")] = 4,
+    capacity: Annotated[int, typer.Option(min=1, help="How many sandboxes may live at once.")] = 256,
+    tenant_sandboxes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="How many of them one tenant may have.")
+    ] = None,
+    tenant_memory: Annotated[
+        int | None,
+        typer.Option(metavar="BYTES", min=1, help="What the memory of one tenant's sandboxes may add up to."),
+    ] = None,
+    idle_seconds: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="End a sandbox that nobody used for so long; 0 means never."),
+    ] = 86_400.0,
+    file_bytes: Annotated[
+        int, typer.Option(metavar="BYTES", min=1, help="The largest file or archive that is taken.")
+    ] = 4 << 30,
+    preload: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Packages that every sandbox has loaded when it starts, with commas between them.",
+        ),
+    ] = "numpy,pandas,pyarrow,matplotlib",
+    grace: Annotated[
+        float, typer.Option(metavar="SECONDS", help="When stopped, give running code so long to end.")
+    ] = 10.0,
+    exit_with_stdin: Annotated[
+        bool,
+        typer.Option(
+            "--exit-with-stdin",
+            help="Stop when standard input ends: whoever holds its other end has ended too.",
+        ),
+    ] = False,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="How to write the log, to standard error.")
+    ] = LogFormat.TEXT,
+    log_level: Annotated[LogLevel, typer.Option(help="What to write to it.")] = LogLevel.INFO,
+) -> None:
+    """Serve sandboxes over HTTP, to a gateway or to any program that speaks docs/sandbox-protocol.md.
+
+    SIGTERM or Ctrl-C stops it in good order, a second one at once.
+    """
+    _check_seconds(idle_seconds, "--idle-seconds")
+    _check_seconds(grace, "--grace")
+    if sys.platform != "linux":
+        print("Sandboxes need Linux.", file=sys.stderr)
+        raise typer.Exit(NO_SERVER)
+    from fumehood.sandboxd import logs
+    from fumehood.sandboxd.settings import Settings
+
+    address = _address(listen, socket, mode)
+    token = _token(token_file)
+    if token is None and not address.private:
+        raise typer.BadParameter(
+            f"{address.host} can be reached from other machines: put a token into a file and name it with "
+            f"--token-file, or set {TOKEN_VARIABLE}",
+            param_hint="--listen",
+        )
+    settings = Settings(
+        preload=tuple(filter(None, preload.split(","))),
+        mode=mode.value,
+        limits=limits.value,
+        guest_socket=guest_socket_for(context, mode, guest_socket),
+        pool=pool,
+        capacity=capacity,
+        tenant_sandboxes=tenant_sandboxes,
+        tenant_memory=tenant_memory,
+        idle_seconds=idle_seconds or None,
+        file_bytes=file_bytes,
+    )
+    logs.configure(log_format.value, getattr(logging, log_level.value.upper()))
+    if exit_with_stdin:
+        threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
+    raise typer.Exit(_run(settings, address, token, grace))
+
+
+def _check_seconds(value: float, option: str) -> None:
+    if not 0 <= value < math.inf:
+        raise typer.BadParameter("must be a number of seconds", param_hint=option)
+
+
+def _address(listen: str | None, socket: Path | None, mode: Mode) -> "Address":
+    from fumehood.sandboxd.sockets import Address
+
+    if socket is not None:
+        if listen is not None:
+            raise typer.BadParameter("--listen and --socket exclude each other", param_hint="--socket")
+        return Address(path=socket)
+    try:
+        return Address.parse(listen or ("0.0.0.0:8080" if mode is Mode.POD else "127.0.0.1:8080"))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--listen") from error
+
+
+def _token(file: Path | None) -> str | None:
+    """What callers have to show; never from the command line, where every process could read it."""
+    if file is not None:
+        hint = "--token-file"
+        try:
+            token = file.read_text().strip()
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise typer.BadParameter(f"{file}: {reason}", param_hint=hint) from error
+    else:
+        hint = TOKEN_VARIABLE
+        given = os.environ.pop(TOKEN_VARIABLE, None)
+        if given is None:
+            return None
+        token = given.strip()
+    if len(token) < _LEAST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+        raise typer.BadParameter(
+            f"a token has at least {_LEAST_TOKEN} printable characters and no spaces", param_hint=hint
+        )
+    return token
+
+
+def _stop_at_end_of_input() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _run(settings: "Settings", address: "Address", token: str | None, grace: float) -> int:
+    from fumehood.sandboxd.errors import IsolationUnavailable
+    from fumehood.sandboxd.sockets import CannotListen, listen
+
+    try:
+        listener = listen(address)
+    except CannotListen as error:
+        print(error, file=sys.stderr)
+        return NO_SERVER
+    try:
+        _serve(settings, listener, token, grace)
+    except IsolationUnavailable as error:
+        print(f"Code cannot be isolated here, so nothing is served. {error.reason}", file=sys.stderr)
+        print(error.advice, file=sys.stderr)
+        return NO_SERVER
+    finally:
+        listener.close()
+    return 0
+
+
+def _serve(settings: "Settings", listener: "Listener", token: str | None, grace: float) -> None:
+    import uvloop
+
+    from fumehood.sandboxd.server import Server
+
+    def ready(where: str) -> None:
+        print(f"Serving sandboxes on {where} (mode {settings.mode}).", flush=True)
+
+    async def serve() -> None:
+        await Server(settings, listener, token=token, grace=grace).run(ready)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve())

@@ -1,0 +1,330 @@
+"""A sandbox server of one's own on this host, started and ended with its user; imports `interfaces` and siblings."""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, cast
+
+from fumehood.interfaces import SandboxRef
+from fumehood.protocol.sandbox import Health, Limits, Mode, SandboxInfo, SandboxSpec
+from fumehood.protocol.sandbox_errors import SandboxError, SandboxGone, Unreachable
+from fumehood.sandbox.http import Patience
+from fumehood.sandbox.remote import RemoteSandbox, RemoteSandboxes
+
+logger = logging.getLogger(__name__)
+
+# What the server may know of this process's environment. Everything else could be a secret.
+_PASSED_ON = (
+    "FUMEHOOD_PACKAGES_DIR",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "PATH",
+    "TMPDIR",
+    "TZ",
+    "XDG_CACHE_HOME",
+    "XDG_RUNTIME_DIR",
+)
+_PREFIX = "fumehood-local-"
+_LONGEST_BASE = 65  # a socket's path has at most 107 bytes
+_ABANDONED_AFTER = 60.0
+_STOP_SECONDS = 15.0
+_LAST_WORDS = 20
+_LINE_LIMIT = 1 << 20
+# It is next door: what is not there at once will not come.
+_PATIENCE = Patience(retries=4, backoff=0.05)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSettings:
+    """
+    mode, limits, pool, capacity: as the options of `fumehood sandbox`, which has more of them.
+    options: those others, as one would write them.
+    environment: variables for the server besides the few that it is given anyway, e.g. FUMEHOOD_INDEX_URL, which
+        may hold a password.
+    start_seconds: until a server that is not ready counts as failed.
+    """
+
+    mode: Mode = "namespaces"
+    limits: Limits = "enforced"
+    pool: int = 4
+    capacity: int = 256
+    options: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    start_seconds: float = 120.0
+
+    def command(self, socket: Path) -> list[str]:
+        chosen: list[tuple[str, object]] = [
+            ("--socket", socket),
+            ("--mode", self.mode),
+            ("--limits", self.limits),
+            ("--pool", self.pool),
+            ("--capacity", self.capacity),
+            ("--log-format", "json"),
+            ("--grace", 0),
+        ]
+        options = [str(part) for option in chosen for part in option]
+        # -P: the working directory is not a place to import from.
+        return [
+            sys.executable,
+            "-P",
+            "-m",
+            "fumehood",
+            "sandbox",
+            "--exit-with-stdin",
+            *options,
+            *self.options,
+        ]
+
+    def environ(self) -> dict[str, str]:
+        passed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        return {**passed, **self.environment}
+
+
+class LocalSandboxes:
+    """A `SandboxProvider` on a server that it starts itself, when it is first needed and when it has died.
+
+    The server listens on a unix socket that only this user can open, and ends with this process, however that ends.
+    Its sandboxes end with it: they are then SandboxGone. `async with` starts it at once, and closes it.
+
+    Starting raises Unreachable with the server's own words, e.g. why code cannot be isolated here.
+    """
+
+    def __init__(self, settings: LocalSettings | None = None) -> None:
+        self._settings = settings or LocalSettings()
+        self._server: _Server | None = None
+        self._starting = asyncio.Lock()
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        await self._living()
+
+    async def create(self, spec: SandboxSpec, name: str | None = None) -> SandboxRef:
+        return await self._ask(lambda remote: remote.create(spec, name))
+
+    async def attach(self, ref: SandboxRef) -> RemoteSandbox:
+        return await self._ask(lambda remote: remote.attach(ref))
+
+    async def destroy(self, ref: SandboxRef) -> None:
+        await self._ask(lambda remote: remote.destroy(ref))
+
+    async def sandboxes(self) -> list[SandboxInfo]:
+        return await self._ask(lambda remote: remote.sandboxes())
+
+    async def health(self) -> Health:
+        return await self._ask(lambda remote: remote.health())
+
+    async def _ask[T](self, question: Callable[[RemoteSandboxes], Awaitable[T]]) -> T:
+        """Ask the server; if it dies meanwhile, its successor."""
+        server = await self._living()
+        try:
+            return await question(server.remote)
+        except SandboxGone:
+            if server.alive or self._closed:
+                raise
+        return await question((await self._living()).remote)
+
+    async def close(self) -> None:
+        self._closed = True
+        async with self._starting:
+            if self._server is not None:
+                await self._server.close()
+                self._server = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the server, while one runs."""
+        return None if self._server is None or not self._server.alive else self._server.process.pid
+
+    async def _living(self) -> "_Server":
+        async with self._starting:
+            if self._closed:
+                raise Unreachable("The sandbox server on this host has been closed.")
+            if self._server is not None and not self._server.alive:
+                logger.error("The sandbox server on this host ended by itself; another one is started.")
+                await self._server.close()
+                self._server = None
+            if self._server is None:
+                self._server = await _Server.start(self._settings)
+            return self._server
+
+
+class _Server:
+    """One process and all that belongs to it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, home: "_Home") -> None:
+        self.process = process
+        self.remote = RemoteSandboxes(f"unix:{home.socket}", patience=_PATIENCE, explain=self._explain)
+        self._home = home
+        self._words: deque[str] = deque(maxlen=_LAST_WORDS)
+        self._listening = asyncio.ensure_future(self._listen())
+
+    @property
+    def alive(self) -> bool:
+        if self.process.returncode is not None:
+            return False
+        try:  # the loop may not have heard of it yet
+            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return False
+        return ended is None
+
+    @classmethod
+    async def start(cls, settings: LocalSettings) -> Self:
+        home = await asyncio.to_thread(_Home)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *settings.command(home.socket),
+                stdin=asyncio.subprocess.PIPE,  # its end tells the server that this process has ended
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=settings.environ(),
+                cwd="/",
+                start_new_session=True,
+                limit=_LINE_LIMIT,
+            )
+        except BaseException:
+            await asyncio.to_thread(home.remove)
+            raise
+        server = cls(process, home)
+        try:
+            await server._wait_ready(settings.start_seconds)
+        except BaseException:
+            await asyncio.shield(asyncio.ensure_future(server.close()))
+            raise
+        return server
+
+    async def _wait_ready(self, seconds: float) -> None:
+        assert self.process.stdout is not None  # noqa: S101 - asked for above
+        try:
+            async with asyncio.timeout(seconds):
+                if await self.process.stdout.readline():
+                    return
+                await self.process.wait()
+                await self._listening
+        except TimeoutError:
+            raise Unreachable(
+                f"The sandbox server on this host was not ready within {seconds:g} s."
+            ) from None
+        words = " ".join(self._words) or f"it ended with exit code {self.process.returncode}"
+        raise Unreachable(f"The sandbox server on this host cannot start: {words}")
+
+    def _explain(self, error: Unreachable) -> SandboxError:
+        if self.alive:
+            return error
+        return SandboxGone("The sandbox is gone: its server on this host has ended.")
+
+    async def _listen(self) -> None:
+        """Pass on what the server logs; keep what else it says."""
+        assert self.process.stderr is not None  # noqa: S101
+        while True:
+            try:
+                line = await self.process.stderr.readline()
+            except ValueError:  # longer than anybody would read
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").strip()
+            if text and not _log(text):
+                self._words.append(text)
+
+    async def close(self) -> None:
+        """End it: by its standard input, then by signals; remove what it leaves."""
+        await self.remote.close()
+        try:
+            if self.process.stdin is not None:
+                self.process.stdin.close()
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.process.wait(), _STOP_SECONDS)
+                    break
+                self._signal(number)
+            await self.process.wait()
+        finally:
+            if self.alive:
+                self._signal(signal.SIGKILL)
+            self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
+            await asyncio.to_thread(self._home.remove)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)  # it is not reaped yet, so the number is its own
+
+
+def _log(text: str) -> bool:
+    """Repeat a line of the server's log in ours; False if it is none."""
+    try:
+        line: Any = json.loads(text)
+    except ValueError:
+        return False
+    if not isinstance(line, dict) or "event" not in line:
+        return False
+    fields = {str(key): value for key, value in cast("dict[Any, Any]", line).items()}
+    level = logging.getLevelNamesMapping().get(str(fields.pop("level", "")).upper(), logging.INFO)
+    fields.pop("time", None)
+    event = fields.pop("event")
+    said = fields.pop("message") if event == "message" and "message" in fields else event
+    details = " ".join(f"{key}={value!r}" for key, value in fields.items())
+    logger.log(level, "%s", f"{said} {details}".rstrip())
+    return True
+
+
+class _Home:
+    """A directory for the socket, for this user only, which tells others that it is in use."""
+
+    def __init__(self) -> None:
+        base = tempfile.gettempdir()
+        if len(os.fsencode(base)) > _LONGEST_BASE:
+            base = "/tmp"  # noqa: S108 - what is made there is private
+        sweep(Path(base))
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        self.socket = self.path / "socket"
+        self._lock = _lock(self.path)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _lock(directory: Path) -> int | None:
+    """The directory's lock, or None if somebody has it."""
+    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def sweep(base: Path) -> None:
+    """Remove what processes left that were killed."""
+    for path in base.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            about = path.lstat()
+            old = time.time() - about.st_mtime > _ABANDONED_AFTER  # else it may be about to be locked
+            if about.st_uid == os.geteuid() and old and (lock := _lock(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)

@@ -1,0 +1,92 @@
+"""Writes what the sandbox server does as lines for people or as JSON; imports msgspec and the standard library.
+
+Events have names and fields. Whatever a field holds is escaped, so that no line can pretend to be two.
+"""
+
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Literal, override
+
+import msgspec
+
+type LogFormat = Literal["text", "json"]
+type Field = str | int | float | bool | None
+
+logger = logging.getLogger("fumehood.sandboxd")
+
+_MOST = 2000  # characters of one field
+
+
+def event(name: str, *, level: int = logging.INFO, **fields: Field) -> None:
+    """Log one event; costs next to nothing where its level is off."""
+    if logger.isEnabledFor(level):
+        logger.log(level, name, extra={"fields": fields})
+
+
+def configure(form: LogFormat, level: int) -> None:
+    """Send the logs of this package and of its web server to standard error."""
+    # Nothing of this is in a line, and finding it out costs more than writing it.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if form == "json" else _Text())
+    for name in ("fumehood", "uvicorn"):
+        chosen = logging.getLogger(name)
+        chosen.handlers = [handler]
+        chosen.propagate = False
+        chosen.setLevel(level)
+    # What the web server says at this level is said by events already.
+    logging.getLogger("uvicorn").setLevel(max(level, logging.WARNING))
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Field]:
+    """An event's own fields; a plain message of any other logger becomes one."""
+    given: dict[str, Field] | None = getattr(record, "fields", None)
+    if given is None:
+        fields: dict[str, Field] = {"event": "message", "message": record.getMessage()[:_MOST]}
+    else:
+        fields = {"event": str(record.msg)}
+        fields |= {
+            key: value[:_MOST] if isinstance(value, str) else value
+            for key, value in given.items()
+            if value is not None
+        }
+    if record.exc_info:
+        fields["traceback"] = logging.Formatter().formatException(record.exc_info)
+    return fields
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+
+
+class _Json(logging.Formatter):
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": _time(record), "level": record.levelname.lower(), **_fields(record)}
+        return msgspec.json.encode(line).decode()
+
+
+class _Text(logging.Formatter):
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        fields = _fields(record)
+        name = fields.pop("event")
+        traceback = fields.pop("traceback", None)
+        if name == "message":
+            shown = _visible(str(fields.pop("message")))
+        else:
+            shown = " ".join(
+                [str(name), *(f"{key}={_visible(_quoted(value))}" for key, value in fields.items())]
+            )
+        line = f"{_time(record)} {record.levelname.lower():7} {shown}"
+        return line if traceback is None else f"{line}\n{traceback}"
+
+
+def _quoted(value: Field) -> str:
+    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    return msgspec.json.encode(text).decode() if not text or " " in text or '"' in text else text
+
+
+def _visible(text: str) -> str:
+    return "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in text)

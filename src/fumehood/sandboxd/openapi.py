@@ -1,0 +1,158 @@
+"""Describes the HTTP server as OpenAPI 3.1, from the types themselves; imports msgspec and siblings."""
+
+from collections.abc import Iterable
+from importlib import metadata
+from typing import Any
+
+import msgspec
+
+from fumehood.protocol.sandbox import AnyOutput
+from fumehood.protocol.sandbox_errors import ErrorBody
+from fumehood.sandboxd.http_exchange import EXECUTION_HEADER, PROTOCOL_HEADER
+from fumehood.sandboxd.operations import NDJSON, OPERATIONS, Operation, Parameter
+from fumehood.sandboxd.settings import Settings
+
+type Json = dict[str, Any]
+
+_REF = "#/components/schemas/{name}"
+_ERRORS = {
+    400: "A parameter or body that cannot be served; `param` names it.",
+    401: "No token, or the wrong one.",
+    404: "No such sandbox, execution or file.",
+    405: "The path does not know this method.",
+    409: "The id is taken by something else.",
+    410: "The sandbox has ended; the message says why.",
+    413: "More than a limit allows.",
+    429: "The same request may be served later.",
+    500: "The server failed.",
+    503: "The server is starting or stopping, or a sandbox could not be made.",
+}
+
+
+def document(settings: Settings, *, protected: bool) -> Json:
+    """The whole description; `protected` says whether a token is wanted."""
+    schemas, components = _schemas()
+    paths: dict[str, Json] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(
+            operation, schemas, settings, protected=protected
+        )
+    found: Json = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Fumehood sandbox server",
+            "version": metadata.version("fumehood"),
+            "description": "Runs Python in isolated sandboxes. docs/sandbox-protocol.md has the rules in words.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+    if protected:
+        found["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    return found
+
+
+def _types() -> list[Any]:
+    kinds: list[Any] = [AnyOutput, ErrorBody]
+    for operation in OPERATIONS:
+        kinds += [operation.body, *operation.answers.values()]
+        kinds += [parameter.schema for parameter in operation.parameters]
+    return [kind for kind in kinds if kind is not None and not isinstance(kind, str | dict)]
+
+
+def _schemas() -> tuple[dict[int, Json], Json]:
+    """The schema of each type by its identity, and what they refer to."""
+    kinds = _types()
+    made, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    return {id(kind): schema for kind, schema in zip(kinds, made, strict=True)}, components
+
+
+def _operation(
+    operation: Operation, schemas: dict[int, Json], settings: Settings, *, protected: bool
+) -> Json:
+    described: Json = {
+        "operationId": operation.handler,
+        "summary": operation.summary,
+        "parameters": [*(_parameter(parameter, schemas) for parameter in operation.parameters), _version()],
+        "responses": dict(_responses(operation, schemas, protected=protected)),
+    }
+    if operation.body is not None:
+        described["requestBody"] = _body(operation, schemas, settings)
+    if protected:
+        described["security"] = [{"token": []}] if operation.protected else [{}, {"token": []}]
+    return described
+
+
+def _parameter(parameter: Parameter, schemas: dict[int, Json]) -> Json:
+    return {
+        "name": parameter.name,
+        "in": parameter.place,
+        "description": parameter.description,
+        "required": parameter.place == "path" or parameter.required,
+        "schema": schemas.get(id(parameter.schema), parameter.schema),
+    }
+
+
+def _version() -> Json:
+    return {
+        "name": PROTOCOL_HEADER,
+        "in": "header",
+        "description": "The version of the protocol that the caller speaks; another one than the server's is refused.",
+        "required": False,
+        "schema": {"type": "string", "const": "1"},
+    }
+
+
+def _body(operation: Operation, schemas: dict[int, Json], settings: Settings) -> Json:
+    if isinstance(operation.body, str):
+        content: Json = {operation.body: {"schema": {"type": "string", "format": "binary"}}}
+        limit = settings.file_bytes
+    else:
+        content = {"application/json": {"schema": schemas[id(operation.body)]}}
+        limit = settings.one_shot_bytes if operation.handler == "execute_once" else settings.request_bytes
+    return {
+        "required": not operation.body_optional,
+        "description": f"At most {limit} bytes.",
+        "content": content,
+    }
+
+
+def _responses(
+    operation: Operation, schemas: dict[int, Json], *, protected: bool
+) -> Iterable[tuple[str, Json]]:
+    headers = {PROTOCOL_HEADER: {"schema": {"type": "string"}}}
+    for status, kind in operation.answers.items():
+        answer: Json = {"description": operation.summary, "headers": headers}
+        if isinstance(kind, str):
+            answer["content"] = {kind: {"schema": _text_schema(kind)}}
+        elif kind is not None:
+            answer["content"] = {"application/json": {"schema": schemas[id(kind)]}}
+        if kind == NDJSON:
+            answer["description"] = "One event a line; empty lines are signs of life and mean nothing."
+            answer["headers"] = {**headers, EXECUTION_HEADER: {"schema": {"type": "string"}}}
+            answer["x-ndjson-schema"] = {"anyOf": schemas[id(AnyOutput)]["anyOf"]}
+        yield str(status), answer
+    if operation.handler == "health":
+        yield "503", {**answer_of(operation, schemas), "description": "It is starting or stopping."}
+    statuses = {400, *operation.errors, *([401] if protected and operation.protected else [])}
+    if operation.handler not in ("health", "metrics", "openapi"):
+        statuses |= {500, 503}
+    for status in sorted(statuses):
+        extra: Json = {"retry-after": {"schema": {"type": "integer"}}} if status == 429 else {}
+        yield (
+            str(status),
+            {
+                "description": _ERRORS[status],
+                "headers": {**headers, **extra},
+                "content": {"application/json": {"schema": schemas[id(ErrorBody)]}},
+            },
+        )
+
+
+def answer_of(operation: Operation, schemas: dict[int, Json]) -> Json:
+    return {"content": {"application/json": {"schema": schemas[id(operation.answers[200])]}}}
+
+
+def _text_schema(kind: str) -> Json:
+    return {"type": "object"} if kind == "application/json" else {"type": "string"}

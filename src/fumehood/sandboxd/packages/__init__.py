@@ -1,0 +1,1 @@
+"""Further packages for sandboxes: asked for, resolved, installed, stored, attached; imports nothing itself."""

@@ -1,0 +1,74 @@
+"""What every sandbox has already: Python, platform, packages; imports `packaging` and the standard library.
+
+uv is told of these packages as constraints, and finds each as a wheel that has metadata only: so it can resolve
+against them whether or not the index has them, and without fetching anything.
+"""
+
+import functools
+import hashlib
+import io
+import json
+import platform
+import sysconfig
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import Distribution
+from pathlib import Path
+
+from packaging.utils import canonicalize_name, canonicalize_version
+
+_WHEEL = "Wheel-Version: 1.0\nGenerator: fumehood\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+@dataclass(frozen=True)
+class Base:
+    """key: what a layer was built for must be what it is used with."""
+
+    find: Callable[
+        [], Mapping[str, Distribution]
+    ]  # takes a while, and not every server is asked for packages
+
+    @functools.cached_property
+    def distributions(self) -> Mapping[str, Distribution]:
+        return self.find()
+
+    @functools.cached_property
+    def versions(self) -> dict[str, str]:
+        return {canonicalize_name(name): item.version for name, item in self.distributions.items()}
+
+    @functools.cached_property
+    def key(self) -> str:
+        about = [
+            platform.python_version(),
+            platform.python_implementation(),
+            sysconfig.get_platform(),
+            platform.libc_ver(),
+            sorted(self.versions.items()),
+        ]
+        return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+    @functools.cached_property
+    def stubs(self) -> dict[str, bytes]:
+        """File name and content of a wheel for each, with its metadata and nothing else."""
+        made: dict[str, bytes] = {}
+        for name, distribution in self.distributions.items():
+            metadata = distribution.read_text("METADATA")
+            if metadata is None:
+                continue
+            stem = f"{canonicalize_name(name).replace('-', '_')}-{_file_version(distribution.version)}"
+            content = io.BytesIO()
+            with zipfile.ZipFile(content, "w") as archive:
+                for member, text in (("METADATA", metadata), ("WHEEL", _WHEEL), ("RECORD", "")):
+                    archive.writestr(zipfile.ZipInfo(f"{stem}.dist-info/{member}"), text)
+            made[f"{stem}-py3-none-any.whl"] = content.getvalue()
+        return made
+
+    def write_stubs(self, directory: Path) -> None:
+        directory.mkdir(mode=0o755)
+        for name, content in self.stubs.items():
+            (directory / name).write_bytes(content)
+
+
+def _file_version(version: str) -> str:
+    return canonicalize_version(version, strip_trailing_zero=False).replace("-", "_")

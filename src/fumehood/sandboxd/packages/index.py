@@ -1,0 +1,63 @@
+"""Where packages come from, and keeping its secrets out of what is said; imports only the standard library."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+# The first one that is set counts.
+_VARIABLES = ("FUMEHOOD_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+_MOST_SAID = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """url: None is uv's own default; credentials in it travel only through the environment of the install jail."""
+
+    url: str | None
+    find_links: Path | None
+    proxies: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def find(
+        cls, url: str | None, find_links: Path | None, environ: Mapping[str, str] = os.environ
+    ) -> "Index":
+        url = url or next((environ[name] for name in _VARIABLES if environ.get(name)), None)
+        names = [name for proxy in _PROXIES for name in (proxy, proxy.lower())]
+        return cls(url, find_links, tuple((name, environ[name]) for name in names if environ.get(name)))
+
+    @property
+    def identity(self) -> str:
+        """What tells it from another one, without credentials."""
+        return f"{_without_credentials(self.url or '')} {self.find_links or ''}"
+
+    def environment(self) -> dict[str, str]:
+        chosen = dict(self.proxies)
+        if self.url is not None:
+            chosen["UV_DEFAULT_INDEX"] = self.url
+        return chosen
+
+    def scrub(self, text: str) -> str:
+        """Fit to be shown: no credentials, no control characters, bounded."""
+        text = text[: 16 * _MOST_SAID]
+        for address in (self.url, *(value for _, value in self.proxies)):
+            for secret in _credentials(address or ""):
+                text = text.replace(secret, "****")
+        text = re.sub(r"://[^\s/@]+@", "://****@", text)
+        text = "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
+        return text if len(text) <= _MOST_SAID else text[:_MOST_SAID] + "…"
+
+
+def _without_credentials(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def _credentials(url: str) -> list[str]:
+    """The user and password of a URL as they may be quoted, the longest first; a mere user name may be a token."""
+    user = urlsplit(url).netloc.rpartition("@")[0]
+    name, _, password = user.partition(":")
+    return [secret for secret in (user, password, name) if len(secret) > 3]

@@ -1,0 +1,140 @@
+"""One sandbox as its callers see it: a name, calls by id, files; imports `fumehood.protocol` and siblings."""
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator
+
+from fumehood.protocol.sandbox import (
+    AnyOutput,
+    ArchiveFormat,
+    End,
+    ExecuteRequest,
+    FileEntry,
+    FileListing,
+    SandboxInfo,
+    SandboxSpec,
+    Unpacked,
+)
+from fumehood.protocol.sandbox_errors import SandboxGone
+from fumehood.sandboxd.calls import Call, Calls
+from fumehood.sandboxd.executions import Execution
+from fumehood.sandboxd.files import OpenFile
+from fumehood.sandboxd.sandbox import LocalSandbox
+from fumehood.sandboxd.settings import Settings
+
+
+class ServedSandbox:
+    """Made by `Service`; has the shape of the seam `Sandbox`, and raises what that says."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: SandboxSpec,
+        local: LocalSandbox,
+        settings: Settings,
+        *,
+        check: Callable[[], None],
+        on_begin: Callable[[Execution, LocalSandbox], None],
+        on_end: Callable[["ServedSandbox", Call, End], None],
+    ) -> None:
+        self.id = name
+        self.spec = spec
+        self.local = local
+        self.calls = Calls(local, settings, lambda call, end: on_end(self, call, end))
+        self.created_at = self.last_used_at = time.time()
+        self._check = check
+        self._on_begin = on_begin
+        self._last_used = time.monotonic()
+        self._users = 0
+
+    @property
+    def gone(self) -> str | None:
+        return self.local.gone
+
+    def info(self) -> SandboxInfo:
+        return SandboxInfo(
+            id=self.id,
+            memory=self.spec.memory,
+            tenant=self.spec.tenant,
+            created_at=self.created_at,
+            last_used_at=self.last_used_at,
+            running=self.calls.running,
+            waiting=self.calls.waiting,
+        )
+
+    # ---- use --------------------------------------------------------------------------------------------------
+
+    def idle_for(self) -> float:
+        """Seconds since it was last used; 0 while something goes on."""
+        return 0 if self._users or not self.calls.idle else time.monotonic() - self._last_used
+
+    def touch(self) -> None:
+        self.last_used_at = time.time()
+        self._last_used = time.monotonic()
+
+    @contextlib.contextmanager
+    def _using(self) -> Generator[None]:
+        if self.gone is not None:
+            raise SandboxGone(f"The sandbox is gone: {self.gone}.")
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            self.touch()
+
+    # ---- calls ------------------------------------------------------------------------------------------------
+
+    def begin(self, request: ExecuteRequest) -> Call:
+        """Start a call or find it again; what comes of it is in its log."""
+        self._check()
+        call = self.calls.begin(request)
+        if not call.execution.ended:
+            self._on_begin(call.execution, self.local)
+        self.touch()
+        return call
+
+    async def execute(self, request: ExecuteRequest) -> AsyncGenerator[AnyOutput]:
+        async for batch in self.begin(request).batches():
+            for event in batch:
+                yield event
+
+    async def follow(self, execution_id: str, *, after: int = -1) -> AsyncGenerator[AnyOutput]:
+        async for batch in self.calls.find(execution_id).batches(after):
+            for event in batch:
+                yield event
+
+    async def interrupt(self, execution_id: str | None = None) -> bool:
+        with self._using():
+            return self.calls.interrupt(execution_id)
+
+    # ---- files ------------------------------------------------------------------------------------------------
+
+    async def list(self, since: str | None = None) -> FileListing:
+        with self._using():
+            return await self.local.files.list(since)
+
+    @contextlib.asynccontextmanager
+    async def open(self, path: str) -> AsyncGenerator[OpenFile]:
+        with self._using():
+            async with await self.local.files.open(path) as opened:
+                yield opened
+
+    async def read(self, path: str) -> AsyncGenerator[bytes]:
+        async with self.open(path) as opened:
+            async for chunk in opened.chunks():
+                yield chunk
+
+    async def write(self, path: str, content: bytes | AsyncIterable[bytes]) -> FileEntry:
+        with self._using():
+            return await self.local.files.write(path, content)
+
+    async def delete(self, path: str) -> None:
+        with self._using():
+            await self.local.files.delete(path)
+
+    async def unpack(
+        self, content: bytes | AsyncIterable[bytes], *, kind: ArchiveFormat, into: str = ""
+    ) -> Unpacked:
+        with self._using():
+            return await self.local.files.unpack(content, kind=kind, into=into)

@@ -1,0 +1,190 @@
+"""A sandbox server that a process starts for itself; real sandboxes. Imports pytest and fumehood."""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
+
+import pytest
+
+from fumehood.interfaces import SandboxRef
+from fumehood.protocol.sandbox import ExecuteRequest, SandboxSpec, Stdout
+from fumehood.protocol.sandbox_errors import SandboxGone, SandboxNotFound, Unreachable
+from fumehood.sandbox.local import LocalSandboxes, LocalSettings, sweep
+from tests.support.sandboxes import has_cgroups
+
+SETTINGS = LocalSettings(
+    pool=0, limits="enforced" if has_cgroups() else "best-effort", options=("--preload", "")
+)
+PATIENCE = 60
+
+
+@pytest.fixture
+def short_path() -> Generator[Path]:
+    """The path of a socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="fh", dir="/tmp") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+async def local(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[LocalSandboxes]:
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
+    async with LocalSandboxes(SETTINGS) as provider:
+        yield provider
+    assert list(short_path.iterdir()) == []
+
+
+async def until_ended(pid: int) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while _running(pid):
+        assert time.monotonic() < deadline, "the server is still there"
+        await asyncio.sleep(0.02)
+
+
+def _running(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return "\nState:\tZ" not in status  # whoever inherits it may take its time to notice
+
+
+async def printed(provider: LocalSandboxes, code: str) -> str:
+    sandbox = await provider.attach(await provider.create(SandboxSpec(), "one"))
+    events = [event async for event in sandbox.execute(ExecuteRequest(code=code))]
+    return "".join(event.text for event in events if isinstance(event, Stdout))
+
+
+async def test_it_starts_serves_and_ends(local: LocalSandboxes) -> None:
+    pid = local.pid
+    assert pid is not None
+    assert os.getsid(pid) == pid
+    assert await printed(local, "print(6 * 7)") == "42\n"
+    assert (await local.health()).live == 1
+    await local.close()
+    assert not Path(f"/proc/{pid}").exists()
+    with pytest.raises(Unreachable, match="has been closed"):
+        await local.sandboxes()
+
+
+async def test_the_server_knows_no_secret(local: LocalSandboxes, monkeypatch: pytest.MonkeyPatch) -> None:
+    await local.close()
+    monkeypatch.setenv("OPENAI_API_KEY", "s3cret")
+    monkeypatch.setenv("FUMEHOOD_SANDBOX_TOKEN", "another-s3cret-of-ours")
+    async with LocalSandboxes(SETTINGS) as provider:
+        environ = Path(f"/proc/{provider.pid}/environ").read_bytes()
+        assert b"s3cret" not in environ
+        assert b"PATH=" in environ
+
+
+async def test_a_server_that_dies_is_replaced_and_its_sandboxes_are_gone(local: LocalSandboxes) -> None:
+    ref = await local.create(SandboxSpec(), "old")
+    sandbox = await local.attach(ref)
+    events = sandbox.execute(ExecuteRequest(code="import time\nprint('here', flush=True)\ntime.sleep(60)"))
+    assert await anext(events) == Stdout("here\n")
+    first = local.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(SandboxGone, match="its server on this host has ended"):
+        await anext(events)
+    with pytest.raises(SandboxGone):
+        await sandbox.list()
+    with pytest.raises(SandboxNotFound):
+        await local.attach(SandboxRef("old"))
+    assert local.pid not in (None, first)
+    with pytest.raises(SandboxGone):
+        await sandbox.list()
+    assert await printed(local, "print('again')") == "again\n"
+
+
+async def test_a_server_that_dies_while_it_is_asked_is_asked_again(local: LocalSandboxes) -> None:
+    first = local.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)  # it takes the request, and never answers
+    asking = asyncio.ensure_future(local.create(SandboxSpec(), "new"))
+    await asyncio.sleep(0.1)
+    os.kill(first, signal.SIGKILL)
+    assert (await asking).id == "new"
+    assert local.pid not in (None, first)
+
+
+async def test_callers_at_once_start_one_server(local: LocalSandboxes) -> None:
+    assert local.pid is not None
+    os.kill(local.pid, signal.SIGKILL)
+    await until_dead(local)
+    await asyncio.gather(*(local.sandboxes() for _ in range(5)))
+    assert len(children_named("sandbox")) == 1
+
+
+async def until_dead(local: LocalSandboxes) -> None:
+    while local.pid is not None:
+        await asyncio.sleep(0.01)
+
+
+def children_named(word: str) -> list[int]:
+    found: list[int] = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            mine = f"\nPPid:\t{os.getpid()}\n" in status.read_text()
+            if mine and word.encode() in (status.parent / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(status.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+async def test_why_it_cannot_start(tmp_path: Path) -> None:
+    nowhere = LocalSettings(mode="pod", options=("--guest-socket", str(tmp_path / "none")))
+    with pytest.raises(Unreachable) as caught:
+        await LocalSandboxes(nowhere).create(SandboxSpec())
+    assert "Code cannot be isolated here, so nothing is served." in str(caught.value)
+    assert "Start the code container first" in str(caught.value)
+    with pytest.raises(Unreachable, match="No such option"):
+        await LocalSandboxes(LocalSettings(options=("--no-such-option",))).start()
+    with pytest.raises(Unreachable, match=r"not ready within 0\.01 s"):
+        await LocalSandboxes(LocalSettings(start_seconds=0.01)).start()
+    assert children_named("sandbox") == []
+
+
+async def test_its_log_is_passed_on(local: LocalSandboxes, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "fumehood.sandbox.local")
+    await local.create(SandboxSpec(), "logged")
+    while not any("sandbox_created" in message and "'logged'" in message for message in caplog.messages):
+        await asyncio.sleep(0.01)
+    assert all(record.name == "fumehood.sandbox.local" for record in caplog.records)
+
+
+_STARTER = """
+import asyncio, sys, tempfile
+tempfile.tempdir = sys.argv[1]
+from fumehood.sandbox.local import LocalSandboxes, LocalSettings
+async def main():
+    provider = LocalSandboxes(LocalSettings(pool=0, limits=sys.argv[2], options=("--preload", "")))
+    await provider.start()
+    print(provider.pid, flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+async def test_it_ends_when_its_user_is_killed(short_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _STARTER, short_path, SETTINGS.limits], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        server = int(await asyncio.to_thread(process.stdout.readline))
+    process.kill()
+    await asyncio.to_thread(process.wait)
+    await until_ended(server)
+    (left,) = short_path.glob("fumehood-local-*")
+    assert [path.name for path in left.iterdir()] == ["lock"]
+    os.utime(left, (1, 1))
+    sweep(short_path)
+    assert not left.exists()

@@ -1,0 +1,119 @@
+"""A sandbox server for tests, on a real socket, and a client for it; imports aiohttp and `fumehood.sandboxd`."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from fumehood.sandboxd.server import Server
+from fumehood.sandboxd.service import Service
+from fumehood.sandboxd.settings import Settings
+from fumehood.sandboxd.sockets import Address, listen
+
+PATIENCE = 30
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back, whole."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> tuple[int, str, str | None]:
+        """Status, code and parameter of a refusal."""
+        found = self.json["error"]
+        return self.status, found["code"], found["param"]
+
+    @property
+    def events(self) -> list[Any]:
+        return [json.loads(line) for line in self.body.splitlines() if line]
+
+
+class Client:
+    """Asks one server; `base` is what its ready line says."""
+
+    def __init__(self, base: str, token: str | None = None) -> None:
+        self._url = "http://sandboxes" if base.startswith("unix:") else base
+        connector = aiohttp.UnixConnector(base[5:]) if base.startswith("unix:") else None
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        self.session = aiohttp.ClientSession(
+            connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=PATIENCE)
+        )
+
+    def url(self, path: str) -> Any:
+        import yarl
+
+        return yarl.URL(self._url + path, encoded=True)
+
+    async def ask(self, method: str, path: str, body: Any = None, **options: Any) -> Answer:
+        """`body` is sent as it is if it is bytes, else as JSON."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.session.request(method, self.url(path), data=data, **options) as response:
+            headers = {name.lower(): value for name, value in response.headers.items()}
+            return Answer(response.status, headers, await response.read())
+
+    async def make(self, name: str, **spec: Any) -> None:
+        answer = await self.ask("PUT", f"/sandboxes/{name}", spec)
+        assert answer.status == 201, answer.body
+
+    async def run(self, name: str, code: str, **request: Any) -> list[Any]:
+        answer = await self.ask("POST", f"/sandboxes/{name}/execute", {"code": code, **request})
+        assert answer.status == 200, answer.body
+        return answer.events
+
+    async def clear(self) -> None:
+        """End whatever lives."""
+        for sandbox in (await self.ask("GET", "/sandboxes")).json["sandboxes"]:
+            await self.ask("DELETE", f"/sandboxes/{sandbox['id']}")
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that runs in this process."""
+
+    where: str
+    server: Server
+    client: Client
+    task: asyncio.Task[None]
+
+    @property
+    def service(self) -> Service:
+        return self.server.service
+
+
+@asynccontextmanager
+async def serving(
+    settings: Settings,
+    *,
+    path: Path | None = None,
+    token: str | None = None,
+    grace: float = 0.0,
+    sign_of_life: float | None = None,
+) -> AsyncGenerator[Running]:
+    """A server on a free port or on a unix socket, until the block is left."""
+    listener = listen(Address(port=0, path=path))
+    server = Server(settings, listener, token=token, grace=grace, sign_of_life=sign_of_life)
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    task = asyncio.ensure_future(server.serve(ready.set_result))
+    await asyncio.wait({ready, task}, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        task.result()
+    client = Client(ready.result(), token)
+    try:
+        yield Running(ready.result(), server, client, task)
+    finally:
+        await client.session.close()
+        server.stop()
+        await task
