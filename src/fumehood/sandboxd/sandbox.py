@@ -239,6 +239,7 @@ class LocalSandbox:
                 if self._resized is not None and not self._resized.done():
                     self._resized.set_result(event["error"])
             case "ended":
+                self._packets.drain()  # its last words may not have been read yet
                 self._interpreter_code = event["code"]
                 self.kill(self._gone or self._describe_end(event["code"]))
             case "exited":
@@ -297,7 +298,7 @@ class LocalSandbox:
                 self._data, self._namespace, *self._listeners = fds
                 fds.clear()
                 self._packets.accept_fds = False  # from here on code of others may hold the other end
-            case Kind.JAILED if self._data < 0 and len(fds) < 2:
+            case Kind.JAILED if self._data < 0 and len(fds) < _HANDLES.get(self._settings.mode, 2):
                 self.kill(_NO_DESCRIPTORS)
             case Kind.FAILED if not self._ready:
                 self.kill(message.body.decode(errors="replace"))

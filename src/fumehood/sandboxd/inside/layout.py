@@ -40,5 +40,7 @@ ENVIRON = {
     # machine, not the machine.
     "OPENBLAS_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator would start a thread on import
+    # pyarrow's usual one reserves a gigabyte at once, which a sandbox is charged for.
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
