@@ -60,7 +60,6 @@ def join_cgroups(fds: list[int]) -> None:
 def prefer_for_oom(score: int) -> None:
     """Make the kernel choose this process rather than the host's when memory runs out."""
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # else /proc/self is root's
-    # Plain descriptors: a file object would touch, and so copy, many pages that the forks share.
     fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
     # Lowering takes rights that a pod does not have.
     if int(os.read(fd, 16)) < score:
@@ -139,6 +138,13 @@ def _mount_proc() -> None:
     syscalls.mount(staging, "/proc", None, syscalls.MS_MOVE)
 
 
+def _put(path: str, text: bytes) -> None:
+    """Without a file object, which would touch, and so copy, many pages that the forks share."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    os.write(fd, text)
+    os.close(fd)
+
+
 def _raise_loopback() -> None:
     """The network is this and nothing else.
 
@@ -146,8 +152,7 @@ def _raise_loopback() -> None:
     socket is granted, has to stay in proportion to what it does count of a socket.
     """
     for name in ("tcp_rmem", "tcp_wmem"):
-        with open(f"/proc/sys/net/ipv4/{name}", "w") as file:
-            file.write("4096 4096 65536")
+        _put(f"/proc/sys/net/ipv4/{name}", b"4096 4096 65536")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as control:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP_RUNNING))
 
@@ -174,12 +179,11 @@ def _become_user(uid: int) -> None:
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root after a change of user
     os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNS)
     for name, line in (
-        ("setgroups", "deny"),
-        ("gid_map", f"{layout.USER_ID} {uid} 1"),
-        ("uid_map", f"{layout.USER_ID} {uid} 1"),
+        ("setgroups", b"deny"),
+        ("gid_map", b"%d %d 1" % (layout.USER_ID, uid)),
+        ("uid_map", b"%d %d 1" % (layout.USER_ID, uid)),
     ):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(line)
+        _put(f"/proc/self/{name}", line)
     remount = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOEXEC | _MOUNT_FLAGS
     syscalls.mount("proc", "/proc", None, remount)
 

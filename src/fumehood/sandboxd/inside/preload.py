@@ -8,6 +8,8 @@ import sys
 import warnings
 from typing import Any
 
+from fumehood.sandboxd.inside import immortal
+
 # What a first data frame or chart would import lazily, after the modules that bring it.
 _LAZY: dict[str, tuple[str, ...]] = {
     "": (
@@ -46,12 +48,13 @@ def preload(names: list[str]) -> dict[str, str]:
 
 
 def freeze() -> None:
-    """What the forks share stays shared: a later collection must not touch its pages."""
+    """What the forks share stays shared: neither its use nor a later collection is to touch its pages."""
     if "matplotlib.font_manager" in sys.modules:
         # matplotlib forgets open fonts in every fork, which takes long; so there are none.
         fonts: Any = sys.modules["matplotlib.font_manager"]
         fonts._get_font.cache_clear()
     gc.collect()
+    immortal.make_immortal()
     gc.freeze()
 
 

@@ -11,7 +11,7 @@ import os
 import socket
 from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import attach, children, forks, helper, init, layout, syscalls
+from fumehood.sandboxd.inside import attach, children, forks, helper, immortal, init, layout, syscalls
 
 _ZYGOTE = 0  # the number of the zygote among the children; sandboxes count from 1
 
@@ -160,6 +160,7 @@ def main(control_fd: int) -> NoReturn:
     zygotes.close()
     zygote_link.close()
     gc.disable()  # a collection in a fork would touch, and so copy, every object there is
+    immortal.make_immortal()
     gc.freeze()
     warden = NamespaceWarden(control, program, layers, link)
     warden.watch(_ZYGOTE, pid)

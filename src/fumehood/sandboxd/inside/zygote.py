@@ -12,7 +12,17 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import children, interpreter, jail, layout, preload, rehearsal, runner, syscalls
+from fumehood.sandboxd.inside import (
+    children,
+    interpreter,
+    jail,
+    layout,
+    preload,
+    rehearsal,
+    runner,
+    sharing,
+    syscalls,
+)
 
 _GUEST = os.path.dirname(__file__).removesuffix("/fumehood/sandboxd/inside")
 
@@ -89,11 +99,14 @@ def renew_secrets() -> None:
 
 def run(control: socket.socket, link: socket.socket, program: bytes, request: dict[str, Any]) -> NoReturn:
     """The zygote's whole life, in a fresh fork of the warden."""
+    memory = sharing.SharedMemory() if request["preload"] else None
     problems = preload.preload(request["preload"])
     _look_like_a_sandbox()
     zygote = Zygote(control, link, program, jail.Plan(**request["common"]))
     renew_secrets()
     preload.freeze()
+    if memory is not None:
+        memory.settle()
     _make_root_read_only()
     zygote.report(about(problems))
     zygote.serve()
