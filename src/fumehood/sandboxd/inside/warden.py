@@ -6,6 +6,7 @@ there ends. It holds no secret, no path of the host and nothing about a sandbox 
 """
 
 import base64
+import contextlib
 import gc
 import os
 import socket
@@ -141,6 +142,10 @@ def _withdraw_layers() -> int:
 def main(control_fd: int) -> NoReturn:
     """Start the zygote beside, hand its own socket to the supervisor, serve."""
     children.no_stdin()
+    with contextlib.suppress(
+        PermissionError
+    ):  # an ordinary user without a range keeps its groups, which mean nothing here
+        os.setgroups([])
     control = socket.socket(fileno=control_fd)
     request, _ = children.receive(control)
     program = base64.b64decode(request["program"])
