@@ -91,7 +91,7 @@ import os
 kept = []
 for number in range(3000):
     kept.append(os.memfd_create(str(number)))
-    os.write(kept[-1], b"x" * (1 << 20))
+    os.write(kept[-1], b"x" * (2 << 20))
 """
 _DEAF_LOOP = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
 _FORK_BOMB = """

@@ -103,6 +103,7 @@ class Kernel:
         self._pieces: list[tuple[Kind, bytes, str]] = []
         kind, _, self.ready = self.receive()
         assert kind is Kind.READY
+        self.data_limit: Any = configuration.pop("data_limit", None)
         self.send(Kind.CONFIGURE, wire.NO_CALL, {"cwd": str(cwd), **configuration})
         assert self.receive()[0] is Kind.CONFIGURED
 
@@ -131,7 +132,9 @@ class Kernel:
 
     def start(self, code: str) -> bytes:
         call = os.urandom(wire.CALL_ID_BYTES)
-        self.send(Kind.EXECUTE, call, {"code": textwrap.dedent(code)})
+        limit = {} if self.data_limit is None else {"data_limit": self.data_limit}
+        self.data_limit = None  # it comes with the first call
+        self.send(Kind.EXECUTE, call, {"code": textwrap.dedent(code), **limit})
         return call
 
     def finish(self, call: bytes, reply: Reply | None = None) -> Reply:
