@@ -193,6 +193,13 @@ def test_settings_from_a_file_and_from_variables(tmp_path: Path) -> None:
         assert running.ask("PUT", "/sandboxes/b")[0] == 201
         status, body = running.ask("PUT", "/sandboxes/c")
         assert (status, json.loads(body)["error"]["code"]) == (429, "quota_exceeded")
+        code = "import urllib.request\nurllib.request.urlopen('http://example.net/')"
+        assert running.ask("POST", "/sandboxes/a/execute", json.dumps({"code": code}).encode())[0] == 200
+    events = running.events()
+    (request,) = [event for event in events if event["event"] == "egress_request"]
+    assert (request["domain"], request["verdict"]) == ("example.net", "refused")
+    assert [event["sandbox"] for event in events if event["event"] == "sandbox_created"] == ["a", "b"]
+    assert request["instance"] == next(event["instance"] for event in events if "instance" in event)
 
 
 def test_the_walls_are_chosen_by_the_most_particular(tmp_path: Path) -> None:
