@@ -17,6 +17,8 @@ def run_jail(program: bytes, channel: socket.socket, door: socket.socket, cgroup
     """PID 1 of a sandbox with namespaces: build them, let the interpreter in through `door`, then only reap."""
     try:
         silence()
+        # Python's handler would end this process; a signal without one cannot come from inside.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         jail.join_cgroups(cgroups)
         jail.prefer_for_oom(OOM_SCORE)
         body, disks, _, _ = socket.recv_fds(channel, MAX_PLAN, 1)
