@@ -132,6 +132,20 @@ def test_no_capabilities_and_no_new_privileges(box: SandboxClient) -> None:
     assert status["Seccomp"] == "2"
 
 
+def test_init_has_given_up_its_rights_before_code_comes(host: Host) -> None:
+    """They start beside each other, so the very first call of several sandboxes looks."""
+    program = """
+        import json
+        status = dict(line.split(":", 1) for line in open("/proc/1/status").read().splitlines())
+        names = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
+        print(json.dumps([int(status[name], 16) for name in names]))
+    """
+    for _ in range(20):
+        box = host.driver.create()
+        host.boxes.append(box)
+        assert box.ask(dedent(program)) == [0, 0, 0, 0, 0, 1, 2]
+
+
 def test_children_have_the_same_walls(box: SandboxClient) -> None:
     program = """
         import subprocess

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
@@ -465,6 +466,18 @@ async def test_a_zygotes_death_is_reported_and_mended() -> None:
         *_, end = [event async for event in execution.events()]
         assert (getattr(end, "status", None), getattr(end, "state_kept", None)) == ("lost", False)
         assert (await run(await mended.create(), "1 + 1")).result == "2"
+
+
+async def test_closing_goes_on_when_a_task_has_just_ended() -> None:
+    """The loop has to get its turn to hear of it."""
+    closing = Supervisor(settings(preload=()))
+    async with closing:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        ended.set_result(None)
+        closing._tasks.add(cast(Any, ended))  # pyright: ignore[reportPrivateUsage]
+        loop.call_soon(closing._tasks.discard, ended)  # pyright: ignore[reportPrivateUsage]
+    assert closing.live == 0
 
 
 async def test_nothing_is_left_behind() -> None:

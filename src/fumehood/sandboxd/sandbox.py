@@ -138,7 +138,7 @@ class LocalSandbox:
             async with asyncio.timeout(_HAND_OVER):
                 if memory != self.memory:
                     problem = await self._resize(memory)
-                if access is not None:
+                if self.warm or access is not None:  # one that waited has to show that it lives
                     self._configured = loop.create_future()
                     self._configure(access)
                     await self._configured

@@ -158,6 +158,7 @@ class Supervisor:
         await self.egress.close()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # of tasks that were done already, the loop has to hear as well
         await self._places.close()
 
     # ---- zygotes ----------------------------------------------------------------------------------------------
@@ -230,8 +231,13 @@ class Supervisor:
         grant = await self.egress.grant(spec.network)
         provision = await self._provide(spec)
         try:
-            sandbox = await self._find(spec, provision)
-            return await self._hand_over(sandbox, spec, provision, grant)
+            while True:
+                sandbox = await self._find(spec, provision)
+                try:
+                    return await self._hand_over(sandbox, spec, provision, grant)
+                except SandboxStartFailed:
+                    if not sandbox.warm:  # else it died while it waited: the next one
+                        raise
         finally:
             provision.close()
 

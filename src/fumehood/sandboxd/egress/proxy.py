@@ -124,6 +124,7 @@ class Egress:
             task.cancel()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # of tasks that were done already, the loop has to hear as well
         self.connector.resolver.close()
 
     @property

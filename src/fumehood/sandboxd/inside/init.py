@@ -10,6 +10,7 @@ from fumehood.sandboxd.inside import filters, jail, layout, wire
 
 MAX_PLAN = 64 * 1024
 FORKED, FRESH = b"0", b"1"  # what the interpreter is to be
+FINISHED = b"."  # this process has no right left, so code may come
 OOM_SCORE = 800  # so that the kernel chooses sandboxes before anything of the host's
 
 
@@ -17,6 +18,8 @@ def run_jail(program: bytes, channel: socket.socket, door: socket.socket, cgroup
     """PID 1 of a sandbox with namespaces: build them, let the interpreter in through `door`, then only reap."""
     try:
         silence()
+        # Python's handler would end this process; a signal without one cannot come from inside.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         jail.join_cgroups(cgroups)
         jail.prefer_for_oom(OOM_SCORE)
         body, disks, _, _ = socket.recv_fds(channel, MAX_PLAN, 1)
@@ -25,11 +28,12 @@ def run_jail(program: bytes, channel: socket.socket, door: socket.socket, cgroup
         _offer_font_list()
         send_handles(channel, plan)
         door.send(FRESH if plan.fresh_interpreter else FORKED)
-        channel.close()
-        door.close()
         jail.limit(plan)
         jail.renounce()
         filters.install(program)
+        door.send(FINISHED)
+        channel.close()
+        door.close()
         _reap()
     except BaseException as error:
         report(channel, f"{type(error).__name__}: {error}")

@@ -37,9 +37,11 @@ def enter_jail(
         forks.after_fork()
         jail.enter_namespaces(first)
         os.close(first)
-        door.close()
         jail.limit(common)
         jail.renounce()
+        if door.recv(1) != init.FINISHED:
+            os._exit(125)  # its builder could not give up its rights, and has told so
+        door.close()
         interpret(common, program, channel, prepared, fresh=kind == init.FRESH)
     except BaseException as error:
         init.report(channel, f"{type(error).__name__}: {error}")

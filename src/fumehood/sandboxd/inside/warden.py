@@ -139,6 +139,18 @@ def _withdraw_layers() -> int:
     return with_layers
 
 
+def _skip_a_number() -> None:
+    """Every interpreter is process 2 of its jail, so the zygote must not be process 2 here.
+
+    OpenSSL, `tempfile` and others notice by another number that they were forked and have to seed themselves anew:
+    with the same one, what the zygote's generators held would be every sandbox's.
+    """
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
 def main(control_fd: int) -> NoReturn:
     """Start the zygote beside, hand its own socket to the supervisor, serve."""
     children.no_stdin()
@@ -152,6 +164,7 @@ def main(control_fd: int) -> NoReturn:
     layers = _withdraw_layers()
     link, zygote_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     supervisors, zygotes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    _skip_a_number()
     pid = os.fork()
     if pid == 0:
         children.only_these_fds([zygotes.fileno(), zygote_link.fileno()])
