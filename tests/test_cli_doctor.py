@@ -60,23 +60,7 @@ def test_a_mode_that_does_not_work(tmp_path: Path) -> None:
 
 def test_each_thing_is_said_once() -> None:
     """Where no package is installed, its name stands in one line, without the modules below it."""
-    source = (
-        "import dataclasses, runpy, sys\n"
-        "from fumehood.sandboxd import settings\n"
-        "usual = settings.Settings\n"
-        "settings.Settings = lambda **all: dataclasses.replace(usual(**all), preload=('no_such', 'nor_this'))\n"
-        "sys.argv = ['fumehood', 'doctor']\n"
-        "from fumehood.cli import main\n"
-        "main()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", source],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(FUMEHOOD_SANDBOX_PRELOAD="no_such,nor_this")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("no_such") == 1
     assert done.stdout.count("pip install 'fumehood[sandbox]'") == 1
@@ -105,6 +89,17 @@ def test_settings_from_the_environment(tmp_path: Path) -> None:
     # A socket in the environment is for those calls that use one.
     assert json.loads(run("--json", "--mode", "namespaces", **variables).stdout)["works"]
     assert run(FUMEHOOD_LIMITS="some").returncode == 2
+
+
+def test_settings_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "sandbox.toml"
+    file.write_text(f'mode = "pod"\nguest_socket = "{tmp_path}/none"\ncapacity = 9\n')
+    done = run("--config", file, "--json")
+    assert (done.returncode, json.loads(done.stdout)["mode"]) == (1, "pod")
+    file.write_text('disk = "off"\n')
+    done = run("--config", file)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "did you mean disks?" in " ".join(done.stderr.split())
 
 
 def test_wrong_use() -> None:

@@ -178,7 +178,7 @@ def test_a_wrong_token(command: Command, token: str | None) -> None:
     done = command.run("-c", "print('ran')", token=token)
     assert (done.returncode, done.stdout) == (125, "")
     assert len(without_limits_warning(done.stderr).splitlines()) == 1
-    assert "token" in done.stderr
+    assert "the variable FUMEHOOD_SANDBOX_TOKEN has to hold it" in done.stderr
     assert TOKEN not in done.stderr
     assert token is None or token not in done.stderr
 

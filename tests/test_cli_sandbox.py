@@ -168,6 +168,73 @@ def test_token_from_the_environment(tmp_path: Path) -> None:
         assert running.ask("GET", "/sandboxes", token=TOKEN)[0] == 200
 
 
+ALLOWLIST = {"network": {"type": "allowlist", "allowed_domains": ["example.org"]}}
+
+
+def test_settings_from_a_file_and_from_variables(tmp_path: Path) -> None:
+    """An option stands above a variable, which stands above the file."""
+    file = tmp_path / "sandbox.toml"
+    file.write_text(
+        'capacity = 5\ntenant_sandboxes = 1\negress = "allowlist"\negress_domains = ["example.net"]\npackages = false\n'
+    )
+    environ = {
+        "FUMEHOOD_SANDBOX_CAPACITY": "6",
+        "FUMEHOOD_SANDBOX_TENANT_SANDBOXES": "2",
+        "FUMEHOOD_SANDBOX_EGRESS_DOMAINS": "example.org",
+    }
+    with server(tmp_path, "--config", file, "--capacity", "7", environ=environ) as running:
+        assert json.loads(running.ask("GET", "/health")[1])["capacity"] == 7
+        assert running.ask("PUT", "/sandboxes/a", json.dumps(ALLOWLIST).encode())[0] == 201
+        refused = json.dumps({"network": {"type": "allowlist", "allowed_domains": ["example.net"]}}).encode()
+        status, body = running.ask("PUT", "/sandboxes/b", refused)
+        assert (status, json.loads(body)["error"]["param"]) == (400, "network")
+        status, body = running.ask("PUT", "/sandboxes/b", b'{"requirements": ["humanize"]}')
+        assert (status, json.loads(body)["error"]["code"]) == (400, "install_failed")
+        assert running.ask("PUT", "/sandboxes/b")[0] == 201
+        status, body = running.ask("PUT", "/sandboxes/c")
+        assert (status, json.loads(body)["error"]["code"]) == (429, "quota_exceeded")
+        code = "import urllib.request\nurllib.request.urlopen('http://example.net/')"
+        assert running.ask("POST", "/sandboxes/a/execute", json.dumps({"code": code}).encode())[0] == 200
+    events = running.events()
+    (request,) = [event for event in events if event["event"] == "egress_request"]
+    assert (request["domain"], request["verdict"]) == ("example.net", "refused")
+    assert [event["sandbox"] for event in events if event["event"] == "sandbox_created"] == ["a", "b"]
+    assert request["instance"] == next(event["instance"] for event in events if "instance" in event)
+
+
+def test_the_walls_are_chosen_by_the_most_particular(tmp_path: Path) -> None:
+    """What `exec` reads as well stands below what was said of the server."""
+    file = tmp_path / "sandbox.toml"
+    file.write_text('mode = "namespaces"\n')
+    with server(tmp_path, "--config", file, environ={"FUMEHOOD_MODE": "unsafe-degraded"}) as running:
+        assert json.loads(running.ask("GET", "/health")[1])["mode"] == "namespaces"
+    pod = command("--listen", "127.0.0.1:0", FUMEHOOD_SANDBOX_MODE="pod")
+    assert (pod.returncode, "go together" in pod.stderr) == (2, True)
+    pod = command(
+        *("--listen", "127.0.0.1:0"), FUMEHOOD_SANDBOX_MODE="pod", FUMEHOOD_SANDBOX_GUEST_SOCKET="/nowhere"
+    )
+    assert (pod.returncode, "Start the code container" in pod.stderr) == (125, True)
+
+
+def test_a_setting_that_is_misspelt() -> None:
+    done = command("--listen", "127.0.0.1:0", FUMEHOOD_SANDBOX_EGRESS_DOMAIN="example.org")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        "FUMEHOOD_SANDBOX_EGRESS_DOMAIN: there is no such setting; did you mean egress_domains?"
+        in done.stderr
+    )
+
+
+def test_every_metric_is_documented(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "sandbox-server.md").read_text(encoding="utf-8")
+    with server(tmp_path) as running:
+        assert running.ask("GET", "/nowhere")[0] == 404
+        text = running.ask("GET", "/metrics")[1].decode()
+    names = set(re.findall(r"^# TYPE (\w+) (?!gauge \w*_created)", text, re.MULTILINE))
+    assert len(names) >= 8
+    assert {name for name in names if not name.endswith("_created") and f"`{name}`" not in page} == set()
+
+
 def test_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "sock"
     with server(tmp_path, "--socket", path, listen=False) as running:
@@ -209,6 +276,7 @@ def test_unix_socket(tmp_path: Path) -> None:
         (["--mode", "pod", "--guest-socket", "/nowhere"], 2, f"set {TOKEN_VARIABLE}"),
         (["--mode", "pod", "--guest-socket", "/nowhere", "--listen", "127.0.0.1:0"], 125, "Start the code container"),
         (["--token-file", "/nonexistent"], 2, "No such file"),
+        (["--config", "/nonexistent"], 2, "/nonexistent: No such file"),
         (["--socket", "/nonexistent/x"], 125, "cannot hold a socket"),
         (["--socket", "/tmp/" + "x" * 120], 125, "too long"),
     ],

@@ -19,7 +19,16 @@ except ModuleNotFoundError as error:  # the base install is the client library
     raise SystemExit("The command line needs an extra: pip install 'fumehood[server]'") from error
 
 from fumehood import cli_sandbox
-from fumehood.cli_options import GuestSocketOption, Limits, LimitsOption, Mode, ModeOption, guest_socket_for
+from fumehood.cli_options import (
+    ConfigOption,
+    GuestSocketOption,
+    Limits,
+    LimitsOption,
+    Mode,
+    ModeOption,
+    configured,
+    guest_socket_for,
+)
 
 if TYPE_CHECKING:
     from fumehood.cli_places import Here, Place, There
@@ -283,6 +292,7 @@ def _there(context: typer.Context, url: str, timeout: float) -> "There":
 @app.command("doctor", epilog=_DOCTOR_EPILOG)
 def doctor(
     context: typer.Context,
+    config: ConfigOption = None,
     mode: ModeOption = Mode.NAMESPACES,
     limits: LimitsOption = Limits.ENFORCED,
     guest_socket: GuestSocketOption = None,
@@ -290,7 +300,8 @@ def doctor(
 ) -> None:
     """Tell whether this machine can isolate code, and what to do about what is missing."""
     _require_linux()
-    settings = _settings(context, mode, limits, guest_socket)
+    options = {"mode": mode.value, "limits": limits.value, "guest_socket": guest_socket}
+    settings = replace(configured(context, config, options), pool=0, capacity=1)
     logging.getLogger("fumehood").addHandler(logging.NullHandler())  # what it warns of is among the findings
     from fumehood.sandboxd import probe
 

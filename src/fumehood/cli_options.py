@@ -1,10 +1,15 @@
-"""Options that several commands share; imports typer and the standard library."""
+"""Options that several commands share, and the settings they make; imports typer, and sandboxd when it runs."""
 
+import os
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from fumehood.sandboxd.settings import Settings
 
 
 class Mode(StrEnum):
@@ -42,6 +47,33 @@ GuestSocketOption = Annotated[
         help="With --mode pod: the socket on which the container listens.",
     ),
 ]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        envvar="FUMEHOOD_SANDBOX_CONFIG",
+        help="Settings of the server, as TOML; see docs/sandbox-server.md.",
+    ),
+]
+
+
+def configured(context: typer.Context, file: Path | None, options: Mapping[str, Any]) -> "Settings":
+    """Options of the command line come first, then FUMEHOOD_SANDBOX_… variables, the file, and what `options` holds."""
+    from fumehood.sandboxd.configuration import Misconfigured, given
+    from fumehood.sandboxd.settings import Settings
+
+    try:
+        values = given(file, os.environ)
+    except Misconfigured as error:
+        raise typer.BadParameter(str(error), param_hint="the configuration") from error
+    for name in options:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            values.pop(name, None)
+    merged = {**options, **values}
+    if "guest_socket" not in values or merged["mode"] != Mode.POD:
+        merged["guest_socket"] = guest_socket_for(context, Mode(merged["mode"]), merged["guest_socket"])
+    return Settings(**merged)
 
 
 def guest_socket_for(context: typer.Context, mode: Mode, guest_socket: Path | None) -> Path | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from fumehood.interfaces import Sandbox, SandboxRef
 from fumehood.protocol.sandbox import SandboxSpec
-from fumehood.protocol.sandbox_errors import SandboxError
+from fumehood.protocol.sandbox_errors import NotAllowed, SandboxError
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -70,10 +70,18 @@ class There:
         ref = SandboxRef(f"exec-{secrets.token_hex(8)}")
         async with self.provider:
             try:
-                await self.provider.create(spec, ref.id)
+                await self._create(spec, ref)
                 yield await self.provider.attach(ref)
             finally:
                 await self._end(ref)
+
+    async def _create(self, spec: SandboxSpec, ref: SandboxRef) -> None:
+        try:
+            await self.provider.create(spec, ref.id)
+        except NotAllowed as error:
+            raise NotAllowed(
+                "The server wants its token; the variable FUMEHOOD_SANDBOX_TOKEN has to hold it."
+            ) from error
 
     async def _end(self, ref: SandboxRef) -> None:
         try:

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fumehood.cli_options import GuestSocketOption, Limits, LimitsOption, Mode, ModeOption, guest_socket_for
+from fumehood.cli_options import (
+    ConfigOption,
+    GuestSocketOption,
+    Limits,
+    LimitsOption,
+    Mode,
+    ModeOption,
+    configured,
+)
 
 if TYPE_CHECKING:
     from fumehood.sandboxd.settings import Settings
@@ -23,6 +31,9 @@ TOKEN_VARIABLE = "FUMEHOOD_SANDBOX_TOKEN"  # noqa: S105 - its name, not its valu
 NO_SERVER = 125
 EPILOG = """\b
 The token is read from --token-file or from the variable FUMEHOOD_SANDBOX_TOKEN.
+Everything else that can be set (network, packages, disks, bounds) is set by --config FILE, or one by one by
+variables such as FUMEHOOD_SANDBOX_EGRESS; docs/sandbox-server.md has all of them. Options come first, then
+variables, then the file.
 
 \b
 Exit codes:
@@ -63,6 +74,7 @@ def sandbox(
         Path | None,
         typer.Option(metavar="FILE", help="The file that holds the token which callers have to show."),
     ] = None,
+    config: ConfigOption = None,
     mode: ModeOption = Mode.NAMESPACES,
     limits: LimitsOption = Limits.ENFORCED,
     guest_socket: GuestSocketOption = None,
@@ -114,9 +126,21 @@ def sandbox(
         print("Sandboxes need Linux.", file=sys.stderr)
         raise typer.Exit(NO_SERVER)
     from fumehood.sandboxd import logs
-    from fumehood.sandboxd.settings import Settings
 
-    address = _address(listen, socket, mode)
+    options = {
+        "preload": tuple(filter(None, preload.split(","))),
+        "mode": mode.value,
+        "limits": limits.value,
+        "guest_socket": guest_socket,
+        "pool": pool,
+        "capacity": capacity,
+        "tenant_sandboxes": tenant_sandboxes,
+        "tenant_memory": tenant_memory,
+        "idle_seconds": idle_seconds or None,
+        "file_bytes": file_bytes,
+    }
+    settings = configured(context, config, options)
+    address = _address(listen, socket, settings.mode)
     token = _token(token_file)
     if token is None and not address.private:
         raise typer.BadParameter(
@@ -124,18 +148,6 @@ def sandbox(
             f"--token-file, or set {TOKEN_VARIABLE}",
             param_hint="--listen",
         )
-    settings = Settings(
-        preload=tuple(filter(None, preload.split(","))),
-        mode=mode.value,
-        limits=limits.value,
-        guest_socket=guest_socket_for(context, mode, guest_socket),
-        pool=pool,
-        capacity=capacity,
-        tenant_sandboxes=tenant_sandboxes,
-        tenant_memory=tenant_memory,
-        idle_seconds=idle_seconds or None,
-        file_bytes=file_bytes,
-    )
     logs.configure(log_format.value, getattr(logging, log_level.value.upper()))
     if exit_with_stdin:
         threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
@@ -147,7 +159,7 @@ def _check_seconds(value: float, option: str) -> None:
         raise typer.BadParameter("must be a number of seconds", param_hint=option)
 
 
-def _address(listen: str | None, socket: Path | None, mode: Mode) -> "Address":
+def _address(listen: str | None, socket: Path | None, mode: str) -> "Address":
     from fumehood.sandboxd.sockets import Address
 
     if socket is not None:
@@ -155,7 +167,7 @@ def _address(listen: str | None, socket: Path | None, mode: Mode) -> "Address":
             raise typer.BadParameter("--listen and --socket exclude each other", param_hint="--socket")
         return Address(path=socket)
     try:
-        return Address.parse(listen or ("0.0.0.0:8080" if mode is Mode.POD else "127.0.0.1:8080"))
+        return Address.parse(listen or ("0.0.0.0:8080" if mode == Mode.POD else "127.0.0.1:8080"))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--listen") from error
 

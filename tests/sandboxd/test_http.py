@@ -69,7 +69,7 @@ REFUSALS: list[tuple[str, str, Any, tuple[int, str, str | None]]] = [
     ("PUT", "/sandboxes/new", b"{", (400, "invalid_request", "body")),
     ("PUT", "/sandboxes/new", b"[]", (400, "invalid_request", None)),
     ("PUT", "/sandboxes/new", {"memory": "2g"}, (400, "invalid_request", "memory")),
-    ("PUT", "/sandboxes/new", {"colour": "red"}, (400, "invalid_request", None)),
+    ("PUT", "/sandboxes/new", {"colour": "red"}, (400, "invalid_request", "colour")),
     ("PUT", "/sandboxes/new", {"tenant": "a b"}, (400, "invalid_request", "tenant")),
     ("PUT", "/sandboxes/new", {"tenant": "ab\n"}, (400, "invalid_request", "tenant")),
     ("PUT", "/sandboxes/new", {"network": {"type": "all"}}, (400, "invalid_request", "network")),
@@ -83,7 +83,7 @@ REFUSALS: list[tuple[str, str, Any, tuple[int, str, str | None]]] = [
     ("POST", EXECUTE, b'{"code": "\\ud800"}', (400, "invalid_request", "body")),
     ("POST", EXECUTE, b"[" * 15_000, (400, "invalid_request", None)),
     ("POST", EXECUTE, b'{"code": ' + b"[" * 15_000, (400, "invalid_request", "code")),
-    ("POST", EXECUTE, b'{"x": ' + b"[" * 15_000, (400, "invalid_request", None)),
+    ("POST", EXECUTE, b'{"x": ' + b"[" * 15_000, (400, "invalid_request", "x")),
     ("POST", EXECUTE, {"code": "1", "timeout_seconds": 0}, BAD_TIMEOUT),
     ("POST", EXECUTE, {"code": "1", "timeout_seconds": 86_401}, BAD_TIMEOUT),
     ("POST", EXECUTE, b'{"code":"1","timeout_seconds":1e999}', BAD_TIMEOUT),
@@ -128,7 +128,7 @@ REFUSALS: list[tuple[str, str, Any, tuple[int, str, str | None]]] = [
     ("POST", "/execute", {"code": "1", "files": {"x": "?"}}, (400, "file_refused", "files")),
     ("POST", "/execute", {"code": "1", "files": {"x": 1}}, (400, "invalid_request", "files")),
     ("POST", "/execute", {"code": "1", "memory": "1t"}, (400, "invalid_request", "memory")),
-    ("POST", "/execute", {"code": "1", "execution_id": "e"}, (400, "invalid_request", None)),
+    ("POST", "/execute", {"code": "1", "execution_id": "e"}, (400, "invalid_request", "execution_id")),
     ("POST", "/execute", {"code": "1" * 40_000}, (413, "too_large", "body")),
 ]  # fmt: skip
 

@@ -309,7 +309,8 @@ def refusal(
     """What a caller is told of an error with a path; one to be written cannot be missing."""
     if isinstance(error, files.UnsafePath):
         return FileRefused(f"{printable(path)}: {error}", param="path")
-    text = f"{printable(path)}: {error.strerror or error}"
+    reason = (error.strerror or str(error)).removeprefix("openat2: ")
+    text = f"{printable(path)}: {reason}"
     if may_be_missing and error.errno in (errno.ENOENT, errno.ENOTDIR):
         return FileNotFound(text)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

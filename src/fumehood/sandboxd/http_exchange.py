@@ -1,9 +1,10 @@
 """One HTTP request and its answer on bare ASGI: headers, bounded bodies, errors; imports msgspec and siblings."""
 
 import asyncio
+import difflib
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 import msgspec
@@ -35,6 +36,7 @@ _RETRY_SECONDS = b"1"
 _LINGER_SECONDS = 2.0
 _LINGER_BYTES = 64 << 20
 _ERROR_PLACE = re.compile(r" - at `(?:key in )?\$(?:\.([^.\[`]+))?")
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([\w-]{1,64})`", re.ASCII)
 
 encode = msgspec.json.Encoder().encode
 
@@ -227,12 +229,26 @@ def decode[T](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        place = _ERROR_PLACE.search(str(error))
-        raise RequestRefused(f"{error}.", param=place[1] if place else None) from None
+        raise _refused(str(error), decoder.type) from None
     except (msgspec.DecodeError, UnicodeError) as error:
         raise RequestRefused(f"The body is not JSON: {error}.", param="body") from None
     except RecursionError:
         raise RequestRefused("The body is nested too deeply.", param="body") from None
+
+
+def _refused(text: str, kind: type) -> RequestRefused:
+    """With what was probably meant, where that can be told."""
+    known = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    if (unknown := _UNKNOWN_FIELD.fullmatch(text)) is not None:
+        close = difflib.get_close_matches(unknown[1], known, n=1)
+        advice = f"; did you mean `{close[0]}`?" if close else "."
+        return RequestRefused(f"{text}{advice}", param=unknown[1])
+    place = _ERROR_PLACE.search(text)
+    param = place[1] if place else None
+    choices = getattr(known.get(param or ""), "__value__", None)
+    if text.startswith("Invalid enum value") and get_origin(choices) is Literal:
+        text += f"; it is one of {', '.join(map(str, get_args(choices)))}"
+    return RequestRefused(f"{text}.", param=param)
 
 
 def _too_large(limit: int) -> TooLarge:

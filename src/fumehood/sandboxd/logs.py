@@ -42,10 +42,16 @@ def configure(form: LogFormat, level: int) -> None:
 def _fields(record: logging.LogRecord) -> dict[str, Field]:
     """An event's own fields; a plain message of any other logger becomes one."""
     given: dict[str, Field] | None = getattr(record, "fields", None)
+    egress: dict[str, Field] | None = getattr(record, "egress", None)
+    name = str(record.msg)
+    if egress is not None:
+        # The proxy knows a sandbox by the name that `sandbox_created` calls its instance.
+        name = "egress_request"
+        given = {"instance": egress["sandbox"], **egress, "sandbox": None}
     if given is None:
         fields: dict[str, Field] = {"event": "message", "message": record.getMessage()[:_MOST]}
     else:
-        fields = {"event": str(record.msg)}
+        fields = {"event": name}
         fields |= {
             key: value[:_MOST] if isinstance(value, str) else value
             for key, value in given.items()

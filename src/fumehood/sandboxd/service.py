@@ -206,6 +206,7 @@ class Service:
             memory=spec.memory,
             warm=local.warm,
             duration_ms=round(seconds * 1000, 3),
+            instance=local.id,
         )
         return served
 

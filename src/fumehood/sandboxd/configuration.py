@@ -1,0 +1,232 @@
+"""Settings as an operator writes them, in a file and in variables, checked before anything starts; imports msgspec."""
+
+import difflib
+import ipaddress
+import math
+import re
+import ssl
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeAliasType, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from fumehood.sandboxd.egress.addresses import networks
+from fumehood.sandboxd.egress.names import normalised
+from fumehood.sandboxd.settings import Settings
+
+PREFIX = "FUMEHOOD_SANDBOX_"
+FIELDS = tuple(field.name for field in fields(Settings))
+# Variables of that prefix which are the command's own.
+_OTHER_VARIABLES = frozenset({"TOKEN", "CONFIG"})
+# Kubernetes sets these for every service called fumehood-sandbox, wanted or not.
+_OF_KUBERNETES = re.compile(r"SERVICE_(HOST|PORT)(_.*)?|PORT(_.*)?")
+_OPTIONS = frozenset(
+    {"listen", "socket", "token_file", "grace", "exit_with_stdin", "log_format", "log_level", "config"}
+)
+_BYTES = frozenset(name for name in FIELDS if name.endswith("_bytes")) | {
+    *("tenant_memory", "memory_total", "disk_reserve"),
+}
+_SIZE = re.compile(r"(\d+) ?([kmgt])(?:ib)?", re.IGNORECASE)
+_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_MAY_BE_ZERO = frozenset(
+    {
+        *("pool", "waiting_calls", "kept_calls", "kept_bytes", "departed", "departed_seconds"),
+        *("produced_files", "produced_bytes", "interrupt_grace", "disk_backing", "disk_reserve"),
+    }
+)
+_NONE_IF_ZERO = frozenset({"idle_seconds"})  # as in the option of that name
+_LOWEST_USER, _HIGHEST_USER = 65_536, 4_000_000_000
+
+
+class Misconfigured(ValueError):
+    """The text says where, which setting and what it should be; never the value, which may hold credentials."""
+
+
+def given(file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
+    """What the file sets, and the environment on top of it, by the names of Settings."""
+    return {**(_from_file(file) if file is not None else {}), **_from_environment(environ)}
+
+
+def _from_file(file: Path) -> dict[str, Any]:
+    try:
+        written = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Misconfigured(f"{file}: {error.strerror}") from None
+    except UnicodeError:
+        raise Misconfigured(f"{file} is not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise Misconfigured(f"{file} is not TOML: {error}") from None
+    return {name: _value(name, value, f"{name} in {file}", strict=True) for name, value in written.items()}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for variable, text in environ.items():
+        rest = variable.removeprefix(PREFIX)
+        if rest == variable or rest in _OTHER_VARIABLES or _OF_KUBERNETES.fullmatch(rest):
+            continue
+        name = rest.lower()
+        found[name] = _value(name, text, variable, strict=False)
+    return found
+
+
+def _value(name: str, value: object, where: str, *, strict: bool) -> Any:
+    if name not in FIELDS:
+        raise Misconfigured(f"{where}: {_unknown(name)}")
+    hint = _hint(name)
+    if _optional(hint) and (value == "none" or (name in _NONE_IF_ZERO and value in (0, "0"))):
+        return None
+    if name in _BYTES and isinstance(value, str) and (size := _SIZE.fullmatch(value.strip())):
+        value = int(size[1]) * _UNITS[size[2].lower()]
+    elif not strict and isinstance(value, str):
+        value = _structured(hint, value.strip())
+    try:
+        converted = msgspec.convert(value, hint, strict=strict, dec_hook=_path)
+    except (msgspec.ValidationError, ValueError):
+        raise Misconfigured(f"{where} must be {_wanted(name, hint)}") from None
+    try:
+        _check(name, converted)
+    except (OSError, ValueError) as error:
+        raise Misconfigured(f"{where}: {error}") from None
+    return converted
+
+
+def _unknown(name: str) -> str:
+    if name in _OPTIONS:
+        return f"this is no setting, but an option of the command: --{name.replace('_', '-')}"
+    if name == "token":
+        return "put the token into a file of its own and name it with --token-file"
+    close = difflib.get_close_matches(name, FIELDS, n=1)
+    return f"there is no such setting; {f'did you mean {close[0]}?' if close else 'docs/sandbox-server.md has all'}"
+
+
+# ---- types ----------------------------------------------------------------------------------------------------
+
+
+def _hint(name: str) -> Any:
+    hint = get_type_hints(Settings)[name]
+    return hint.__value__ if isinstance(hint, TypeAliasType) else hint
+
+
+def _optional(hint: Any) -> bool:
+    return isinstance(hint, UnionType) and NoneType in get_args(hint)
+
+
+def _plain(hint: Any) -> Any:
+    """Without None."""
+    return next(kind for kind in get_args(hint) if kind is not NoneType) if _optional(hint) else hint
+
+
+def _path(kind: type, value: object) -> Path:
+    if kind is not Path or not isinstance(value, str) or not Path(value).is_absolute():
+        raise ValueError("not an absolute path")
+    return Path(value)
+
+
+def _structured(hint: Any, text: str) -> object:
+    """Lists and tables as one line of text."""
+    origin = get_origin(_plain(hint))
+    if origin not in (tuple, Mapping):
+        return {"on": "true", "off": "false"}.get(text, text) if hint is bool else text
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if origin is tuple:
+        return parts
+    pairs = [part.partition("=") for part in parts]
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _wanted(name: str, hint: Any) -> str:
+    kind = _plain(hint)
+    origin = get_origin(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(get_args(kind))
+    if origin is tuple:
+        return f"a list of {'numbers' if int in get_args(kind) else 'texts'}; in a variable, with commas between them"
+    if origin is Mapping:
+        return "a table of names and addresses; in a variable, name=address with commas between them"
+    if name in _BYTES:
+        return "a number of bytes, or a text such as 512m or 4g"
+    words = {bool: "true or false", int: "a whole number", float: "a number", Path: "an absolute path"}
+    return words.get(kind, "a text")
+
+
+# ---- values ---------------------------------------------------------------------------------------------------
+
+
+def _check(name: str, value: Any) -> None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        least = "at least 0" if name in _MAY_BE_ZERO else "more than 0"
+        if not math.isfinite(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
+            raise ValueError(f"it must be {least}")
+    if (check := _CHECKS.get(name)) is not None and value is not None:
+        check(value)
+
+
+def _check_user(first: int) -> None:
+    if not _LOWEST_USER <= first <= _HIGHEST_USER:
+        raise ValueError(f"it must be from {_LOWEST_USER} to {_HIGHEST_USER}, where no other users are")
+
+
+def _check_index(url: str) -> None:
+    if not url.startswith(("https://", "http://", "file://")):
+        raise ValueError("it must be a URL that begins with https://, http:// or file://")
+
+
+def _check_domains(domains: tuple[str, ...]) -> None:
+    for domain in domains:
+        try:
+            normalised(domain)
+        except ValueError as error:
+            raise ValueError(f"{domain!r} cannot be allowed: {error}") from None
+
+
+def _check_ports(ports: tuple[int, ...]) -> None:
+    if not all(0 < port < 65536 for port in ports):
+        raise ValueError("a port is a number from 1 to 65535")
+
+
+def _check_private(written: tuple[str, ...]) -> None:
+    networks(written)
+
+
+def _check_hosts(hosts: Mapping[str, str]) -> None:
+    _check_domains(tuple(hosts))
+    for address in hosts.values():
+        ipaddress.ip_address(address)
+
+
+def _check_authorities(file: Path) -> None:
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(file)
+    except ssl.SSLError:
+        raise ValueError(f"{file} holds no certificates in PEM form") from None
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from None
+
+
+def _check_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory")
+
+
+def _check_file(file: Path) -> None:
+    if not file.is_file():
+        raise ValueError(f"{file} is not a file")
+
+
+_CHECKS: dict[str, Callable[[Any], None]] = {
+    "uid_base": _check_user,
+    "index_url": _check_index,
+    "egress_domains": _check_domains,
+    "egress_ports": _check_ports,
+    "egress_private": _check_private,
+    "egress_hosts": _check_hosts,
+    "egress_ca_file": _check_authorities,
+    "find_links": _check_directory,
+    "bubblewrap": _check_file,
+}

@@ -1,0 +1,72 @@
+"""What a newcomer reads after a mistake names the thing and the way out; imports msgspec and pytest."""
+
+import errno
+import json
+import logging
+
+import msgspec
+import pytest
+
+from fumehood.protocol.sandbox import ExecuteRequest, SandboxSpec
+from fumehood.protocol.sandbox_errors import FileNotFound, RequestRefused
+from fumehood.sandboxd import logs
+from fumehood.sandboxd.files import refusal
+from fumehood.sandboxd.http_exchange import decode
+
+SPEC = msgspec.json.Decoder(SandboxSpec)
+EXECUTE = msgspec.json.Decoder(ExecuteRequest)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "body", "param", "said"),
+    [
+        (SPEC, {"memroy": "1g"}, "memroy", "unknown field `memroy`; did you mean `memory`?"),
+        (SPEC, {"xyzzy": 1}, "xyzzy", "unknown field `xyzzy`."),
+        (SPEC, {"x" * 200: 1}, None, "unknown field"),
+        (SPEC, {"memory": "2g"}, "memory", "'2g' - at `$.memory`; it is one of 1g, 4g, 16g, 64g."),
+        (SPEC, {"network": {"type": "disabled", "x": 1}}, "network", "unknown field `x`"),
+        (EXECUTE, {"cod": "1"}, "cod", "did you mean `code`?"),
+        (EXECUTE, {"code": 1}, "code", "Expected `str`, got `int`"),
+    ],
+)
+def test_fields_of_a_request(
+    decoder: msgspec.json.Decoder[object], body: dict[str, object], param: str | None, said: str
+) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        decode(decoder, json.dumps(body).encode())
+    assert said in str(refused.value)
+    assert refused.value.param == param
+
+
+def test_a_missing_file_is_told_without_the_name_of_a_system_call() -> None:
+    error = refusal("a.txt", OSError(errno.ENOENT, "openat2: No such file or directory"))
+    assert isinstance(error, FileNotFound)
+    assert str(error) == "a.txt: No such file or directory"
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_requests_of_an_allow_list_keep_their_fields_in_the_log(
+    form: logs.LogFormat, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for switch in ("logThreads", "logProcesses", "logMultiprocessing"):
+        monkeypatch.setattr(logging, switch, True)  # put back afterwards
+    before = {name: list(logging.getLogger(name).handlers) for name in ("fumehood", "uvicorn")}
+    try:
+        logs.configure(form, logging.INFO)
+        fields = {"sandbox": "0123", "domain": "example.org", "port": 443, "verdict": "allowed", "reason": ""}
+        logging.getLogger("fumehood.sandboxd.egress.proxy").info("egress", extra={"egress": fields})
+    finally:
+        for name, handlers in before.items():
+            logger = logging.getLogger(name)
+            logger.handlers, logger.propagate = handlers, True
+            logger.setLevel(logging.NOTSET)
+    line = capsys.readouterr().err
+    if form == "text":
+        assert "egress_request instance=0123 domain=example.org port=443 verdict=allowed" in line
+    else:
+        found = json.loads(line)
+        assert (found["event"], found["instance"], found["domain"]) == (
+            "egress_request",
+            "0123",
+            "example.org",
+        )
