@@ -60,6 +60,7 @@ class TestOverTcpWithToken(SandboxKit):
             yield Subject(remote, another=another)
 
 
+@pytest.mark.slow  # a server in a process of its own, further down, listens on a unix socket as well
 @pytest.mark.asyncio(loop_scope="class")
 class TestOverUnixSocket(SandboxKit):
     @staticmethod
