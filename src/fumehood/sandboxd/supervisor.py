@@ -158,6 +158,7 @@ class Supervisor:
         await self.egress.close()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # if all have ended, gather does not let those run that take them out
         await self._places.close()
 
     # ---- zygotes ----------------------------------------------------------------------------------------------

@@ -124,6 +124,7 @@ class Egress:
             task.cancel()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # if all have ended, gather does not let those run that take them out
         self.connector.resolver.close()
 
     @property
