@@ -30,6 +30,7 @@ class Launch:
     bubblewrap: Bubblewrap | None
     program: bytes
     preload: tuple[str, ...]
+    thorough: bool  # take time now that every sandbox saves later
     users: UserRange | None
     cgroup: Cgroup | None
     timeout: float

@@ -106,6 +106,7 @@ class ZygoteStarter:
             bubblewrap=bubblewrap,
             program=self._program(),
             preload=settings.preload,
+            thorough=settings.capacity > 1,
             users=places.users,
             cgroup=places.zygote_cgroup,
             timeout=settings.start_timeout,

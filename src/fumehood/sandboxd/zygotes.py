@@ -13,7 +13,6 @@ from typing import Any, Self
 
 from fumehood.sandboxd import launching
 from fumehood.sandboxd.errors import IsolationUnavailable
-from fumehood.sandboxd.inside import jail
 from fumehood.sandboxd.launching import JailProcess, Launch
 from fumehood.sandboxd.packets import Packets
 
@@ -55,7 +54,8 @@ class Zygote:
             said = "; ".join(getattr(error, "__notes__", [])) or f"{type(error).__name__}: {error}"
             raise IsolationUnavailable(f"The jail could not be made: {said}.", _ADVICE) from error
         zygote = cls(sock, process)
-        await zygote._prepare(launch.program, launch.preload, launch.timeout, common=launch.common)
+        special = {"common": launch.common and asdict(launch.common), "thorough": launch.thorough}
+        await zygote._prepare(launch.program, launch.preload, launch.timeout, special)
         if zygote.about.threads != 1:
             # A fork copies one thread only: the locks of the others would stay locked in every sandbox.
             await zygote.close()
@@ -78,26 +78,13 @@ class Zygote:
                 "Start the code container first: `python -m fumehood.sandboxd.inside.guest PATH`.",
             ) from error
         zygote = cls(sock, None)
-        await zygote._prepare(program, preload, timeout, single=True)
+        await zygote._prepare(program, preload, timeout, {"single": True})
         return zygote
 
     async def _prepare(
-        self,
-        program: bytes,
-        preload: tuple[str, ...],
-        timeout: float,
-        *,
-        common: jail.Plan | None = None,
-        single: bool = False,
+        self, program: bytes, preload: tuple[str, ...], timeout: float, special: dict[str, Any]
     ) -> None:
-        self.request(
-            {
-                "program": base64.b64encode(program).decode(),
-                "preload": list(preload),
-                "common": None if common is None else asdict(common),
-                "single": single,
-            }
-        )
+        self.request({"program": base64.b64encode(program).decode(), "preload": list(preload), **special})
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), timeout)
         except (TimeoutError, EOFError) as error:

@@ -47,14 +47,15 @@ def preload(names: list[str]) -> dict[str, str]:
     return problems
 
 
-def freeze() -> None:
+def freeze(*, for_many: bool) -> None:
     """What the forks share stays shared: neither its use nor a later collection is to touch its pages."""
     if "matplotlib.font_manager" in sys.modules:
         # matplotlib forgets open fonts in every fork, which takes long; so there are none.
         fonts: Any = sys.modules["matplotlib.font_manager"]
         fonts._get_font.cache_clear()
     gc.collect()
-    immortal.make_immortal()
+    if for_many:
+        immortal.make_immortal()
     gc.freeze()
 
 

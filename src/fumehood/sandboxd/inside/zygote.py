@@ -31,13 +31,17 @@ class Zygote(children.Parent):
     """Forks an interpreter into each jail that the warden announces; the supervisor may have it interrupted."""
 
     def __init__(
-        self, control: socket.socket, link: socket.socket, program: bytes, common: jail.Plan
+        self,
+        control: socket.socket,
+        link: socket.socket,
+        program: bytes,
+        common: jail.Plan,
+        prepared: runner.Runner,
     ) -> None:
         super().__init__(control)
         self._program = program
         self._common = common
-        self._runner = runner.Runner()
-        self._runner.rehearse(rehearsal.programs())
+        self._runner = prepared
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.listen(control, self._request)
         self.listen(link, self._fork)
@@ -99,12 +103,16 @@ def renew_secrets() -> None:
 
 def run(control: socket.socket, link: socket.socket, program: bytes, request: dict[str, Any]) -> NoReturn:
     """The zygote's whole life, in a fresh fork of the warden."""
-    memory = sharing.SharedMemory() if request["preload"] else None
+    thorough: bool = request["thorough"]
+    memory = sharing.SharedMemory() if request["preload"] and thorough else None
     problems = preload.preload(request["preload"])
     _look_like_a_sandbox()
-    zygote = Zygote(control, link, program, jail.Plan(**request["common"]))
+    prepared = runner.Runner()
+    if thorough:
+        prepared.rehearse(rehearsal.programs())
+    zygote = Zygote(control, link, program, jail.Plan(**request["common"]), prepared)
     renew_secrets()
-    preload.freeze()
+    preload.freeze(for_many=thorough)
     if memory is not None:
         memory.settle()
     _make_root_read_only()
