@@ -568,9 +568,21 @@ NEEDS_SOCKETS = {"forkserver", "loopback"}
 LIBRARIES = {"numpy", "pandas", "matplotlib", "pyarrow", "sklearn", "polars", "duckdb", "joblib"}
 
 
+# The filters differ little; libraries, which take long, are tried under each of them by the slow tests only.
+TRIALS = [
+    pytest.param(
+        name,
+        work,
+        id=f"{name}-{work}",
+        marks=[pytest.mark.slow] if name != "namespaces" and work in LIBRARIES else [],
+    )
+    for name in policy.POLICIES
+    for work in WORK
+]
+
+
 @live
-@pytest.mark.parametrize("work", WORK)
-@pytest.mark.parametrize("name", policy.POLICIES)
+@pytest.mark.parametrize(("name", "work"), TRIALS)
 def test_python_works(name: str, work: str, tmp_path: Path) -> None:
     if work in LIBRARIES and importlib.util.find_spec(work) is None:
         pytest.skip(f"{work} is not installed")
