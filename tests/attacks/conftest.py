@@ -233,3 +233,16 @@ def residue() -> Iterator[Residue]:
 def limited(host: Host) -> None:
     if not host.limited:
         pytest.skip("no cgroup is delegated to this user, so memory is not bounded here")
+
+
+# What these try does not depend on the user under whom the supervisor runs: the other one is for the slow tests.
+_SAME_FOR_EVERY_USER = {"test_calls", "test_results", "test_syscalls"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        same = item.path.parent == here and item.path.stem in _SAME_FOR_EVERY_USER
+        if same and "[ordinary" in item.nodeid and os.geteuid() == 0:
+            item.add_marker(pytest.mark.slow)
