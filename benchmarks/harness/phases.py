@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fumehood.sandboxd import launching
+from fumehood.sandboxd.places import Places
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor
@@ -63,11 +64,11 @@ def begin(spawn):
     return spawning
 
 def install(zygote):
-    for name in ("init", "jail", "landlock", "filters", "syscalls", "runner", "streams"):
+    for name in ("init", "interpreter", "jail", "landlock", "filters", "syscalls", "runner", "streams"):
         wrap_module(name)
     for name in ("fork", "unshare", "setns", "closerange"):
         setattr(os, name, wrapped("os." + name, getattr(os, name)))
-    zygote.Zygote._spawn = begin(zygote.Zygote._spawn)
+    zygote.Zygote._fork = begin(zygote.Zygote._fork)
 """
 _INSTALL = """
 
@@ -130,7 +131,7 @@ class Watch:
 
             return replacement
 
-        self._replace(Supervisor, "_take_place", stretch("take a user and a cgroup"))
+        self._replace(Places, "take", stretch("take a user and a cgroup"))
         self._replace(Supervisor, "_fork", stretch("ask the zygote"))
         self._replace(LocalSandbox, "hand_over", telling(lambda _: "hand over: begins"))
         self._replace(LocalSandbox, "zygote_event", telling(lambda event: f"heard: {event['event']}"))
