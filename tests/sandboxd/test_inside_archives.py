@@ -32,16 +32,6 @@ from tests.support.archives import (
 )
 from tests.support.unpacking import Granted, Place, refused
 
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    (tmp_path / "data").mkdir()
-    fd = os.open(tmp_path / "data", os.O_RDONLY | os.O_DIRECTORY)
-    yield Place(tmp_path / "data", fd)
-    os.close(fd)
-    assert os.listdir(tmp_path) == ["data"], "something was written beside the directory"
-
-
 # ---- what is unpacked -------------------------------------------------------------------------------------------
 
 MEMBERS = (("a.txt", b"a"), ("d/e/b.bin", bytes(range(256)) * 999), ("d/ü.txt", b""), ("x" * 200, b"long"))

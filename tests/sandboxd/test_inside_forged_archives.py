@@ -3,8 +3,7 @@
 import contextlib
 import gzip
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from backports import zstd
@@ -21,16 +20,6 @@ from tests.support.archives import (
     zipped,
 )
 from tests.support.unpacking import Place, refused
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    (tmp_path / "data").mkdir()
-    fd = os.open(tmp_path / "data", os.O_RDONLY | os.O_DIRECTORY)
-    yield Place(tmp_path / "data", fd)
-    os.close(fd)
-    assert os.listdir(tmp_path) == ["data"], "something was written beside the directory"
-
 
 MEMBERS = (("a.txt", b"a"), ("d/e/b.bin", bytes(range(256)) * 999), ("x" * 200, b"long"))
 

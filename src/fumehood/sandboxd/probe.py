@@ -454,7 +454,7 @@ async def try_out(settings: Settings) -> list[Finding]:
     findings: list[Finding] = []
     began = time.monotonic()
     try:
-        async with Supervisor(replace(settings, pool=0)) as supervisor:
+        async with Supervisor(replace(settings, pool=0, capacity=1)) as supervisor:
             zygote = time.monotonic() - began
             sandbox = await supervisor.create()
             took = f"ready after {zygote:.1f} s, a sandbox takes {(time.monotonic() - began - zygote) * 1000:.0f} ms"

@@ -4,6 +4,7 @@ It knows its children by the supervisor's numbers, never by a name: what this pr
 could read.
 """
 
+import abc
 import json
 import os
 import selectors
@@ -18,7 +19,7 @@ _MAX_FDS = 16
 type Handler = Callable[[dict[str, Any], list[int]], None]
 
 
-class Parent:
+class Parent(abc.ABC):
     """One process that forks on request; `control` is the supervisor's, and its end is this process's."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -74,9 +75,9 @@ class Parent:
         _, status = os.waitpid(pid, 0)
         self.ended(number, os.waitstatus_to_exitcode(status))
 
+    @abc.abstractmethod
     def ended(self, number: int, code: int) -> None:
         """A child has ended and is reaped; negative codes are signals."""
-        raise NotImplementedError
 
 
 def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -99,6 +100,27 @@ def no_stdin() -> None:
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 0)
     os.close(null)
+
+
+class ForkElsewhere:
+    """Forks children into other PID namespaces; the process itself stays in its own."""
+
+    def __init__(self) -> None:
+        self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+
+    def fork(self, jail: int | None = None) -> int:
+        """As os.fork, into the PID namespace of the process of this pidfd, or into a new one."""
+        if jail is None:
+            os.unshare(os.CLONE_NEWPID)
+        else:
+            os.setns(jail, os.CLONE_NEWPID)
+        pid = -1
+        try:
+            pid = os.fork()
+        finally:
+            if pid != 0:
+                os.setns(self._own, os.CLONE_NEWPID)
+        return pid
 
 
 def only_these_fds(fds: list[int]) -> None:

@@ -5,6 +5,7 @@ from here. Started first, this process is PID 1 of the outer jail: when it ends,
 there ends. It holds no secret, no path of the host and nothing about a sandbox but its number.
 """
 
+import abc
 import base64
 import contextlib
 import gc
@@ -43,8 +44,9 @@ class Warden(children.Parent):
             case unknown:
                 raise ValueError(f"unknown request {unknown!r}")
 
+    @abc.abstractmethod
     def spawn(self, number: int, fds: list[int]) -> None:
-        raise NotImplementedError
+        """Start a sandbox; the first descriptor is its channel, the others are its cgroups."""
 
     def ended(self, number: int, code: int) -> None:
         if number in self._helpers:
@@ -65,28 +67,27 @@ class Warden(children.Parent):
 
         What is to be done, names above all, the helper hears over its own socket after the fork.
         """
-        try:
-            pid = os.fork()
-        except OSError:
-            return  # the closed reply socket tells
-        if pid == 0:
-            children.only_these_fds(fds)
+        if self._fork_helper(number, fds):
             helper.run(uid, self.program, socket.socket(fileno=fds[0]), fds[1], fds[2:])
-        self._helpers.add(number)
-        self.watch(number, pid)
 
     def _attach(self, number: int, fds: list[int]) -> None:
         """Put layers of packages into a sandbox; which ones, the helper hears after the fork."""
+        held = [*fds, *([self._layers] if self._layers >= 0 else [])]
+        if self._fork_helper(number, held):
+            attach.help_with(socket.socket(fileno=held[0]), held[1:])
+
+    def _fork_helper(self, number: int, held: list[int]) -> bool:
+        """True in a child that holds these descriptors alone; if there is none, the closed reply socket tells."""
         try:
             pid = os.fork()
         except OSError:
-            return  # the closed reply socket tells
+            return False
         if pid == 0:
-            fds = [*fds, *([self._layers] if self._layers >= 0 else [])]
-            children.only_these_fds(fds)
-            attach.help_with(socket.socket(fileno=fds[0]), fds[1:])
+            children.only_these_fds(held)
+            return True
         self._helpers.add(number)
         self.watch(number, pid)
+        return False
 
 
 class NamespaceWarden(Warden):
@@ -95,14 +96,14 @@ class NamespaceWarden(Warden):
     def __init__(self, control: socket.socket, program: bytes, layers: int, link: socket.socket) -> None:
         super().__init__(control, program, layers)
         self._link = link
-        self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self._elsewhere = children.ForkElsewhere()
 
     def spawn(self, number: int, fds: list[int]) -> None:
         channel, *cgroups = fds
         inner, outer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with inner, outer:
             try:
-                pid = self._fork_into_new_pids()
+                pid = self._elsewhere.fork()
             except OSError as error:
                 self.report({"event": "refused", "number": number, "error": f"fork: {error}"})
                 return
@@ -112,16 +113,6 @@ class NamespaceWarden(Warden):
             pidfd = self.watch(number, pid)
             children.send(self._link, {"number": number}, [channel, outer.fileno(), pidfd, *cgroups])
         self.report({"event": "spawned", "number": number}, [pidfd])
-
-    def _fork_into_new_pids(self) -> int:
-        os.unshare(os.CLONE_NEWPID)
-        pid = -1
-        try:
-            pid = os.fork()
-        finally:
-            if pid != 0:
-                os.setns(self._own_pids, os.CLONE_NEWPID)
-        return pid
 
     def ended(self, number: int, code: int) -> None:
         if number == _ZYGOTE:

@@ -42,7 +42,7 @@ class Zygote(children.Parent):
         self._program = program
         self._common = common
         self._runner = prepared
-        self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self._elsewhere = children.ForkElsewhere()
         self.listen(control, self._request)
         self.listen(link, self._fork)
 
@@ -56,7 +56,7 @@ class Zygote(children.Parent):
     def _fork(self, request: dict[str, Any], fds: list[int]) -> None:
         channel, door, first, *cgroups = fds
         try:
-            pid = self._fork_into(first)
+            pid = self._elsewhere.fork(first)
         except OSError:
             return  # its first process is gone already, which the warden tells
         if pid == 0:
@@ -65,16 +65,6 @@ class Zygote(children.Parent):
             interpreter.enter_jail(self._common, self._program, *ends, first, cgroups, self._runner)
         self.watch(request["number"], pid)
         renew_secrets()  # the next one gets others; here it costs nobody's time
-
-    def _fork_into(self, first: int) -> int:
-        os.setns(first, os.CLONE_NEWPID)
-        pid = -1
-        try:
-            pid = os.fork()
-        finally:
-            if pid != 0:
-                os.setns(self._own_pids, os.CLONE_NEWPID)
-        return pid
 
     def ended(self, number: int, code: int) -> None:
         self.report({"event": "ended", "number": number, "code": code})
