@@ -4,6 +4,8 @@ docs/testing.md shows how they are used. The conformance kit for implementations
 `fumehood.testing.sandbox_kit`, which needs pytest and is not imported here.
 """
 
+from fumehood.testing.clock import FakeClock
+from fumehood.testing.memory_store import MemoryBlobs, MemoryStore
 from fumehood.testing.scripted import (
     Action,
     DeleteFile,
@@ -18,6 +20,9 @@ __all__ = [
     "Action",
     "DeleteFile",
     "Expected",
+    "FakeClock",
+    "MemoryBlobs",
+    "MemoryStore",
     "ScriptedSandbox",
     "ScriptedSandboxes",
     "Step",
