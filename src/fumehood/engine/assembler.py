@@ -233,7 +233,7 @@ class Turn:
     def _close_whole_calls(self) -> None:
         """End the client's calls whose arguments are complete, now that another one begins."""
         for key, call in self._calls.items():
-            if isinstance(call, WrittenCall.__value__) and is_whole(call.arguments):
+            if isinstance(call, WrittenCall) and is_whole(call.arguments):
                 self._close_call(call, "completed")
                 self._calls[key] = None
 
@@ -274,7 +274,7 @@ class Turn:
 
     def _close_client_calls(self, status: ItemStatus) -> None:
         for call in self._calls.values():
-            if isinstance(call, WrittenCall.__value__):
+            if isinstance(call, WrittenCall):
                 self._close_call(call, status)
         self._calls = dict.fromkeys(self._calls)
 

@@ -106,18 +106,15 @@ def _user_message(text: str) -> Entry:
 
 def _check_calls(entries: Sequence[Entry], past: Sequence[Segment]) -> None:
     """Every result belongs to a call, and every call of the last turn has its result."""
+    newest = past[-1].entries if past else ()
     results = {_call_id(entry, number) for number, entry in enumerate(entries) if entry.type in _OUTPUTS}
     calls = {_call_id(entry, number) for number, entry in enumerate(entries) if entry.type in _CALLS}
-    open_calls = calls | (
-        {_call_id(entry) for entry in past[-1].entries if entry.type in _CALLS} if past else set()
-    )
-    answered = (
-        {_call_id(entry) for entry in past[-1].entries if entry.type in _OUTPUTS} if past else set[str]()
-    )
-    missing = open_calls - results - answered
+    calls |= {_call_id(entry) for entry in newest if entry.type in _CALLS}
+    answered = {_call_id(entry) for entry in newest if entry.type in _OUTPUTS}
+    missing = calls - results - answered
     if missing:
         raise InvalidRequest(f"No tool output found for function call {min(missing)}.", param="input")
-    strangers = results - open_calls
+    strangers = results - calls
     if strangers:
         strangers -= {
             _call_id(entry) for segment in past for entry in segment.entries if entry.type in _CALLS

@@ -140,7 +140,7 @@ class Preparation:
             prompt_cache_retention=request.prompt_cache_retention,
             reasoning=request.reasoning or ReasoningConfig(),
             safety_identifier=request.safety_identifier,
-            service_tier=request.service_tier if request.service_tier not in {None, "auto"} else "default",
+            service_tier=_service_tier(request),
             store=request.store is not False,
             temperature=1.0 if request.temperature is None else request.temperature,
             text=TextConfig(format=text.format or TextFormat(), verbosity=text.verbosity or "medium"),
@@ -315,6 +315,10 @@ def _instructions(request: CreateResponse) -> str | None:
     if request.instructions is None or isinstance(request.instructions, str):
         return request.instructions
     raise InvalidRequest("`instructions` must be a string.", param="instructions")
+
+
+def _service_tier(request: CreateResponse) -> str:
+    return "default" if request.service_tier in {None, "auto"} else request.service_tier or "default"
 
 
 def _sampling(request: CreateResponse) -> Sampling:
