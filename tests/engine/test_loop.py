@@ -71,7 +71,9 @@ async def test_blocking_and_streaming_are_the_same_run() -> None:
 async def test_parallel_calls_interleave_and_the_model_reads_them_in_order() -> None:
     gates = {'{"text":"a"}': asyncio.Event(), '{"text":"b"}': asyncio.Event()}
     echo = Echo(gate=lambda text: gates[text])
-    async with ScriptedModel([*calls("echo", {"text": "a"}), *calls("echo", {"text": "b"})], says("ok")) as model:
+    async with ScriptedModel(
+        [*calls("echo", {"text": "a"}), *calls("echo", {"text": "b"})], says("ok")
+    ) as model:
         run = await Engine(model, [echo]).start(tools=[ECHO])
         events = []
         async for batch in run.subscribe():
@@ -87,7 +89,9 @@ async def test_parallel_calls_interleave_and_the_model_reads_them_in_order() -> 
 
 
 async def test_parallel_tool_calls_false_keeps_the_first() -> None:
-    async with ScriptedModel([*calls("echo", {"text": "a"}), *calls("echo", {"text": "b"})], says("ok")) as model:
+    async with ScriptedModel(
+        [*calls("echo", {"text": "a"}), *calls("echo", {"text": "b"})], says("ok")
+    ) as model:
         response = check_invariants(
             await Engine(model, [Echo()]).stream(tools=[ECHO], parallel_tool_calls=False)
         )
@@ -148,7 +152,11 @@ async def test_a_forced_tool_is_forced_once() -> None:
         ("none", ["echo", "f"], "none"),
         ("auto", ["echo", "f"], "auto"),
         ("required", ["echo", "f"], "required"),
-        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}, ["f"], "auto"),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+            ["f"],
+            "auto",
+        ),
         ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "echo"}]}, ["echo", "f"], "echo"),
         ({"type": "function", "name": "f"}, ["echo", "f"], "f"),
     ],
@@ -404,7 +412,9 @@ async def test_another_tenants_response_is_not_there() -> None:
 
 
 async def test_items_that_a_client_gives_back() -> None:
-    async with ScriptedModel(calls("echo", {"text": "x"}), says("ok"), says("again"), says("once more")) as model:
+    async with ScriptedModel(
+        calls("echo", {"text": "x"}), says("ok"), says("again"), says("once more")
+    ) as model:
         engine = Engine(model, [Echo()])
         first = await engine.block(tools=[ECHO])
         call = msgspec.to_builtins(first.output[0]) | {"outputs": None}
@@ -458,7 +468,10 @@ async def test_what_is_refused_before_anything_begins(body: dict[str, Any], para
 
 
 async def test_unknown_tools_are_tolerated_and_shown() -> None:
-    tools = [{"type": "namespace", "name": "n", "x": [1]}, {"type": "web_search", "external_web_access": False}]
+    tools = [
+        {"type": "namespace", "name": "n", "x": [1]},
+        {"type": "web_search", "external_web_access": False},
+    ]
     async with ScriptedModel(says("ok")) as model:
         response = await Engine(model, [Echo()]).block(tools=[*tools, ECHO])
     assert [msgspec.json.decode(tool) for tool in response.tools] == [*tools, {"type": "echo", "shown": True}]
@@ -477,11 +490,15 @@ async def test_structured_output_goes_to_the_model() -> None:
 
 async def test_an_item_is_in_the_log_before_the_code_runs() -> None:
     gate = asyncio.Event()
-    run = await Engine(ScriptedModel(calls("echo", {}), says("ok")), [Echo(gate=lambda _: gate)]).start(tools=[ECHO])
+    run = await Engine(ScriptedModel(calls("echo", {}), says("ok")), [Echo(gate=lambda _: gate)]).start(
+        tools=[ECHO]
+    )
     seen: list[str] = []
     async for batch in run.subscribe():
         seen += types(batch)
         if "response.code_interpreter_call.interpreting" in seen:
-            assert any(isinstance(event, ItemAdded) for event in batch) or seen.count("response.output_item.added")
+            assert any(isinstance(event, ItemAdded) for event in batch) or seen.count(
+                "response.output_item.added"
+            )
             gate.set()
     assert seen[-1] == "response.completed"

@@ -32,7 +32,11 @@ async def test_refusal_after_text() -> None:
 
 
 async def test_function_calls_one_after_another() -> None:
-    turn = [*says("Let me see", pieces=1), calls("weather", {"city": "Bonn"}), calls("weather", {"city": "Ulm"})]
+    turn = [
+        *says("Let me see", pieces=1),
+        calls("weather", {"city": "Bonn"}),
+        calls("weather", {"city": "Ulm"}),
+    ]
     events = await Engine(ScriptedModel(turn)).stream(tools=[WEATHER])
     check_invariants(events)
     assert readable(events)[2:-1] == snapshot()

@@ -60,7 +60,11 @@ def check_invariants(events: Sequence[StreamEvent]) -> Response:
     assert isinstance(last, ResponseEvent)
     assert types([last])[0] in _CLOSING
     assert fold(events) == last.response
-    for include in ([], ["code_interpreter_call.outputs"], ["fumehood:execution", "message.output_text.logprobs"]):
+    for include in (
+        [],
+        ["code_interpreter_call.outputs"],
+        ["fumehood:execution", "message.output_text.logprobs"],
+    ):
         seen = fold(project(event, include) for event in events)
         assert seen == project_response(last.response, include)
     return last.response
