@@ -275,7 +275,7 @@ def _spec_of(function: FunctionTool) -> FunctionSpec:
     return FunctionSpec(
         name=function.name,
         description=function.description or "",
-        parameters=function.parameters or _NO_PARAMETERS,
+        parameters=Raw(msgspec.json.encode(function.parameters)) if function.parameters else _NO_PARAMETERS,
         strict=bool(function.strict),
     )
 
@@ -290,7 +290,7 @@ def _custom_spec(spec: ToolSpec, where: str) -> FunctionSpec:
     """A custom tool in the shape that every model knows: a function with one string."""
     try:
         tool = msgspec.json.decode(spec.raw, type=CustomTool)
-        grammar = msgspec.json.decode(tool.format, type=_Grammar) if tool.format else _Grammar()
+        grammar = msgspec.json.decode(msgspec.json.encode(tool.format or {}), type=_Grammar)
     except msgspec.ValidationError as error:
         raise InvalidRequest(
             f"{where} holds a custom tool that cannot be read: {error}", param=where
