@@ -127,9 +127,7 @@ class Preparation:
             id=new_id("resp"),
             created_at=int(self._clock.now()),
             model=request.model or "",
-            instructions=None
-            if request.instructions is None
-            else Raw(msgspec.json.encode(request.instructions)),
+            instructions=request.instructions,
             max_output_tokens=request.max_output_tokens,
             max_tool_calls=request.max_tool_calls,
             parallel_tool_calls=request.parallel_tool_calls is not False,
