@@ -298,9 +298,12 @@ class Store(Protocol):
         """Those that are still ours, for a while longer."""
         ...
 
-    async def commit(self, lease: Lease, tenant: str, response: Response, entries: Sequence[Entry]) -> None:
+    async def commit(
+        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[Entry]
+    ) -> None:
         """The end of a response: it with all its entries, input and output, or nothing. They continue the
-        conversation of `response.previous_response_id`. Raises Fenced.
+        conversation of `response.previous_response_id`. Without a lease it is one that was never begun.
+        Raises Fenced.
         """
         ...
 

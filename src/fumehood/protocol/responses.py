@@ -124,6 +124,12 @@ class ResponseError(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
+INTERRUPTED = ResponseError(
+    code="server_error", message="The server stopped while this response was in progress. Ask again."
+)
+"""The error of a response whose run was lost."""
+
+
 class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
     reason: Literal["max_output_tokens", "content_filter"]
 
