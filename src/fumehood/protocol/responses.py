@@ -21,7 +21,8 @@ TERMINAL: frozenset[ResponseStatus] = frozenset({"completed", "failed", "incompl
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`text.format`: plain text, any JSON object, or JSON of a schema."""
 
-    type: Literal["text", "json_object", "json_schema"] = "text"
+    # A factory, since plain defaults are left out, and this one has to be told.
+    type: Literal["text", "json_object", "json_schema"] = msgspec.field(default_factory=lambda: "text")
     name: str | None = None
     description: str | None = None
     schema: JsonObject | None = None
