@@ -82,12 +82,12 @@ def clock_of(served: Served) -> Clock:
     return lambda: census.cpu_clock(served.pid)
 
 
-async def spent(clock: Clock, work: Awaitable[object]) -> float:
-    """CPU seconds that work takes; what a server does after an answer is part of it."""
+async def spent[T](clock: Clock, work: Awaitable[T]) -> tuple[float, T]:
+    """CPU seconds that work takes, and its result; what a server does after an answer is part of it."""
     before = clock()
-    await work
+    result = await work
     await asyncio.sleep(0.01)
-    return clock() - before
+    return clock() - before, result
 
 
 async def in_turns(sides: Sequence[Served], rounds: int, work: Work, share: float) -> list[Samples]:
@@ -96,7 +96,7 @@ async def in_turns(sides: Sequence[Served], rounds: int, work: Work, share: floa
     order = list(zip(sides, found, strict=True))
     for number in range(rounds + 1):
         for one, samples in order if number % 2 else reversed(order):
-            taken = await spent(clock_of(one), work(one))
+            taken, _ = await spent(clock_of(one), work(one))
             if number:
                 samples.values.append(taken * share)
     return found
@@ -115,7 +115,8 @@ async def at_once(number: int, works: Sequence[Callable[[], Awaitable[object]]])
 
 async def per_turn(clock: Clock, turns: int, work: Callable[[], Awaitable[object]]) -> float:
     """CPU seconds of a turn, the mean of so many, one after the other."""
-    return await spent(clock, at_once(1, [work] * turns)) / turns
+    taken, _ = await spent(clock, at_once(1, [work] * turns))
+    return taken / turns
 
 
 async def texts(served: Served, scale: Scale, *, stream: bool, model: str = TEXT) -> None:
@@ -344,20 +345,22 @@ async def growth_rows(bench: Bench) -> list[Row]:
     served, number = bench.ours, bench.scale.conversations
     tips, sizes = await conversations(bench, number, LATE - 1)
     clock = clock_of(served)
-    early, late = [list[float](), list[float]()], [list[float](), list[float]()]
-    for tip in tips:
+    early, late = ([], []), ([], [])
+    for old in tips:
         young = (await grown(served, [None], EARLY - 1))[0]
-        for kind, stream in enumerate((True, False)):
-            for tip_of, taken in ((young, early[kind]), (tip, late[kind])):
-                work = served.text(TEXT, stream=stream, previous_response_id=tip_of)
-                taken.append(await spent(clock, work) * MS)
+        for tip, kinds in ((young, early), (old, late)):
+            for stream, values in zip((True, False), kinds, strict=True):
+                turn = served.text(TEXT, stream=stream, previous_response_id=tip)
+                taken, answer = await spent(clock, turn)
+                values.append(taken * MS)
+                tip = answer.response.id
     found: list[Row] = []
-    for kind, (key, how, goals) in enumerate(
-        (("growth", "streamed", {"p50": 1 / 1.3}), ("growth_blocking", "blocking", {}))
-    ):
-        title = f"CPU of turn {LATE} of a conversation, {how}"
-        reference = Samples(f"turn {EARLY}", early[kind])
-        found.append(Row(key, title, "ms", Samples("late", late[kind]), reference, goals, measures=("p50",)))
+    kinds = (("growth", "streamed", {"p50": 1 / 1.3}), ("growth_blocking", "blocking", {}))
+    for (key, how, goals), then, now in zip(kinds, early, late, strict=True):
+        turn = int(how == "blocking")
+        title = f"CPU of turn {LATE + turn} of a conversation, {how}"
+        reference = Samples(f"turn {EARLY + turn}", then)
+        found.append(Row(key, title, "ms", Samples("late", now), reference, goals, measures=("p50",)))
     return found + stored_row(sizes, number)
 
 
