@@ -97,6 +97,10 @@ class ModelBackend(Protocol):
         """
         ...
 
+    def check(self, request: ModelRequest) -> None:
+        """Raises InvalidRequest for what this model cannot be shown."""
+        ...
+
     async def count(self, request: ModelRequest) -> tuple[int, bool]:
         """How many tokens the request has, and whether that is exact."""
         ...
