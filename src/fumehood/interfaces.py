@@ -97,6 +97,10 @@ class ModelBackend(Protocol):
         """
         ...
 
+    def check(self, request: ModelRequest) -> None:
+        """Raises InvalidRequest for what this model cannot be shown."""
+        ...
+
     async def count(self, request: ModelRequest) -> tuple[int, bool]:
         """How many tokens the request has, and whether that is exact."""
         ...
@@ -300,9 +304,12 @@ class Store(Protocol):
         """Those that are still ours, for a while longer."""
         ...
 
-    async def commit(self, lease: Lease, tenant: str, response: Response, entries: Sequence[Entry]) -> None:
+    async def commit(
+        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[Entry]
+    ) -> None:
         """The end of a response: it with all its entries, input and output, or nothing. They continue the
-        conversation of `response.previous_response_id`. Raises Fenced.
+        conversation of `response.previous_response_id`. Without a lease it is one that was never begun.
+        Raises Fenced.
         """
         ...
 

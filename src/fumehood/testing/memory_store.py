@@ -104,7 +104,10 @@ class MemoryStore:
             rows[lease.response_id].expires = self._clock.now() + self._lease_seconds
         return ours
 
-    async def commit(self, lease: Lease, tenant: str, response: Response, entries: Sequence[Entry]) -> None:
+    async def commit(
+        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[Entry]
+    ) -> None:
+        lease = lease or await self.begin(tenant, response)
         row = self._row(tenant, lease.response_id)
         if row is None or not _holds(lease, row):
             raise Fenced(lease.response_id)
