@@ -229,7 +229,7 @@ async def test_the_events_of_arguments_that_are_no_arguments() -> None:
             ]
         )
         assert called.told == snapshot("""\
-The call could not be read, and nothing ran: Expected `array | null`, got `str` - at `$.requirements`. It takes `code`, a string, and `requirements`, a list.
+Nothing ran: the arguments do not fit: Expected `array | null`, got `str` - at `$.requirements`.
 Exit code: -1\
 """)
         assert called.execution.exit_code == -1
@@ -339,9 +339,10 @@ async def test_figures_are_images_and_files() -> None:
     async with scripted(Step("plot()", actions)) as interpreter:
         called = await interpreter.run("plot()", takes_images=True)
         assert called.item.outputs is not None
-        logs, first, second = called.item.outputs
+        _, first, second = called.item.outputs
+        assert isinstance(first, Image)
+        assert isinstance(second, Image)
         assert called.logs == "one\ntwo"
-        assert logs == called.item.outputs[0]
         assert first == Image(url="data:image/png;base64," + base64.b64encode(PNG).decode())
         assert second == Image(url="data:image/jpeg;base64," + base64.b64encode(JPEG).decode())
         assert called.told == snapshot("""\
@@ -554,10 +555,10 @@ async def test_requirements_are_passed_on() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ("", "no valid JSON"),
-        ("print(1)", "no valid JSON"),
-        ('{"code": "print(1)"', "no valid JSON"),
-        ('{"code": "\\ud800"}', "no valid JSON"),
+        ("", "not valid JSON"),
+        ("print(1)", "not valid JSON"),
+        ('{"code": "print(1)"', "not valid JSON"),
+        ('{"code": "\\ud800"}', "not valid JSON"),
         ("{}", "missing required field `code`"),
         ("[]", "Expected `object`"),
         ('{"code": null}', "Expected `str`"),
@@ -613,11 +614,11 @@ async def test_the_sandbox_is_lost() -> None:
         assert called.item.status == "failed"
         assert called.told == snapshot("""\
 so far
-The sandbox was lost; variables are gone. The next call begins in a new sandbox, with the files that earlier calls left in /mnt/data.
+The sandbox was lost; variables are gone. The next call begins in a new one, with the files of earlier calls.
 Exit code: -1\
 """)
         assert (await interpreter.run("y")).told == snapshot("""\
-This call began in a new sandbox, since the one before has ended: variables, imports and installed packages are gone. The files in /mnt/data are there.
+A new sandbox: variables, imports and packages of earlier calls are gone, their files in /mnt/data are there.
 z\
 """)
 
