@@ -232,7 +232,9 @@ class Container(Protocol):
         ...
 
     async def save(self, path: str, content: bytes) -> ContainerFileRecord:
-        """Put a file of the assistant's beside those that the code wrote; another name is found if it is taken."""
+        """Put a file of the assistant's beside those that the code wrote; another name is found if it is taken.
+        Raises TooLarge if the container may keep no more.
+        """
         ...
 
 
@@ -333,8 +335,10 @@ class Store(Protocol):
 
     async def container(self, container_id: str) -> ContainerRecord | None: ...
 
-    async def containers(self, tenant: str | None = None) -> Sequence[ContainerRecord]:
-        """Of one tenant or of all, oldest first."""
+    async def containers(
+        self, tenant: str | None = None, *, running: bool = False
+    ) -> Sequence[ContainerRecord]:
+        """Of one tenant or of all, all or those that are running, oldest first."""
         ...
 
     async def put_files(
@@ -343,6 +347,10 @@ class Store(Protocol):
 
     async def files(self, container_id: str) -> Sequence[ContainerFileRecord]:
         """Oldest first."""
+        ...
+
+    async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
+        """Those of these blobs that no file of any container refers to."""
         ...
 
     async def close(self) -> None: ...

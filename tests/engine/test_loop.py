@@ -16,8 +16,15 @@ from fumehood.protocol.errors import (
     ServerFault,
     Unavailable,
 )
-from fumehood.protocol.events import ErrorOccurred, ItemAdded, ItemDone, TextDelta
-from fumehood.protocol.items import CodeInterpreterCall, FunctionCall, Message, OutputText, ProducedFile
+from fumehood.protocol.events import ErrorOccurred, ItemAdded, ItemDone, StreamEvent, TextDelta
+from fumehood.protocol.items import (
+    CodeInterpreterCall,
+    ContainerFileCitation,
+    FunctionCall,
+    Message,
+    OutputText,
+    ProducedFile,
+)
 from fumehood.protocol.models import Text, TurnEnded
 from fumehood.protocol.responses import Usage
 from fumehood.testing import ScriptedModel, calls, says
@@ -25,8 +32,12 @@ from tests.support.engines import Engine
 from tests.support.streams import check_invariants, types
 from tests.support.tools import Echo
 
-ECHO = {"type": "echo"}
-FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+ECHO: dict[str, Any] = {"type": "echo"}
+FUNCTION: dict[str, Any] = {
+    "type": "function",
+    "name": "f",
+    "parameters": {"type": "object", "properties": {}},
+}
 
 
 def tokens(output: int) -> Usage:
@@ -75,7 +86,7 @@ async def test_parallel_calls_interleave_and_the_model_reads_them_in_order() -> 
         [*calls("echo", {"text": "a"}), *calls("echo", {"text": "b"})], says("ok")
     ) as model:
         run = await Engine(model, [echo]).start(tools=[ECHO])
-        events = []
+        events: list[StreamEvent] = []
         async for batch in run.subscribe():
             events += batch
             if len([line for line in echo.log if line.startswith("began")]) == 2:
@@ -214,7 +225,8 @@ async def test_length_is_incomplete() -> None:
     assert response.status == "incomplete"
     assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
-    assert response.output[0].status == "incomplete"  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    assert isinstance(response.output[0], Message)
+    assert response.output[0].status == "incomplete"
 
 
 async def test_a_hosted_call_that_was_cut_off_does_not_run() -> None:
@@ -290,7 +302,7 @@ async def test_cancelled_while_the_model_writes() -> None:
     model = ScriptedModel([Text("Hel"), asyncio.Event()])
     engine = Engine(model)
     run = await engine.start()
-    events = []
+    events: list[StreamEvent] = []
     async for batch in run.subscribe():
         events += batch
         if any(isinstance(event, TextDelta) for event in batch):
@@ -306,7 +318,7 @@ async def test_cancelled_while_the_model_writes() -> None:
 async def test_cancelled_while_code_runs() -> None:
     echo = Echo(gate=lambda _: asyncio.Event())
     run = await Engine(ScriptedModel(calls("echo", {"text": "x"})), [echo]).start(tools=[ECHO])
-    events = []
+    events: list[StreamEvent] = []
     async for batch in run.subscribe():
         events += batch
         if any(line.startswith("began") for line in echo.log):
@@ -327,17 +339,42 @@ async def test_cancelled_before_it_began() -> None:
 
 
 async def test_a_reader_far_behind_ends_the_run() -> None:
-    endless = asyncio.Event()
-    model = ScriptedModel([*(Text("x") for _ in range(100)), endless])
-    engine = Engine(model, lag=LagLimits(events=10, seconds=1.0, hard_events=50))
-    run = await engine.start()
+    go_on = asyncio.Event()
+    model = ScriptedModel([Text("x"), go_on, *(Text("x") for _ in range(100)), asyncio.Event()])
+    run = await Engine(model, lag=LagLimits(events=10, seconds=1.0, hard_events=50)).start()
     reader = run.subscribe()
     await anext(reader)
-    with pytest.raises(ServerFault):
-        while True:
-            await asyncio.sleep(0.01)
-            await anext(reader)
+    go_on.set()
     assert (await run.wait()).status == "cancelled"
+    with pytest.raises(ServerFault, match="not read fast enough"):
+        await anext(reader)
+
+
+async def test_a_reader_a_little_behind_for_long_ends_the_run() -> None:
+    gates = [asyncio.Event(), asyncio.Event()]
+    never = asyncio.Event()
+    model = ScriptedModel([*(Text("x") for _ in range(20)), gates[0], Text("y"), gates[1], Text("z"), never])
+    engine = Engine(model, lag=LagLimits(events=10, seconds=30.0, hard_events=1000))
+    run = await engine.start()
+    gates[0].set()
+    await asyncio.sleep(0)
+    engine.clock.advance(31)
+    gates[1].set()
+    assert (await run.wait()).status == "cancelled"
+
+
+async def test_a_reader_that_catches_up_is_forgiven() -> None:
+    gate = asyncio.Event()
+    model = ScriptedModel([*(Text("x") for _ in range(20)), gate, *(Text("y") for _ in range(20))])
+    engine = Engine(model, lag=LagLimits(events=10, seconds=30.0, hard_events=1000))
+    run = await engine.start()
+    await asyncio.sleep(0)
+    events: list[StreamEvent] = []
+    async for batch in run.subscribe():
+        events += batch
+        engine.clock.advance(31)
+        gate.set()
+    assert check_invariants(events).status == "completed"
 
 
 async def test_draining() -> None:
@@ -369,8 +406,9 @@ async def test_citations() -> None:
     part = message.content[0]
     assert isinstance(part, OutputText)
     found = [
-        (note.filename, text[note.start_index : note.end_index], note.start_index)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        (note.filename, text[note.start_index : note.end_index], note.start_index)
         for note in part.annotations
+        if isinstance(note, ContainerFileCitation)
     ]
     assert found == [
         ("a b.csv", "sandbox:/mnt/data/a%20b.csv", 6),

@@ -360,4 +360,3 @@ def raw_items(*items: dict[str, Any]) -> list[Entry]:
     return [
         Entry(type=item["type"], id=item.get("id"), turn=0, raw=json.dumps(item).encode()) for item in items
     ]
-

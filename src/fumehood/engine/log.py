@@ -122,4 +122,5 @@ class EventLog:
             self._events.clear()
             self._first = self._next
             self._wake()
-            self._on_overrun()
+            # Not at once: it is the run itself that appends, and it must not be cancelled by its own hand.
+            asyncio.get_running_loop().call_soon(self._on_overrun)

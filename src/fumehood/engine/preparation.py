@@ -127,9 +127,7 @@ class Preparation:
             id=new_id("resp"),
             created_at=int(self._clock.now()),
             model=request.model or "",
-            instructions=None
-            if request.instructions is None
-            else Raw(msgspec.json.encode(request.instructions)),
+            instructions=request.instructions,
             max_output_tokens=request.max_output_tokens,
             max_tool_calls=request.max_tool_calls,
             parallel_tool_calls=request.parallel_tool_calls is not False,
@@ -275,7 +273,7 @@ def _spec_of(function: FunctionTool) -> FunctionSpec:
     return FunctionSpec(
         name=function.name,
         description=function.description or "",
-        parameters=function.parameters or _NO_PARAMETERS,
+        parameters=Raw(msgspec.json.encode(function.parameters)) if function.parameters else _NO_PARAMETERS,
         strict=bool(function.strict),
     )
 
@@ -290,7 +288,7 @@ def _custom_spec(spec: ToolSpec, where: str) -> FunctionSpec:
     """A custom tool in the shape that every model knows: a function with one string."""
     try:
         tool = msgspec.json.decode(spec.raw, type=CustomTool)
-        grammar = msgspec.json.decode(tool.format, type=_Grammar) if tool.format else _Grammar()
+        grammar = msgspec.json.decode(msgspec.json.encode(tool.format or {}), type=_Grammar)
     except msgspec.ValidationError as error:
         raise InvalidRequest(
             f"{where} holds a custom tool that cannot be read: {error}", param=where

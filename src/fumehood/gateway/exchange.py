@@ -170,9 +170,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self.last_sent = perf_counter()
 
-    async def answer(
-        self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = _JSON
-    ) -> None:
+    async def answer(self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = _JSON) -> None:
         await self.begin(status, [content_type, (b"content-length", b"%d" % len(body))])
         await self.send(body, more=False)
 

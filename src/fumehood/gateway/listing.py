@@ -37,9 +37,7 @@ def _limit(text: str | None) -> int:
     if text is None:
         return _USUAL
     if not (text.isascii() and text.isdecimal()) or len(text) > 6 or not 1 <= int(text) <= _MOST:
-        raise InvalidRequest(
-            f"'limit' is a number from 1 to {_MOST}.", param="limit", code="invalid_value"
-        )
+        raise InvalidRequest(f"'limit' is a number from 1 to {_MOST}.", param="limit", code="invalid_value")
     return int(text)
 
 

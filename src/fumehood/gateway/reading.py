@@ -70,9 +70,7 @@ def _check_texts(request: CreateResponse) -> None:
             raise InvalidRequest(f"'{name}' holds a NUL character.", param=name, code="invalid_value")
     for key, value in (request.metadata or {}).items():
         if "\0" in key or "\0" in value:
-            raise InvalidRequest(
-                "'metadata' holds a NUL character.", param="metadata", code="invalid_value"
-            )
+            raise InvalidRequest("'metadata' holds a NUL character.", param="metadata", code="invalid_value")
 
 
 def _refused(text: str) -> InvalidRequest:
