@@ -97,6 +97,10 @@ class ModelBackend(Protocol):
         """
         ...
 
+    def check(self, request: ModelRequest) -> None:
+        """Raises InvalidRequest for what this model cannot be shown."""
+        ...
+
     async def count(self, request: ModelRequest) -> tuple[int, bool]:
         """How many tokens the request has, and whether that is exact."""
         ...
@@ -232,7 +236,9 @@ class Container(Protocol):
         ...
 
     async def save(self, path: str, content: bytes) -> ContainerFileRecord:
-        """Put a file of the assistant's beside those that the code wrote; another name is found if it is taken."""
+        """Put a file of the assistant's beside those that the code wrote; another name is found if it is taken.
+        Raises TooLarge if the container may keep no more.
+        """
         ...
 
 
@@ -298,9 +304,12 @@ class Store(Protocol):
         """Those that are still ours, for a while longer."""
         ...
 
-    async def commit(self, lease: Lease, tenant: str, response: Response, entries: Sequence[Entry]) -> None:
+    async def commit(
+        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[Entry]
+    ) -> None:
         """The end of a response: it with all its entries, input and output, or nothing. They continue the
-        conversation of `response.previous_response_id`. Raises Fenced.
+        conversation of `response.previous_response_id`. Without a lease it is one that was never begun.
+        Raises Fenced.
         """
         ...
 
@@ -330,8 +339,10 @@ class Store(Protocol):
 
     async def container(self, container_id: str) -> ContainerRecord | None: ...
 
-    async def containers(self, tenant: str | None = None) -> Sequence[ContainerRecord]:
-        """Of one tenant or of all, oldest first."""
+    async def containers(
+        self, tenant: str | None = None, *, running: bool = False
+    ) -> Sequence[ContainerRecord]:
+        """Of one tenant or of all, all or those that are running, oldest first."""
         ...
 
     async def put_files(
@@ -340,6 +351,10 @@ class Store(Protocol):
 
     async def files(self, container_id: str) -> Sequence[ContainerFileRecord]:
         """Oldest first."""
+        ...
+
+    async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
+        """Those of these blobs that no file of any container refers to."""
         ...
 
     async def close(self) -> None: ...

@@ -30,6 +30,7 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A container as it is kept; times are seconds since 1970.
 
     sandbox, address: where it lives now, empty before the first call and after its sandbox was lost.
+    incarnation: how many sandboxes it has had.
     mark: the state of its files at the last look.
     """
 
@@ -41,6 +42,7 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     last_active_at: float
     sandbox: str = ""
     address: str = ""
+    incarnation: int = 0
     mark: str = ""
 
 

@@ -4,6 +4,8 @@ docs/testing.md shows how they are used. The conformance kits for implementation
 `fumehood.testing.sandbox_kit` and `fumehood.testing.model_kit`, which need pytest and are not imported here.
 """
 
+from fumehood.testing.clock import FakeClock
+from fumehood.testing.memory_store import MemoryBlobs, MemoryStore
 from fumehood.testing.scripted import (
     Action,
     DeleteFile,
@@ -31,6 +33,9 @@ __all__ = [
     "Call",
     "DeleteFile",
     "Expected",
+    "FakeClock",
+    "MemoryBlobs",
+    "MemoryStore",
     "ScriptedModel",
     "ScriptedModels",
     "ScriptedSandbox",
