@@ -66,6 +66,9 @@ class ChatCompletions:
         piece = await (answer.read_rest(_USAGE_SECONDS) if parser.closing else answer.read())
         return parser.feed(piece) if piece else parser.finish()
 
+    def check(self, request: ModelRequest) -> None:
+        self._writer.messages(request)
+
     async def count(self, request: ModelRequest) -> tuple[int, bool]:
         """An estimate; raises InvalidRequest for what cannot be shown to the model."""
         return len(self._writer.body(request)) // _BYTES_A_TOKEN, False

@@ -74,7 +74,7 @@ class _Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    error: Raw | None = None
+    error: str | dict[str, Raw] | None = None
 
 
 _chunks = msgspec.json.Decoder(_Chunk)
@@ -110,6 +110,7 @@ class ChatParser:
         self._is_document = False
         self._data: list[bytes] = []  # lines of an event that goes on over several
         self._heard = False
+        self._is_over = False
         self._reason: str | None = None
         self._usage: Usage | None = None
         self._repeats: Repeats | None = None
@@ -127,6 +128,8 @@ class ChatParser:
     def feed(self, piece: bytes) -> list[AnyModelEvent]:
         """What one read brought, as far as its lines are complete."""
         events: list[AnyModelEvent] = []
+        if self.over:
+            return events
         if not self._begun:
             piece = self._begin(piece)
         cut = 0 if self._is_document else piece.rfind(b"\n") + 1
@@ -148,6 +151,7 @@ class ChatParser:
         events: list[AnyModelEvent] = []
         if self.over:
             return events
+        self._is_over = True
         rest = b"".join(self._held)
         if self._is_document:
             self._chunk_of(rest, events)
@@ -234,7 +238,8 @@ class ChatParser:
         try:
             chunk = _decode_anyhow(payload)
         except (ValueError, RecursionError) as error:
-            self.failure = self._errors.unreadable(str(error))
+            if not self._is_over:  # else it may have been cut off
+                self.failure = self._errors.unreadable(str(error))
             return
         self._take(chunk, b"", events)
 
@@ -245,7 +250,7 @@ class ChatParser:
         if chunk.usage is not None:
             self._usage = _usage_of(chunk.usage)
         if chunk.error is not None:
-            self.failure = self._errors.from_event(chunk.error)
+            self.failure = self._errors.from_event(msgspec.json.encode(chunk.error))
             return
         for choice in chunk.choices or ():
             if choice.index:

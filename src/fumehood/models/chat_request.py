@@ -57,7 +57,7 @@ class RequestWriter:
     def body(self, request: ModelRequest) -> bytes:
         """Raises InvalidRequest."""
         fields: Fields = {
-            "model": self._settings.model or request.model,
+            "model": self._settings.name or request.model,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -106,7 +106,7 @@ def _add_format(fields: Fields, wanted: TextFormat) -> None:
     if wanted.type == "json_object":
         fields["response_format"] = {"type": "json_object"}
     elif wanted.type == "json_schema":
-        schema: Fields = {"name": wanted.name or "answer", "schema": wanted.schema or Raw(b"{}")}
+        schema: Fields = {"name": wanted.name or "answer", "schema": wanted.schema or {}}
         if wanted.description is not None:
             schema["description"] = wanted.description
         if wanted.strict is not None:

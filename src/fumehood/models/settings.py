@@ -37,7 +37,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     match: names that clients use, with `*`, `?` and `[…]` as in a shell.
     backend: `chat_completions`, or `direct`, which runs the code of the user's message and needs no model.
     base_url: of the server, up to what comes before `/chat/completions`.
-    model: the server's own name for it; without it, the client's is passed on.
+    name: the server's own name for it; without it, the client's is passed on.
     api_key_env: the environment variable that holds the key; api_key_header: where the server wants it, `Bearer` being
         put before it in `Authorization` alone.
     headers: more of them, for every request.
@@ -54,7 +54,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     match: Annotated[str, Meta(min_length=1, max_length=256)] = "*"
     backend: Literal["chat_completions", "direct"] = "chat_completions"
     base_url: str | None = None
-    model: Annotated[str, Meta(min_length=1)] | None = None
+    name: Annotated[str, Meta(min_length=1)] | None = None
     api_key_env: str | None = None
     api_key_header: str = "Authorization"
     headers: dict[str, str] = {}
@@ -70,9 +70,9 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         if self.backend == "direct":
-            if self.base_url or self.api_key_env or self.model:
+            if self.base_url or self.api_key_env or self.name:
                 raise ValueError(
-                    "the backend `direct` has no server: base_url, api_key_env and model mean nothing to it"
+                    "the backend `direct` has no server: base_url, api_key_env and name mean nothing to it"
                 )
             return
         _check_url(self.base_url)

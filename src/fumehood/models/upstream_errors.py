@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable
 
 import msgspec
-from msgspec import Raw
 
 from fumehood.protocol.errors import (
     ModelError,
@@ -38,14 +37,18 @@ NO_CREDIT_CODE = "insufficient_quota"
 class _Said(msgspec.Struct):
     """An error object in any of the shapes that are about."""
 
-    error: Raw | None = None
+    error: "_Said | str | bool | None" = None
+    detail: "_Said | str | list[_Detail] | None" = None
     message: str | None = None
-    detail: Raw | None = None
     type: str | None = None
     code: str | int | None = None
 
 
-_said = msgspec.json.Decoder(_Said)
+class _Detail(msgspec.Struct):
+    msg: str = ""
+
+
+_said = msgspec.json.Decoder(_Said | list[_Said] | str)
 
 
 class UpstreamErrors:
@@ -67,7 +70,7 @@ class UpstreamErrors:
                 f"{self._server} has moved (HTTP {status}); whoever runs the gateway has to correct its base_url."
             )
         said = _read(body)
-        if status == 404 and said is None:
+        if status == 404 and (said is None or not said.message):
             return ModelError(
                 f"{self._server} has no chat completions; whoever runs the gateway has to check that model's base_url."
             )
@@ -134,18 +137,19 @@ class UpstreamErrors:
 
 
 def _read(body: bytes) -> _Said | None:
-    """The error in these bytes: `{"error": {…}}`, `{"error": "…"}`, `{"message": …}`, `{"detail": …}` or a string."""
+    """The error in these bytes: `{"error": {…}}`, `{"error": "…"}`, `{"message": …}`, `{"detail": …}`, or a list."""
     try:
         said = _said.decode(body)
-        inner = said.error or said.detail
-        if inner is None:
-            return said if said.message else None
-        if bytes(inner).lstrip().startswith(b"{"):
-            return _said.decode(inner)
-        said.message = msgspec.json.decode(inner, type=str)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
-    return said
+    if isinstance(said, list):
+        said = said[0] if said else ""
+    if isinstance(said, _Said):
+        inner = said.error or said.detail or said
+        if isinstance(inner, list):
+            inner = "; ".join(detail.msg for detail in inner)
+        said = said if isinstance(inner, bool) else inner
+    return _Said(message=said) if isinstance(said, str) else said
 
 
 def _is_too_long(said: _Said) -> bool:
