@@ -114,7 +114,7 @@ class CodeInterpreter:
             domains = ", ".join(clean_name(domain) for domain in spec.network.allowed_domains)
             network = f"There is no network but HTTP and HTTPS to {domains}."
         return (
-            f"Runs Python {settings.python} in an isolated container and returns what the code prints, the value of its "
+            f"Runs Python {settings.python} in an isolated container and returns what it prints, the value of the "
             "last expression and the names of the files it wrote. The user sees the figures it shows.\n"
             f"- {state}\n"
             f"- The working directory is {DATA_DIRECTORY}. Files of the user are there. Files that you write there can "
