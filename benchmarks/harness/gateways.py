@@ -17,7 +17,7 @@ from benchmarks.harness.exchanges import Served
 from benchmarks.harness.rawhttp import Client
 
 _PATIENCE = 60
-_KEY = "FUMEHOOD_BENCHMARK_UPSTREAM_KEY"
+_KEY = "BENCHMARK_MODEL_SERVER_KEY"
 
 
 class CannotStart(Exception):
@@ -98,7 +98,7 @@ async def relay(directory: Path, upstream: str) -> AsyncGenerator[Served]:
 
 
 def configuration(directory: Path, upstream: str, port: int) -> dict[str, Any]:
-    """What an operator would write: keys, storage on disk, metrics, the interpreter; room for all our streams."""
+    """What an operator would write: storage on disk, metrics, the interpreter; room for all our streams."""
     model = {
         "match": "*",
         "backend": "chat_completions",
@@ -129,10 +129,9 @@ async def gateway(directory: Path, upstream: str) -> AsyncGenerator[Served]:
     file.write_text(json.dumps(configuration(directory, upstream, port), indent=2))  # JSON is YAML
     argv = (sys.executable, "-m", "fumehood", "serve", "--config", str(file))
     program = Program("The gateway", argv, directory / "gateway.log")
-    token = f"sk-{secrets.token_hex(16)}"
-    environment = {**os.environ, _KEY: secrets.token_hex(16), "FUMEHOOD_API_KEYS": token}
+    environment = {**os.environ, _KEY: secrets.token_hex(16)}
     async with program.running(environment) as process:
-        client = Client(port=port, token=token)
+        client = Client(port=port, token=f"sk-{secrets.token_hex(16)}")  # every client sends one
         with contextlib.closing(client):
             if not await ready(process, client):
                 raise program.failure(process)
