@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import census, exchanges, gateways, rows
-from benchmarks.harness.exchanges import Answer, Served
+from benchmarks.harness.exchanges import Answer, Served, WrongAnswer
 from benchmarks.harness.rawhttp import Client
 from benchmarks.harness.rows import Row, Samples
 
@@ -442,10 +442,16 @@ async def measure(scale: Scale, groups: Sequence[str], *, rehearse: bool) -> lis
         else:
             ours = await stack.enter_async_context(gateways.gateway(directory, url))
             bench = Bench(ours, relay, model, scale, gateways.database(directory))
-        for name in groups:
-            began = time.perf_counter()
-            found += await GROUPS[name](bench)
-            print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        try:
+            for name in groups:
+                began = time.perf_counter()
+                found += await GROUPS[name](bench)
+                print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        except WrongAnswer as error:
+            said = (
+                "" if rehearse else f" The gateway said:\n{gateways.last_words(gateways.log_of(directory))}"
+            )
+            raise WrongAnswer(f"A wrong answer: {error}.{said}") from error
     return found
 
 
@@ -472,7 +478,7 @@ def main() -> None:
     scale = QUICK if chosen.quick else FULL
     try:
         found = asyncio.run(measure(scale, groups, rehearse=chosen.rehearse))
-    except gateways.CannotStart as error:
+    except (gateways.CannotStart, WrongAnswer) as error:
         sys.exit(str(error))
     facts = rows.machine(versions())
     rows.show("gateway", facts, found)
