@@ -21,6 +21,7 @@ from fumehood.protocol.sandbox_errors import (
     SandboxNotFound,
     SandboxStartFailed,
     TryLater,
+    Unreachable,
 )
 from fumehood.sandbox.executions import followed, lost
 from fumehood.sandbox.kept_files import FileLimits, KeptFiles, Placed, in_words
@@ -116,7 +117,9 @@ class SandboxContainer:
 
     async def save(self, path: str, content: bytes) -> ContainerFileRecord:
         async with self._living.saving:
-            sandbox = await attached(self._house.provider, self._living.record)
+            sandbox: Sandbox | None = None
+            with suppress(SandboxError):
+                sandbox = await attached(self._house.provider, self._living.record)
             return await self._house.files.add(self.id, path, content, sandbox)
 
     # ---- one sandbox for all calls --------------------------------------------------------------------------------
@@ -144,8 +147,11 @@ class SandboxContainer:
 
     async def _bound(self) -> tuple[Sandbox, list[str]]:
         """The container's sandbox, a new one if there is none; raises SandboxError."""
-        async with asyncio.timeout(self._house.settings.claim_timeout):
-            living = await attached(self._house.provider, self._living.record)
+        try:
+            async with asyncio.timeout(self._house.settings.claim_timeout):
+                living = await attached(self._house.provider, self._living.record)
+        except TimeoutError:
+            raise Unreachable("The sandbox server does not answer.") from None
         return (living, []) if living is not None else await self._reborn()
 
     async def _reborn(self) -> tuple[Sandbox, list[str]]:

@@ -17,7 +17,7 @@ import msgspec
 
 from fumehood.interfaces import BlobStore, Caller, Clock, SandboxProvider, SandboxRef, Store
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
-from fumehood.protocol.errors import ContainerExpired, NotFound, RateLimited
+from fumehood.protocol.errors import ContainerExpired, NotFound, RateLimited, Unavailable
 from fumehood.protocol.names import clean_name
 from fumehood.protocol.sandbox_errors import SandboxError
 from fumehood.sandbox.container import (
@@ -162,6 +162,8 @@ class SandboxContainers:
                     yield piece
         except KeyError:
             raise _no_file(container_id, file_id) from None
+        except SandboxError as error:
+            raise Unavailable("The container's sandbox cannot be reached; try again later.") from error
 
     # ---- the end of a container -----------------------------------------------------------------------------------
 
