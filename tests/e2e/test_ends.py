@@ -57,6 +57,7 @@ def test_a_client_that_leaves_takes_its_run_along(house: House) -> None:
 def test_a_client_that_leaves_while_the_model_writes(house: House) -> None:
     gate, _ = house.model.event()
     house.model.script(stream(chunk({"content": "Hel"}), gate))
+    response_id = ""
     with house.client.responses.create(model="scripted", input="?", stream=True) as events:
         for event in events:
             if event.type == "response.created":
@@ -135,9 +136,12 @@ def test_what_was_running_is_failed_and_nothing_runs_twice(place: Path) -> None:
 
 
 def test_a_second_gateway_on_the_same_file_refuses(place: Path) -> None:
-    with Model() as model, served.serving(place, settings_for(model)):
-        with pytest.raises(AssertionError, match="another"):
-            served.start(place, settings_for(model))
+    with (
+        Model() as model,
+        served.serving(place, settings_for(model)),
+        pytest.raises(AssertionError, match="another"),
+    ):
+        served.start(place, settings_for(model))
 
 
 def test_a_graceful_end(place: Path) -> None:

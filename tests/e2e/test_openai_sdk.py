@@ -275,8 +275,9 @@ def test_direct_runs_fenced_python(house: House) -> None:
 )
 def test_what_is_refused(house: House, body: dict[str, Any], param: str | None) -> None:
     house.model.script()
+    create: Any = house.strict.responses.create
     with pytest.raises(openai.APIStatusError) as refused:
-        house.strict.responses.create(**({"model": "scripted", "input": "x"} | body))
+        create(**({"model": "scripted", "input": "x"} | body))
     assert 400 <= refused.value.status_code < 500
     assert json.loads(refused.value.response.content)["error"].keys() == {"message", "type", "param", "code"}
     if param:

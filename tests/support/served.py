@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -100,7 +100,7 @@ class Model:
         self._chat = ChatServer(deque())
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "Model":
+    def __enter__(self) -> Self:
         self._thread.start()
         self._ready.wait()
         return self
