@@ -224,6 +224,7 @@ class Loop:
             choice=choice,
             parallel_calls=prepared.response.parallel_tool_calls,
             sampling=msgspec.structs.replace(prepared.sampling, max_output_tokens=self._tokens_left()),
+            streamed=prepared.streamed,
         )
 
     def _call_context(self, output_index: int, call_id: str) -> CallContext:
