@@ -286,6 +286,14 @@ def _is_in(spec: FunctionSpec, toolbox: Toolbox) -> bool:
     return spec.name in toolbox.hosted or spec.name in toolbox.functions or spec.name in toolbox.customs
 
 
+def _why_not_kept(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Fenced):
+        return ServerFault("The response was taken over by another server.")
+    return ServerFault("The response could not be kept.")
+
+
 def _response_error(error: ApiError) -> ResponseError:
     code = error.wire_code if error.wire_code in _RESPONSE_ERROR_CODES else "server_error"
     return ResponseError(code=code, message=error.message)

@@ -105,15 +105,17 @@ class SqliteStore:
 
         return await self._database.write(work)
 
-    async def commit(self, lease: Lease, tenant: str, response: Response, entries: Sequence[Entry]) -> None:
-        response_id = lease.response_id
+    async def commit(
+        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[Entry]
+    ) -> None:
+        response_id = response.id
         begun = self._running.get(response_id)
-        if begun is not None and (begun.head.tenant, _FIRST_EPOCH) != (tenant, lease.epoch):
+        if begun is not None and lease is not None and (begun.head.tenant, _FIRST_EPOCH) != (tenant, lease.epoch):
             raise Fenced(response_id)
         ending = rows.ending_of(tenant, response, entries)
 
         def work(db: sqlite3.Connection) -> _Ended | None:
-            if _unwritten(begun, lease):
+            if lease is None or _unwritten(begun, lease):
                 return _Ended(rows.end_at_once(db, ending))
             if rows.epoch(db, tenant, response_id) != lease.epoch:
                 return None
