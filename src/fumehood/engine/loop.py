@@ -224,6 +224,7 @@ class Loop:
             choice=choice,
             parallel_calls=prepared.response.parallel_tool_calls,
             sampling=msgspec.structs.replace(prepared.sampling, max_output_tokens=self._tokens_left()),
+            streamed=prepared.streamed,
         )
 
     def _call_context(self, output_index: int, call_id: str) -> CallContext:
@@ -283,6 +284,14 @@ class Loop:
 
 def _is_in(spec: FunctionSpec, toolbox: Toolbox) -> bool:
     return spec.name in toolbox.hosted or spec.name in toolbox.functions or spec.name in toolbox.customs
+
+
+def _why_not_kept(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Fenced):
+        return ServerFault("The response was taken over by another server.")
+    return ServerFault("The response could not be kept.")
 
 
 def _response_error(error: ApiError) -> ResponseError:

@@ -22,6 +22,7 @@ from fumehood.protocol.errors import ApiError, NotFound, ServerFault, Unavailabl
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
 BODY_BYTES = 32 << 20
+CONCURRENT = 512
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class MethodNotAllowed(ApiError):
 class Gateway:
     """An ASGI application.
 
+    body_bytes: the largest body of a request.
+    concurrent: how many responses may be in the making at once.
     always_include: what every response shows, asked for or not.
     unready: why this gateway cannot serve now, None if it can.
     silence: seconds after which a stream that has nothing to say shows that it is alive.
@@ -54,6 +57,7 @@ class Gateway:
         callers: Callers | None = None,
         metrics: Metrics | None = None,
         body_bytes: int = BODY_BYTES,
+        concurrent: int = CONCURRENT,
         always_include: Collection[str] = (),
         unready: Callable[[], str | None] = lambda: None,
         silence: float = SILENCE,
@@ -62,7 +66,13 @@ class Gateway:
         self._callers = callers or Everybody()
         self._unready = unready
         responses = Responses(
-            runs, store, self.metrics, body_bytes=body_bytes, always=always_include, silence=silence
+            runs,
+            store,
+            self.metrics,
+            body_bytes=body_bytes,
+            concurrent=concurrent,
+            always=always_include,
+            silence=silence,
         )
         cards = ModelCards(models)
         files = ContainerFiles(containers)

@@ -12,9 +12,9 @@ from fumehood.gateway.reading import check_include, read_request
 from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
 from fumehood.protocol.conversation import Entry
-from fumehood.protocol.errors import InvalidRequest, NotFound
+from fumehood.protocol.errors import InvalidRequest, NotFound, RateLimited
 from fumehood.protocol.folding import ENCRYPTED_REASONING, EXECUTION, OUTPUTS, project_response
-from fumehood.protocol.responses import Deleted, Response
+from fumehood.protocol.responses import CreateResponse, Deleted, Response
 
 _IMAGES = "message.input_image.image_url"
 # What an item shows only to those who ask, by the name of its field.
@@ -27,6 +27,7 @@ _ON_REQUEST = {
 class Responses:
     """Handlers of one path each.
 
+    concurrent: how many responses may be in the making at once.
     always: what every answer includes, asked for or not.
     """
 
@@ -37,6 +38,7 @@ class Responses:
         metrics: Metrics,
         *,
         body_bytes: int,
+        concurrent: int,
         always: Collection[str] = (),
         silence: float = SILENCE,
     ) -> None:
@@ -44,11 +46,24 @@ class Responses:
         self._store = store
         self._metrics = metrics
         self._body_bytes = body_bytes
+        self._concurrent = concurrent
+        self._running = 0
         self._always = frozenset(always)
         self._silence = silence
 
     async def create(self, exchange: Exchange, caller: Caller) -> None:
         request = await read_request(exchange, self._body_bytes)
+        if self._running >= self._concurrent:
+            raise RateLimited(
+                f"This server makes {self._concurrent} responses at once; try again soon.", retry_after=1.0
+            )
+        self._running += 1
+        try:
+            await self._make(exchange, caller, request)
+        finally:
+            self._running -= 1
+
+    async def _make(self, exchange: Exchange, caller: Caller, request: CreateResponse) -> None:
         include = self._always.union(request.include or ())
         exchange.noted["model"] = request.model
         run = await self._runs.start(request, caller)
