@@ -618,7 +618,7 @@ The sandbox was lost; variables are gone. The next call begins in a new one, wit
 Exit code: -1\
 """)
         assert (await interpreter.run("y")).told == snapshot("""\
-A new sandbox: variables, imports and packages of earlier calls are gone, their files in /mnt/data are there.
+A new sandbox: variables, imports and packages of earlier calls are gone, files in /mnt/data are there.
 z\
 """)
 
