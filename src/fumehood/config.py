@@ -174,9 +174,7 @@ class Config(_Section, frozen=True):
 # ---- reading ----------------------------------------------------------------------------------------------------
 
 
-def load(
-    file: Path | None, environ: Mapping[str, str], given: Mapping[str, object] | None = None
-) -> Config:
+def load(file: Path | None, environ: Mapping[str, str], given: Mapping[str, object] | None = None) -> Config:
     """The file's settings, the environment's on top of them, and `given` (by dotted path) on top of both.
 
     Raises Misconfigured.
@@ -205,7 +203,9 @@ def secret(environ: Mapping[str, str], variable: str | None, setting: str) -> st
         return None
     value = environ.get(variable, "").strip()
     if not value or not value.isascii() or not value.isprintable():
-        raise Misconfigured(f"{setting} names the variable {variable}, which holds nothing that could be a key.")
+        raise Misconfigured(
+            f"{setting} names the variable {variable}, which holds nothing that could be a key."
+        )
     return value
 
 
@@ -221,7 +221,9 @@ def _read(file: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f" at line {mark.line + 1}"
-        raise Misconfigured(f"{file} is not YAML{line}: {getattr(error, 'problem', 'it cannot be read')}.") from None
+        raise Misconfigured(
+            f"{file} is not YAML{line}: {getattr(error, 'problem', 'it cannot be read')}."
+        ) from None
     if written is None:
         return {}
     if not isinstance(written, dict):

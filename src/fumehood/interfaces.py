@@ -97,6 +97,10 @@ class ModelBackend(Protocol):
         """
         ...
 
+    def check(self, request: ModelRequest) -> None:
+        """Raises InvalidRequest for what this model cannot be shown."""
+        ...
+
     async def count(self, request: ModelRequest) -> tuple[int, bool]:
         """How many tokens the request has, and whether that is exact."""
         ...
@@ -199,7 +203,10 @@ class HostedTool(Protocol):
         ...
 
     async def offer(self, spec: ToolSpec, caller: Caller, past: Sequence[Segment]) -> OfferedTool:
-        """Check the configuration and everything that it names; raises ApiError. Nothing is created yet."""
+        """Check the configuration and everything that it names; raises ApiError. Nothing is created yet.
+
+        past: the conversation with what the request adds to it.
+        """
         ...
 
     def echo(self, spec: ToolSpec) -> bytes:

@@ -377,6 +377,25 @@ async def test_a_reader_that_catches_up_is_forgiven() -> None:
     assert check_invariants(events).status == "completed"
 
 
+async def test_a_run_whose_lease_is_lost_ends() -> None:
+    engine = Engine(ScriptedModel([Text("x"), asyncio.Event()]))
+    run = await engine.start()
+    reader = run.subscribe()
+    while not any(isinstance(event, TextDelta) for event in await anext(reader)):
+        pass
+    engine.clock.advance(10)
+    await asyncio.sleep(0)
+    engine.clock.advance(25)
+    assert await engine.store.recover() == 0  # it was renewed in between
+    await engine.store.delete_response("", run.id)
+    engine.clock.advance(10)
+    response = await run.wait()
+    assert response.status == "failed"
+    assert response.error is not None
+    assert "taken over" in response.error.message
+    assert await engine.store.response("", run.id) is None
+
+
 async def test_draining() -> None:
     model = ScriptedModel([Text("x"), asyncio.Event()])
     engine = Engine(model)

@@ -62,6 +62,7 @@ class Loop:
     """One response.
 
     failure: what went wrong, where it is a fault that a blocking caller should get as an HTTP error.
+    lease: the right to write to the response, once it is recorded.
     """
 
     def __init__(
@@ -87,10 +88,14 @@ class Loop:
         self._entries: list[Entry] = []
         self._usage: Usage | None = None
         self._hosted_calls = 0
-        self._lease: Lease | None = None
+        self.lease: Lease | None = None
         self._incomplete: Literal["max_output_tokens", "content_filter"] | None = None
         self._phase: Literal["new", "turning", "concluding"] = "new"
         self._unwanted = False
+
+    def check(self) -> None:
+        """Raises InvalidRequest if the model cannot be shown what it would have to see first."""
+        self._backend.check(self._model_request(1, self._toolbox(1)))
 
     def may_be_cancelled(self) -> bool:
         """Whether cancelling the task now ends the turns. A loop that has not begun takes note instead, and one that
@@ -107,7 +112,7 @@ class Loop:
         try:
             # Nobody knows the id of a blocking call before it has ended, so nobody can ask what became of it.
             if self._prepared.store and self._prepared.streamed:
-                self._lease = await self._store.begin(self._prepared.caller.tenant, opening)
+                self.lease = await self._store.begin(self._prepared.caller.tenant, opening)
             self._phase = "turning"
             if self._unwanted:
                 raise asyncio.CancelledError
@@ -219,6 +224,7 @@ class Loop:
             choice=choice,
             parallel_calls=prepared.response.parallel_tool_calls,
             sampling=msgspec.structs.replace(prepared.sampling, max_output_tokens=self._tokens_left()),
+            streamed=prepared.streamed,
         )
 
     def _call_context(self, output_index: int, call_id: str) -> CallContext:
@@ -263,10 +269,10 @@ class Loop:
     async def _commit(self, response: Response) -> None:
         if not self._prepared.store:
             return
-        if self._lease is None and response.status == "failed" and not response.output:
+        if self.lease is None and response.status == "failed" and not response.output:
             return  # a blocking caller gets an error and no id: there is nothing to come back to
         entries = (*self._prepared.input.entries, *self._entries)
-        await self._store.commit(self._lease, self._prepared.caller.tenant, response, entries)
+        await self._store.commit(self.lease, self._prepared.caller.tenant, response, entries)
 
     def _last_events(self, response: Response) -> Sequence[StreamEvent]:
         if response.status == "completed":
@@ -278,6 +284,14 @@ class Loop:
 
 def _is_in(spec: FunctionSpec, toolbox: Toolbox) -> bool:
     return spec.name in toolbox.hosted or spec.name in toolbox.functions or spec.name in toolbox.customs
+
+
+def _why_not_kept(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Fenced):
+        return ServerFault("The response was taken over by another server.")
+    return ServerFault("The response could not be kept.")
 
 
 def _response_error(error: ApiError) -> ResponseError:

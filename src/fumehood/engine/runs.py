@@ -8,12 +8,15 @@ from fumehood.engine.history import History
 from fumehood.engine.log import EventLog, LagLimits
 from fumehood.engine.loop import Loop, LoopLimits
 from fumehood.engine.preparation import Preparation, Prepared
-from fumehood.interfaces import Caller, Clock, HostedTool, ModelBackend, Models, Store
-from fumehood.protocol.errors import Unavailable
+from fumehood.interfaces import Caller, Clock, HostedTool, Lease, ModelBackend, Models, Store
+from fumehood.protocol.errors import ApiError, Unavailable
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.responses import CreateResponse, Response
 
 logger = logging.getLogger(__name__)
+
+# A good deal shorter than any store's lease, so that a slow database costs no run.
+_RENEW_SECONDS = 10.0
 
 
 class EngineRun:
@@ -40,6 +43,10 @@ class EngineRun:
         if self._loop.failure is not None and not response.output:
             raise self._loop.failure
         return response
+
+    @property
+    def lease(self) -> Lease | None:
+        return self._loop.lease
 
     def cancel(self, reason: str) -> None:
         if self._loop.may_be_cancelled():
@@ -68,15 +75,16 @@ class EngineRuns:
         self._lag = lag or LagLimits()
         self._running: set[EngineRun] = set()
         self._draining = False
+        self._renewing: asyncio.Task[None] | None = None
         history = History(store, {kind: tool for tool in tools for kind in tool.item_types})
         by_type = {kind: tool for tool in tools for kind in tool.types}
         self._preparation = Preparation(history, by_type, disabled_tools, clock)
 
     async def start(self, request: CreateResponse, caller: Caller) -> EngineRun:
-        if self._draining:
-            raise Unavailable("The server is shutting down; try again.", retry_after=1.0)
         prepared = await self._preparation.prepare(request, caller)
         backend = self._models.backend(prepared.response.model)
+        if self._draining:
+            raise Unavailable("The server is shutting down; try again.", retry_after=1.0)
         return self._begin(prepared, backend)
 
     def _begin(self, prepared: Prepared, backend: ModelBackend) -> EngineRun:
@@ -87,10 +95,27 @@ class EngineRuns:
             on_overrun=lambda: run.cancel("its events were not read"),
         )
         loop = Loop(prepared, backend, self._store, self._clock, log, self._limits)
+        loop.check()
         run = EngineRun(prepared.response.id, log, loop)
         self._running.add(run)
         run.task.add_done_callback(lambda _: self._running.discard(run))
+        if self._renewing is None and prepared.streamed and prepared.store:
+            self._renewing = asyncio.create_task(self._renew_leases())
         return run
+
+    async def _renew_leases(self) -> None:
+        """Until the end: a run whose lease is lost has been given up by everybody else, and must not go on."""
+        while True:
+            await self._clock.sleep(_RENEW_SECONDS)
+            held = {run.lease: run for run in self._running if run.lease is not None}
+            try:
+                ours = set(await self._store.renew(list(held))) if held else set[Lease]()
+            except ApiError as error:
+                logger.warning("leases could not be renewed: %s", error)
+                continue
+            for lease, run in held.items():
+                if lease not in ours:
+                    run.cancel("its lease was lost")
 
     async def drain(self, grace_seconds: float) -> None:
         self._draining = True
@@ -101,3 +126,5 @@ class EngineRuns:
             run.cancel("the server is shutting down")
         if tasks:
             await asyncio.wait(tasks)
+        if self._renewing is not None:
+            self._renewing.cancel()

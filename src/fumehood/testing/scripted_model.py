@@ -129,6 +129,9 @@ class ScriptedModel:
             self.aborted.append(request)
             raise
 
+    def check(self, request: ModelRequest) -> None:
+        """Anything can be shown to it."""
+
     async def count(self, request: ModelRequest) -> tuple[int, bool]:
         """A token for every four bytes of the items."""
         size = sum(len(entry.raw) for segment in request.segments for entry in segment.entries)
