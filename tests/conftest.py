@@ -13,7 +13,9 @@ settings.load_profile("fumehood")
 
 
 # The kits are tests too, though they are shipped.
-pytest.register_assert_rewrite("fumehood.testing.sandbox_kit", "fumehood.testing.sandbox_kit_files")
+pytest.register_assert_rewrite(
+    "fumehood.testing.model_kit", "fumehood.testing.sandbox_kit", "fumehood.testing.sandbox_kit_files"
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
