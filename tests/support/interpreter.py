@@ -93,17 +93,17 @@ class Interpreter:
         fragment: int = 7,
     ) -> Called:
         """A request with one call."""
-        arguments: dict[str, object] = {"code": code}
-        if requirements:
-            arguments["requirements"] = requirements
-        text = msgspec.json.encode(arguments).decode()
         return await self.run_arguments(
-            text, container=container, seconds=seconds, takes_images=takes_images, fragment=fragment
+            arguments(code, *requirements),
+            container=container,
+            seconds=seconds,
+            takes_images=takes_images,
+            fragment=fragment,
         )
 
     async def run_arguments(
         self,
-        arguments: str,
+        text: str,
         *,
         container: object = None,
         seconds: float = 600,
@@ -112,7 +112,7 @@ class Interpreter:
     ) -> Called:
         offered = await self.tool.offer(spec(container), SOMEBODY, self.segments)
         session = offered.begin(self.context(0, seconds, takes_images=takes_images))
-        events, result = await call(session, arguments, fragment)
+        events, result = await call(session, text, fragment)
         self.segments.append(Segment((entry(result.item),)))
         return Called(events, result)
 
@@ -127,6 +127,12 @@ async def scripted(
     """An interpreter whose sandboxes follow a script, to its end."""
     async with ScriptedSandboxes(*steps, capacity=capacity) as provider:
         yield Interpreter(provider, settings or InterpreterSettings(), containers or ContainerSettings())
+
+
+def arguments(code: str, *requirements: str) -> str:
+    """As a model writes them."""
+    fields = {"code": code, **({"requirements": requirements} if requirements else {})}
+    return msgspec.json.encode(fields).decode()
 
 
 def spec(container: object = None, **more: object) -> ToolSpec:
