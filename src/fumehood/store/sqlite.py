@@ -25,7 +25,7 @@ from fumehood.store.migrations import StoreRefused
 __all__ = ["SqliteStore", "StoreRefused"]
 
 _FIRST_EPOCH = 1
-_BEGIN_DELAY_SECONDS = 0.05
+_BEGIN_DELAY_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
