@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import census, exchanges, gateways, rows
-from benchmarks.harness.exchanges import Answer, Served
+from benchmarks.harness.exchanges import Answer, Served, WrongAnswer
 from benchmarks.harness.rawhttp import Client
 from benchmarks.harness.rows import Row, Samples
 
@@ -55,8 +55,8 @@ class Scale:
     conversations: int
 
 
-FULL = Scale(9, 120, 8, 100, 5, CHUNKS, 300, 7, 10, 8, 20)
-QUICK = Scale(5, 40, 8, 100, 4, CHUNKS // 2, 100, 3, 4, 4, 8)
+FULL = Scale(25, 48, 8, 100, 5, CHUNKS, 300, 7, 10, 8, 20)
+QUICK = Scale(9, 24, 8, 100, 4, CHUNKS // 2, 100, 3, 4, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -168,13 +168,14 @@ async def paced_rows(bench: Bench) -> list[Row]:
 async def blocking_rows(bench: Bench) -> list[Row]:
     """What a request without a stream costs; ours is on the disk when it is answered."""
     scale, sides = bench.scale, (bench.ours, bench.relay)
+    rounds = 4 * scale.rounds  # they are short
     found: list[Row] = []
     for key, model, limits in (("blocking", TEXT, {"p50": 0.7}), ("blocking_short", "burst-10", {})):
 
         async def work(served: Served, model: str = model) -> None:
             await texts(served, scale, stream=False, model=model)
 
-        ours, relay = await in_turns(sides, scale.rounds, work, MS / scale.requests)
+        ours, relay = await in_turns(sides, rounds, work, MS / scale.requests)
         title = f"CPU per blocking request, stored, answer of {model.partition('-')[2]} tokens"
         note = "next goal: ≤ 0.35 ms" if limits else ""
         found.append(Row(key, title, "ms", ours, relay, limits=limits, measures=("p50",), note=note))
@@ -441,10 +442,16 @@ async def measure(scale: Scale, groups: Sequence[str], *, rehearse: bool) -> lis
         else:
             ours = await stack.enter_async_context(gateways.gateway(directory, url))
             bench = Bench(ours, relay, model, scale, gateways.database(directory))
-        for name in groups:
-            began = time.perf_counter()
-            found += await GROUPS[name](bench)
-            print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        try:
+            for name in groups:
+                began = time.perf_counter()
+                found += await GROUPS[name](bench)
+                print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        except WrongAnswer as error:
+            said = (
+                "" if rehearse else f" The gateway said:\n{gateways.last_words(gateways.log_of(directory))}"
+            )
+            raise WrongAnswer(f"A wrong answer: {error}.{said}") from error
     return found
 
 
@@ -471,7 +478,7 @@ def main() -> None:
     scale = QUICK if chosen.quick else FULL
     try:
         found = asyncio.run(measure(scale, groups, rehearse=chosen.rehearse))
-    except gateways.CannotStart as error:
+    except (gateways.CannotStart, WrongAnswer) as error:
         sys.exit(str(error))
     facts = rows.machine(versions())
     rows.show("gateway", facts, found)

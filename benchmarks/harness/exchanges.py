@@ -137,8 +137,8 @@ class Served:
         expected = words(_number(model))
         if stream:
             answer.expect(TEXT, expected, answer.response.text())
-        elif answer.response.text() != "".join(expected):
-            raise WrongAnswer("the response is not what the model said")
+        elif (said := answer.response.text()) != "".join(expected):
+            raise WrongAnswer(f"the response has {said[:200]!r} … instead of what the model said")
         return answer
 
     async def interpreted(self, fragments: int, container: str | None = None) -> Answer:

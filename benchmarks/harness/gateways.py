@@ -17,7 +17,7 @@ from benchmarks.harness.exchanges import Served
 from benchmarks.harness.rawhttp import Client
 
 _PATIENCE = 60
-_KEY = "FUMEHOOD_BENCHMARK_UPSTREAM_KEY"
+_KEY = "BENCHMARK_MODEL_SERVER_KEY"
 
 
 class CannotStart(Exception):
@@ -53,10 +53,15 @@ class Program:
 
     def failure(self, process: asyncio.subprocess.Process) -> CannotStart:
         how = "does not answer" if process.returncode is None else f"ended with status {process.returncode}"
-        said = self.log.read_text(errors="replace").strip()[-3000:] or "nothing"
+        said = last_words(self.log)
         return CannotStart(
             f"{self.name} could not be started. `{' '.join(self.argv)}` {how} and said:\n{said}"
         )
+
+
+def last_words(log: Path) -> str:
+    """The end of what a server has said."""
+    return log.read_text(errors="replace").strip()[-3000:] or "nothing"
 
 
 @contextlib.asynccontextmanager
@@ -98,7 +103,7 @@ async def relay(directory: Path, upstream: str) -> AsyncGenerator[Served]:
 
 
 def configuration(directory: Path, upstream: str, port: int) -> dict[str, Any]:
-    """What an operator would write: keys, storage on disk, metrics, the interpreter; room for all our streams."""
+    """What an operator would write: storage on disk, metrics, the interpreter; room for all our streams."""
     model = {
         "match": "*",
         "backend": "chat_completions",
@@ -121,6 +126,10 @@ def database(directory: Path) -> Path:
     return directory / "fumehood.db"
 
 
+def log_of(directory: Path) -> Path:
+    return directory / "gateway.log"
+
+
 @contextlib.asynccontextmanager
 async def gateway(directory: Path, upstream: str) -> AsyncGenerator[Served]:
     """`fumehood serve` with a configuration file, once it says that it is ready."""
@@ -128,11 +137,10 @@ async def gateway(directory: Path, upstream: str) -> AsyncGenerator[Served]:
     file = directory / "fumehood.yaml"
     file.write_text(json.dumps(configuration(directory, upstream, port), indent=2))  # JSON is YAML
     argv = (sys.executable, "-m", "fumehood", "serve", "--config", str(file))
-    program = Program("The gateway", argv, directory / "gateway.log")
-    token = f"sk-{secrets.token_hex(16)}"
-    environment = {**os.environ, _KEY: secrets.token_hex(16), "FUMEHOOD_API_KEYS": token}
+    program = Program("The gateway", argv, log_of(directory))
+    environment = {**os.environ, _KEY: secrets.token_hex(16)}
     async with program.running(environment) as process:
-        client = Client(port=port, token=token)
+        client = Client(port=port, token=f"sk-{secrets.token_hex(16)}")  # every client sends one
         with contextlib.closing(client):
             if not await ready(process, client):
                 raise program.failure(process)

@@ -1,6 +1,7 @@
-"""The relay, the checks of its answers, and the figures of the gateway benchmark; imports benchmarks and pytest."""
+"""The relay, the checks of its answers, and the figures of the gateway benchmark; imports benchmarks, fumehood."""
 
 import asyncio
+import json
 import sqlite3
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from benchmarks.harness.exchanges import TEXT, Answer, Item, Response, WrongAnsw
 from benchmarks.harness.gateways import CannotStart, Program
 from benchmarks.harness.model_server import words
 from benchmarks.harness.rawhttp import Client
+from fumehood import config
 
 LEAST = Scale(
     rounds=1,
@@ -128,6 +130,14 @@ async def test_an_error_of_a_server_is_told(tmp_path: Path) -> None:
         elsewhere = replace(bench.relay, path="/v2/responses")
         with pytest.raises(WrongAnswer, match=r"relay answered 404: .*there is only /v1/responses"):
             await elsewhere.text("burst-1", stream=True)
+
+
+def test_the_configuration_is_one_that_the_gateway_takes(tmp_path: Path) -> None:
+    file = tmp_path / "fumehood.yaml"
+    file.write_text(json.dumps(gateways.configuration(tmp_path, "http://127.0.0.1:9", 8080)))
+    taken = config.load(file, {})
+    assert taken.storage.url.removeprefix("sqlite:///") == str(gateways.database(tmp_path))
+    assert taken.limits.concurrent > gateway.FULL.streams
 
 
 async def test_a_server_that_does_not_start_is_told_with_its_last_words(tmp_path: Path) -> None:

@@ -137,9 +137,11 @@ class ScriptedRun(Run):
         while True:
             for batch in self.log[place:]:
                 place += 1
-                yield batch
-                if hasattr(batch[-1], "response") and batch[-1].response.status != "in_progress":  # pyright: ignore
+                last = batch[-1]
+                if isinstance(last, Completed | Incomplete):
                     self.ended.set()
+                yield batch
+                if self.ended.is_set():
                     return
             if self.fault is not None:
                 raise self.fault
@@ -320,19 +322,28 @@ class Served:
     async def create(self, **request: Any) -> Answer:
         return await self.ask("POST", "/v1/responses", {"model": "small", "input": "hi", **request})
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection without anything between."""
-        return await asyncio.open_connection("127.0.0.1", self.port)
+    @asynccontextmanager
+    async def connected(self) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A connection without anything between, until the block is left."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 26)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                yield reader, writer
+        finally:
+            writer.close()
 
-    async def post_raw(self, **request: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    @asynccontextmanager
+    async def posted(
+        self, **request: Any
+    ) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         """A connection on which a request for a response was just sent."""
         body = json.dumps({"model": "small", "input": "hi", **request}).encode()
-        reader, writer = await self.connect()
-        writer.write(
-            b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%s" % (len(body), body)
-        )
-        return reader, writer
+        async with self.connected() as (reader, writer):
+            writer.write(
+                b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            yield reader, writer
 
 
 @asynccontextmanager

@@ -224,6 +224,7 @@ class Loop:
             choice=choice,
             parallel_calls=prepared.response.parallel_tool_calls,
             sampling=msgspec.structs.replace(prepared.sampling, max_output_tokens=self._tokens_left()),
+            streamed=prepared.streamed,
         )
 
     def _call_context(self, output_index: int, call_id: str) -> CallContext:
@@ -243,11 +244,10 @@ class Loop:
         response = self._closing(status)
         try:
             await self._commit(response)
-        except (ApiError, Fenced) as error:
-            logger.warning("response %s could not be kept: %s", response.id, error)
-            self.failure = (
-                error if isinstance(error, ApiError) else ServerFault("The response was taken over.")
-            )
+        except Exception as error:
+            self.failure = _why_not_kept(error)
+            expected = isinstance(error, ApiError | Fenced)
+            logger.warning("response %s was not kept: %s", response.id, error, exc_info=not expected)
             response = self._closing("failed")
         self._log.extend(self._last_events(response))
         return response
@@ -283,6 +283,14 @@ class Loop:
 
 def _is_in(spec: FunctionSpec, toolbox: Toolbox) -> bool:
     return spec.name in toolbox.hosted or spec.name in toolbox.functions or spec.name in toolbox.customs
+
+
+def _why_not_kept(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Fenced):
+        return ServerFault("The response was taken over by another server.")
+    return ServerFault("The response could not be kept.")
 
 
 def _response_error(error: ApiError) -> ResponseError:

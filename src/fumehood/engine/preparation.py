@@ -90,8 +90,8 @@ class Preparation:
             )
         specs = _read_tools(request)
         past = await self._history.past(request, caller)
-        entries = await self._history.input(request, caller, past)
-        offered = await self._offer(specs, caller, past)
+        added = Segment(await self._history.input(request, caller, past))
+        offered = await self._offer(specs, caller, (*past, added))
         tools = _Tools.gather(specs, offered)
         choice = read_choice(request.tool_choice) if request.tool_choice is not None else ToolChoice()
         functions, chosen = tools.choose(choice)
@@ -102,7 +102,7 @@ class Preparation:
             streamed=bool(request.stream),
             instructions=_instructions(request),
             past=past,
-            input=Segment(entries),
+            input=added,
             toolbox=tools.toolbox(functions),
             functions=functions,
             choice=chosen,

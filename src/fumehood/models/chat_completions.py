@@ -12,6 +12,7 @@ from fumehood.models.upstream_errors import UpstreamErrors
 from fumehood.protocol.models import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
 
 _USAGE_SECONDS = 5.0  # how long to wait for the usage and the end once the model has stopped
+_WHOLE_SECONDS = 3600.0  # how long a server may be silent that answers in one piece
 _BYTES_A_TOKEN = 4
 _LONGEST_LIST = 1 << 20
 _MOST_CARDS = 1000
@@ -35,6 +36,7 @@ class ChatCompletions:
         self._upstream = upstream
         self._writer = RequestWriter(settings)
         self._patience = Patience(settings.connect_timeout, settings.read_timeout)
+        self._long_patience = Patience(settings.connect_timeout, max(settings.read_timeout, _WHOLE_SECONDS))
         self._base = (settings.base_url or "").rstrip("/")
         self._headers = {**settings.headers, "Content-Type": "application/json"}
         self._secrets = list(settings.headers.values())
@@ -52,7 +54,8 @@ class ChatCompletions:
         body = self._writer.body(request)
         parser = ChatParser(errors, [spec.name for spec in request.functions])
         url = f"{self._base}/chat/completions"
-        async with self._upstream.request(url, self._headers, self._patience, errors, body=body) as answer:
+        patience = self._patience if request.streamed else self._long_patience
+        async with self._upstream.request(url, self._headers, patience, errors, body=body) as answer:
             del body
             while not parser.over:
                 events = await self._next(answer, parser)

@@ -56,11 +56,9 @@ class RequestWriter:
 
     def body(self, request: ModelRequest) -> bytes:
         """Raises InvalidRequest."""
-        fields: Fields = {
-            "model": self._settings.name or request.model,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        fields: Fields = {"model": self._settings.name or request.model, "stream": request.streamed}
+        if request.streamed:
+            fields["stream_options"] = {"include_usage": True}
         _add_functions(fields, request)
         self._add_sampling(fields, request.sampling)
         _override(fields, self._settings.extra_body)

@@ -21,6 +21,7 @@ from fumehood.protocol.sandbox_errors import (
     SandboxNotFound,
     SandboxStartFailed,
     TryLater,
+    Unreachable,
 )
 from fumehood.sandbox.executions import followed, lost
 from fumehood.sandbox.kept_files import FileLimits, KeptFiles, Placed, in_words
@@ -34,11 +35,10 @@ _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
 
 _NEW_SANDBOX = (
-    "This call began in a new sandbox, since the one before has ended: variables, imports and installed packages are "
-    "gone. The files in /mnt/data are there."
+    "A new sandbox: variables, imports and packages of earlier calls are gone, files in /mnt/data are there."
 )
-_BEGINS_ANEW = "The next call begins in a new sandbox, with the files that earlier calls left in /mnt/data."
-_NO_VARIABLES = "The next call begins without variables, with the files in /mnt/data."
+_BEGINS_ANEW = "The next call begins in a new one, with the files of earlier calls."
+_NO_VARIABLES = "The next call begins without variables."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,9 @@ class SandboxContainer:
 
     async def save(self, path: str, content: bytes) -> ContainerFileRecord:
         async with self._living.saving:
-            sandbox = await attached(self._house.provider, self._living.record)
+            sandbox: Sandbox | None = None
+            with suppress(SandboxError):
+                sandbox = await attached(self._house.provider, self._living.record)
             return await self._house.files.add(self.id, path, content, sandbox)
 
     # ---- one sandbox for all calls --------------------------------------------------------------------------------
@@ -144,8 +146,11 @@ class SandboxContainer:
 
     async def _bound(self) -> tuple[Sandbox, list[str]]:
         """The container's sandbox, a new one if there is none; raises SandboxError."""
-        async with asyncio.timeout(self._house.settings.claim_timeout):
-            living = await attached(self._house.provider, self._living.record)
+        try:
+            async with asyncio.timeout(self._house.settings.claim_timeout):
+                living = await attached(self._house.provider, self._living.record)
+        except TimeoutError:
+            raise Unreachable("The sandbox server does not answer.") from None
         return (living, []) if living is not None else await self._reborn()
 
     async def _reborn(self) -> tuple[Sandbox, list[str]]:

@@ -17,7 +17,7 @@ import msgspec
 
 from fumehood.interfaces import BlobStore, Caller, Clock, SandboxProvider, SandboxRef, Store
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
-from fumehood.protocol.errors import ContainerExpired, NotFound, RateLimited
+from fumehood.protocol.errors import ContainerExpired, NotFound, RateLimited, Unavailable
 from fumehood.protocol.names import clean_name
 from fumehood.protocol.sandbox_errors import SandboxError
 from fumehood.sandbox.container import (
@@ -119,8 +119,8 @@ class SandboxContainers:
             running = await self._house.store.containers(caller.tenant, running=True)
             if len(running) >= self._house.settings.containers_per_tenant:
                 raise RateLimited(
-                    f"{len(running)} containers are running, as many as are allowed; "
-                    "one that is not used expires by itself.",
+                    f"As many containers are running as are allowed ({len(running)}); "
+                    "those that nobody uses expire by themselves.",
                     code="container_limit_exceeded",
                 )
             now = self._house.clock.now()
@@ -162,6 +162,8 @@ class SandboxContainers:
                     yield piece
         except KeyError:
             raise _no_file(container_id, file_id) from None
+        except SandboxError as error:
+            raise Unavailable("The container's sandbox cannot be reached; try again later.") from error
 
     # ---- the end of a container -----------------------------------------------------------------------------------
 

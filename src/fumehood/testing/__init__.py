@@ -1,7 +1,7 @@
 """Doubles for the tests of whoever builds on Fumehood; imports `interfaces`, `protocol` and the standard library.
 
-docs/testing.md shows how they are used. The conformance kits for implementations of one's own are in
-`fumehood.testing.sandbox_kit` and `fumehood.testing.model_kit`, which need pytest and are not imported here.
+docs/testing.md shows how they are used. The conformance kits for implementations of one's own are the modules whose
+names end in `_kit`, which need pytest and are not imported here.
 """
 
 from fumehood.testing.clock import FakeClock
@@ -26,9 +26,11 @@ from fumehood.testing.scripted_model import (
     says,
     thinks,
 )
+from fumehood.testing.scripted_tool import Answer, ScriptedTool
 
 __all__ = [
     "Action",
+    "Answer",
     "Beat",
     "Call",
     "DeleteFile",
@@ -40,6 +42,7 @@ __all__ = [
     "ScriptedModels",
     "ScriptedSandbox",
     "ScriptedSandboxes",
+    "ScriptedTool",
     "Step",
     "Turn",
     "WriteFile",

@@ -88,7 +88,7 @@ class MemoryStore:
 
     async def begin(self, tenant: str, response: Response) -> Lease:
         before = self._row(tenant, response.previous_response_id)
-        self._data.responses[response.id] = _Row(
+        self._open().responses[response.id] = _Row(
             tenant,
             _head(response),
             epoch=1,
