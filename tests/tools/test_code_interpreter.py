@@ -614,7 +614,7 @@ async def test_the_sandbox_is_lost() -> None:
         assert called.item.status == "failed"
         assert called.told == snapshot("""\
 so far
-The sandbox was lost; variables are gone. The next call begins in a new one, with the files of earlier calls.
+The sandbox was lost; variables are gone. The next call begins in a new sandbox, with the files of earlier calls.
 Exit code: -1\
 """)
         assert (await interpreter.run("y")).told == snapshot("""\

@@ -37,7 +37,7 @@ _LONGEST_PAUSE = 1.0
 _NEW_SANDBOX = (
     "A new sandbox: variables, imports and packages of earlier calls are gone, files in /mnt/data are there."
 )
-_BEGINS_ANEW = "The next call begins in a new one, with the files of earlier calls."
+_BEGINS_ANEW = "The next call begins in a new sandbox, with the files of earlier calls."
 _NO_VARIABLES = "The next call begins without variables."
 
 

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from fumehood.interfaces import BlobStore, Caller, Clock, SandboxProvider, SandboxRef, Store
+from fumehood.interfaces import BlobStore, Caller, Clock, Sandbox, SandboxProvider, SandboxRef, Store
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.errors import ContainerExpired, NotFound, RateLimited, Unavailable
 from fumehood.protocol.names import clean_name
@@ -55,6 +55,8 @@ class SandboxContainers:
         self._seal = secrets.token_bytes(32)
         self._beginning = asyncio.Lock()
         self._sweeper: asyncio.Task[None] | None = None
+        # Where no sandbox was ever needed, none is looked for: that alone could start a server.
+        self._may_have_orphans = chosen.isolation == "execution"
 
     async def __aenter__(self) -> Self:
         self.start()
@@ -153,11 +155,12 @@ class SandboxContainers:
 
     async def read(self, caller: Caller, container_id: str, file_id: str) -> AsyncGenerator[bytes]:
         record = await self.file(caller, container_id, file_id)
+
+        async def find_sandbox() -> Sandbox | None:
+            return await attached(self._house.provider, await self._owned(caller, container_id))
+
         try:
-            sandbox = None
-            if not record.blob and (container := await self._house.store.container(container_id)):
-                sandbox = await attached(self._house.provider, container)
-            async with aclosing(self._house.files.read(record, sandbox)) as pieces:
+            async with aclosing(self._house.files.read(record, find_sandbox)) as pieces:
                 async for piece in pieces:
                     yield piece
         except KeyError:
@@ -185,7 +188,8 @@ class SandboxContainers:
                 await self._house.store.put_container(living.record)
             else:
                 await self._has_expired(record)
-        if any(record.incarnation for record in running) or self._house.settings.isolation == "execution":
+        if self._may_have_orphans or any(record.incarnation for record in running):
+            self._may_have_orphans = True
             await self._end_orphans({record.sandbox for record in running})
 
     async def _has_expired(self, record: ContainerRecord) -> bool:

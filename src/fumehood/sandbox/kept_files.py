@@ -7,7 +7,16 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -235,7 +244,9 @@ class KeptFiles:
             await self._store.put_files([record])
         return record
 
-    async def read(self, record: ContainerFileRecord, sandbox: Sandbox | None) -> AsyncGenerator[bytes]:
+    async def read(
+        self, record: ContainerFileRecord, find_sandbox: Callable[[], Awaitable[Sandbox | None]]
+    ) -> AsyncGenerator[bytes]:
         """The copy, or else what the sandbox has; raises KeyError before the first piece."""
         try:
             if record.blob:
@@ -245,6 +256,7 @@ class KeptFiles:
                 return
         except KeyError:
             logger.warning("The copy of %s is not there.", record.id)
+        sandbox = await find_sandbox()
         if sandbox is None:
             raise KeyError(record.id)
         try:
