@@ -6,7 +6,7 @@ A request walks through them from top to bottom: `Runs` starts a `Run`, which as
 raises is said here and nowhere else.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +51,23 @@ class Clock(Protocol):
 # --- runs ---------------------------------------------------------------------------------------------
 
 
+class Reading(Protocol):
+    """Somebody's place in the log of a run."""
+
+    @property
+    def over(self) -> bool:
+        """Whether everything was taken, and nothing more will come."""
+        ...
+
+    def take(self) -> Sequence[StreamEvent]:
+        """What has come since the last time, perhaps nothing. Raises ServerFault once a reader that stayed too far
+        behind for too long has cost the run its life.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
 class Run(Protocol):
     """A response in the making. It belongs to nobody's request: it goes on until it ends or is cancelled, and
     whoever wants to see it reads its log.
@@ -60,9 +77,14 @@ class Run(Protocol):
     def id(self) -> str: ...
 
     def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
-        """The events after that number, as many at a time as are there, the terminal one last.
+        """The events after that number, as many at a time as are there, the terminal one last. Raises ServerFault as
+        `Reading.take` does.
+        """
+        ...
 
-        A reader that stays too far behind for too long ends a foreground run, and gets ServerFault.
+    def watch(self, wake: Callable[[], None], after: int = -1) -> Reading:
+        """The same for whoever cannot wait: `wake` is called when something has come, by the run itself and before it
+        goes on, so it must be quick and must not raise.
         """
         ...
 

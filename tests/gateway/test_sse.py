@@ -152,7 +152,10 @@ async def test_what_was_not_asked_for_is_not_sent(
     answer = await gateway.create(stream=streamed, include=include)
     if streamed:
         events = dict(parse(answer.body))
-        items = [events["response.output_item.done"]["item"], events["response.completed"]["response"]["output"][0]]
+        items = [
+            events["response.output_item.done"]["item"],
+            events["response.completed"]["response"]["output"][0],
+        ]
     else:
         items = answer.json["output"]
     for item in items:

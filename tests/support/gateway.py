@@ -339,7 +339,9 @@ class Served:
             writer.close()
 
     @asynccontextmanager
-    async def posted(self, **request: Any) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async def posted(
+        self, **request: Any
+    ) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         """A connection on which a request for a response was just sent."""
         body = json.dumps({"model": "small", "input": "hi", **request}).encode()
         async with self.connected() as (reader, writer):

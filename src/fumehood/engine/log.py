@@ -44,12 +44,7 @@ class EventLog:
         self._behind_since: float | None = None
         self._overrun = False
         self._closed = False
-        self._readers: dict[object, int] = {}
-        self._sleepers: list[asyncio.Future[None]] = []
-
-    @property
-    def next_number(self) -> int:
-        return self._next
+        self._readers: list[Reader] = []
 
     def extend(self, events: Sequence[StreamEvent]) -> None:
         """Number these, keep them, and wake the readers."""
@@ -62,8 +57,7 @@ class EventLog:
             self._first = number
             return
         self._events.extend(events)
-        if self._sleepers:
-            self._wake()
+        self._wake()
         if len(self._events) > self._limits.events:
             self._watch_the_lag()
 
@@ -72,45 +66,55 @@ class EventLog:
         self._closed = True
         self._wake()
 
+    def watch(self, after: int, wake: Callable[[], None]) -> "Reader":
+        """A reader of the events after that number."""
+        reader = Reader(self, after + 1, wake)
+        self._readers.append(reader)
+        return reader
+
     async def read(self, after: int) -> AsyncGenerator[Sequence[StreamEvent]]:
         """The events after that number, in batches of all that are there."""
-        reader = object()
-        self._readers[reader] = position = after + 1
+        news = asyncio.Event()
+        reader = self.watch(after, news.set)
         try:
             while True:
-                if self._overrun or position < self._first:
-                    raise ServerFault("The events were not read fast enough, and the response was cancelled.")
-                if position < self._next:
-                    batch = self._events[position - self._first :]
-                    self._readers[reader] = position = self._next
-                    self._forget()
+                news.clear()
+                batch = reader.take()
+                if batch:
                     yield batch
-                elif self._closed:
+                elif reader.over:
                     return
                 else:
-                    await self._sleep()
+                    await news.wait()
         finally:
-            del self._readers[reader]
-
-    async def _sleep(self) -> None:
-        sleeper = asyncio.get_running_loop().create_future()
-        self._sleepers.append(sleeper)
-        await sleeper
+            reader.close()
 
     def _wake(self) -> None:
-        for sleeper in self._sleepers:
-            if not sleeper.done():
-                sleeper.set_result(None)
-        self._sleepers.clear()
+        for reader in self._readers:
+            reader.wake()
 
-    def _forget(self) -> None:
+    def taken(self, position: int) -> Sequence[StreamEvent]:
+        """What came from that number on; for readers."""
+        if self._overrun or position < self._first:
+            raise ServerFault("The events were not read fast enough, and the response was cancelled.")
+        return self._events[position - self._first :] if position > self._first else self._events.copy()
+
+    def over(self, position: int) -> bool:
+        return self._closed and position >= self._next
+
+    def forget(self) -> None:
         """Drop what every reader has taken."""
-        done = min(self._readers.values())
-        if done > self._first:
+        done = min((reader.position for reader in self._readers), default=self._first)
+        if done >= self._next:
+            self._events.clear()
+        else:
             del self._events[: done - self._first]
-            self._first = done
+        self._first = done
         if len(self._events) <= self._limits.events:
             self._behind_since = None
+
+    def leave(self, reader: "Reader") -> None:
+        self._readers.remove(reader)
 
     def _watch_the_lag(self) -> None:
         now = self._monotonic()
@@ -124,3 +128,28 @@ class EventLog:
             self._wake()
             # Not at once: it is the run itself that appends, and it must not be cancelled by its own hand.
             asyncio.get_running_loop().call_soon(self._on_overrun)
+
+
+class Reader:
+    """See `interfaces.Reading`."""
+
+    __slots__ = ("_log", "position", "wake")
+
+    def __init__(self, log: EventLog, position: int, wake: Callable[[], None]) -> None:
+        self._log = log
+        self.position = position
+        self.wake = wake
+
+    @property
+    def over(self) -> bool:
+        return self._log.over(self.position)
+
+    def take(self) -> Sequence[StreamEvent]:
+        events = self._log.taken(self.position)
+        if events:
+            self.position += len(events)
+            self._log.forget()
+        return events
+
+    def close(self) -> None:
+        self._log.leave(self)

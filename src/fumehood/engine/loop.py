@@ -244,11 +244,10 @@ class Loop:
         response = self._closing(status)
         try:
             await self._commit(response)
-        except (ApiError, Fenced) as error:
-            logger.warning("response %s could not be kept: %s", response.id, error)
-            self.failure = (
-                error if isinstance(error, ApiError) else ServerFault("The response was taken over.")
-            )
+        except Exception as error:
+            self.failure = _why_not_kept(error)
+            expected = isinstance(error, ApiError | Fenced)
+            logger.warning("response %s was not kept: %s", response.id, error, exc_info=not expected)
             response = self._closing("failed")
         self._log.extend(self._last_events(response))
         return response

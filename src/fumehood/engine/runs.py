@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from fumehood.engine.history import History
 from fumehood.engine.log import EventLog, LagLimits
 from fumehood.engine.loop import Loop, LoopLimits
 from fumehood.engine.preparation import Preparation, Prepared
-from fumehood.interfaces import Caller, Clock, HostedTool, Lease, ModelBackend, Models, Store
+from fumehood.interfaces import Caller, Clock, HostedTool, Lease, ModelBackend, Models, Reading, Store
 from fumehood.protocol.errors import ApiError, Unavailable
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.responses import CreateResponse, Response
@@ -36,6 +36,9 @@ class EngineRun:
 
     def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
         return self._log.read(after)
+
+    def watch(self, wake: Callable[[], None], after: int = -1) -> Reading:
+        return self._log.watch(after, wake)
 
     async def wait(self) -> Response:
         # A waiter that is cancelled leaves the run alone: ending it is somebody's decision.

@@ -89,6 +89,7 @@ class ChatParser:
 
     failure: set once the answer cannot go on; the events before it were given. ended: `TurnEnded` was given.
     closing: the model has said why it stopped, and at most the usage is still to come.
+    in_runs: whether to look for what repeats; it makes no difference but to the time.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class ChatParser:
         *,
         new_call_id: Callable[[], str] = _new_call_id,
         longest: int = LONGEST_LINE,
+        in_runs: bool = True,
     ) -> None:
         self.failure: ModelError | None = None
         self.ended = False
@@ -115,7 +117,7 @@ class ChatParser:
         self._usage: Usage | None = None
         self._repeats: Repeats | None = None
         self._repeated: Callable[[str], AnyModelEvent] = Text
-        self._trials = _TRIALS
+        self._trials = _TRIALS if in_runs else 0
 
     @property
     def closing(self) -> bool:

@@ -48,7 +48,7 @@ class _Detail(msgspec.Struct):
     msg: str = ""
 
 
-_said = msgspec.json.Decoder(_Said | list[_Said] | str)
+_said: msgspec.json.Decoder[_Said | list[_Said] | str] = msgspec.json.Decoder(_Said | list[_Said] | str)
 
 
 class UpstreamErrors:

@@ -35,11 +35,10 @@ _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
 
 _NEW_SANDBOX = (
-    "This call began in a new sandbox, since the one before has ended: variables, imports and installed packages are "
-    "gone. The files in /mnt/data are there."
+    "A new sandbox: variables, imports and packages of earlier calls are gone, files in /mnt/data are there."
 )
-_BEGINS_ANEW = "The next call begins in a new sandbox, with the files that earlier calls left in /mnt/data."
-_NO_VARIABLES = "The next call begins without variables, with the files in /mnt/data."
+_BEGINS_ANEW = "The next call begins in a new one, with the files of earlier calls."
+_NO_VARIABLES = "The next call begins without variables."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

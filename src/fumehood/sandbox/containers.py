@@ -119,8 +119,8 @@ class SandboxContainers:
             running = await self._house.store.containers(caller.tenant, running=True)
             if len(running) >= self._house.settings.containers_per_tenant:
                 raise RateLimited(
-                    f"{len(running)} containers are running, as many as are allowed; "
-                    "one that is not used expires by itself.",
+                    f"As many containers are running as are allowed ({len(running)}); "
+                    "those that nobody uses expire by themselves.",
                     code="container_limit_exceeded",
                 )
             now = self._house.clock.now()

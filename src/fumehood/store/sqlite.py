@@ -25,7 +25,7 @@ from fumehood.store.migrations import StoreRefused
 __all__ = ["SqliteStore", "StoreRefused"]
 
 _FIRST_EPOCH = 1
-_BEGIN_DELAY_SECONDS = 0.05
+_BEGIN_DELAY_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,11 @@ class SqliteStore:
     ) -> None:
         response_id = response.id
         begun = self._running.get(response_id)
-        if begun is not None and lease is not None and (begun.head.tenant, _FIRST_EPOCH) != (tenant, lease.epoch):
+        if (
+            begun is not None
+            and lease is not None
+            and (begun.head.tenant, _FIRST_EPOCH) != (tenant, lease.epoch)
+        ):
             raise Fenced(response_id)
         ending = rows.ending_of(tenant, response, entries)
 
@@ -192,14 +196,19 @@ class SqliteStore:
             return None
         return await self._database.read(lambda db: rows.container(db, container_id))
 
-    async def containers(self, tenant: str | None = None) -> Sequence[ContainerRecord]:
-        return await self._database.read(lambda db: rows.containers(db, tenant))
+    async def containers(
+        self, tenant: str | None = None, *, running: bool = False
+    ) -> Sequence[ContainerRecord]:
+        return await self._database.read(lambda db: rows.containers(db, tenant, running))
 
     async def put_files(self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()) -> None:
         await self._database.write(lambda db: rows.put_files(db, changed, deleted))
 
     async def files(self, container_id: str) -> Sequence[ContainerFileRecord]:
         return await self._database.read(lambda db: rows.files(db, container_id))
+
+    async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
+        return await self._database.read(lambda db: rows.unused_blobs(db, names))
 
     # --- inside ---------------------------------------------------------------------------------------
 

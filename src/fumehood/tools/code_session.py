@@ -127,7 +127,7 @@ class CodeSession:
         try:
             arguments = self._read_arguments()
         except ValueError as error:
-            yield self._failed(f"The call could not be read, and nothing ran: {error}")
+            yield self._failed(f"Nothing ran: {error}.")
             return
         index = self._context.output_index
         yield (*self._code_done(), InterpreterInterpreting(item_id=self._id, output_index=index))
@@ -153,11 +153,11 @@ class CodeSession:
         try:
             arguments = _arguments.decode(self._field.text)
         except msgspec.ValidationError as error:
-            raise ValueError(f"{error}. It takes `code`, a string, and `requirements`, a list.") from None
+            raise ValueError(f"the arguments do not fit: {error}") from None
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise ValueError(f"the arguments are no valid JSON ({error}).") from None
+            raise ValueError(f"the arguments are not valid JSON ({error})") from None
         if arguments.code != self._field.value:
-            raise ValueError("`code` is given more than once.")
+            raise ValueError("the arguments name `code` more than once")
         return arguments
 
     async def _execute(self, container: Container, arguments: _Arguments) -> None:
