@@ -14,6 +14,7 @@ settings.load_profile("fumehood")
 
 # The kits are tests too, though they are shipped.
 pytest.register_assert_rewrite(
+    "fumehood.testing.blob_kit",
     "fumehood.testing.sandbox_kit",
     "fumehood.testing.sandbox_kit_files",
     "fumehood.testing.store_kit",
