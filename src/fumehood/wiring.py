@@ -26,7 +26,7 @@ from fumehood.sandbox.containers import SandboxContainers
 from fumehood.sandbox.kept_files import FileLimits
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings
 from fumehood.sandbox.remote import RemoteSandboxes
-from fumehood.store.blobs import DirectoryBlobs
+from fumehood.store.blobs import DiskBlobs
 from fumehood.store.sqlite import SqliteStore, StoreRefused
 from fumehood.tools.code_interpreter import CodeInterpreter
 from fumehood.tools.code_output import OutputLimits
@@ -80,7 +80,7 @@ async def assembled(config: Config, environ: Mapping[str, str]) -> AsyncGenerato
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         store = await _store(config, stack)
-        blobs = DirectoryBlobs(Path(config.storage.blobs))
+        blobs = DiskBlobs(Path(config.storage.blobs))
         try:
             models = open_models(config.models, clock, environ)
         except ValueError as error:
