@@ -47,7 +47,11 @@ async def test_a_key_is_accepted_and_ignored(gateway: Served) -> None:
 
 async def test_what_newer_clients_send_is_tolerated(gateway: Served) -> None:
     answer = await gateway.create(
-        client_metadata={"a": 1}, metadata=None, tools=[{"type": "namespace", "x": []}], stream=None, user=None
+        client_metadata={"a": 1},
+        metadata=None,
+        tools=[{"type": "namespace", "x": []}],
+        stream=None,
+        user=None,
     )
     assert answer.status == 200
 
@@ -115,7 +119,9 @@ async def test_a_refusal_reads_like_openais(gateway: Served) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
 async def test_a_body_that_a_web_page_could_send_unasked_is_refused(gateway: Served, kind: str) -> None:
     answer = await gateway.ask("POST", "/v1/responses", {"model": "m"}, headers={"content-type": kind})
     assert answer.status == 400
