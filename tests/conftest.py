@@ -14,6 +14,7 @@ settings.load_profile("fumehood")
 
 # The kits are tests too, though they are shipped.
 pytest.register_assert_rewrite(
+    "fumehood.testing.blob_kit",
     "fumehood.testing.containers_kit",
     "fumehood.testing.model_kit",
     "fumehood.testing.sandbox_kit",

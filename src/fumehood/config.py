@@ -1,4 +1,4 @@
-"""Every setting of the gateway in one checked tree: file, then environment; imports msgspec, pyyaml, standard library.
+"""Every setting of the gateway in one checked tree: file, then environment; imports pyyaml and `models.settings`.
 
 A setting is a field of one of these Structs and is described in config.example.yaml. Secrets are not settings: a
 setting whose name ends in `_env` names the variable that holds one.
@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
+
+from fumehood.models.settings import ModelSettings
 
 type Positive = Annotated[int, Meta(ge=1)]
 type Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -56,32 +58,18 @@ class ServerSettings(_Section, frozen=True):
             return False
 
 
-class ModelSettings(_Section, frozen=True):
-    """One model server, for all models whose names fit `match`.
-
-    name: what the server calls the model; None means as the client does.
-    """
-
-    match: str = "*"
-    backend: Literal["chat_completions", "direct"] = "chat_completions"
-    base_url: str | None = None
-    api_key_env: str | None = None
-    name: str | None = None
-    context_window: Positive | None = None
-    takes_images: bool = False
-    connect_timeout: Seconds = 10.0
-    read_timeout: Seconds = 300.0
-    retries: Annotated[int, Meta(ge=0, le=10)] = 2
-
-
 class StorageSettings(_Section, frozen=True):
     """
-    url: sqlite:///FILE, where four slashes make the file absolute; sqlite:///:memory: keeps nothing.
+    url: sqlite:///FILE; four slashes make the file's path absolute.
     blobs: the directory of produced files.
     """
 
     url: str = "sqlite:///fumehood.db"
     blobs: str = "./blobs"
+
+    @property
+    def file(self) -> Path:
+        return Path(self.url.removeprefix(_SQLITE))
 
 
 class AuthSettings(_Section, frozen=True):
@@ -89,6 +77,20 @@ class AuthSettings(_Section, frozen=True):
 
 
 class CodeInterpreterSettings(_Section, frozen=True):
+    """
+    isolation: `container` keeps variables and files from call to call, `execution` files only.
+    execution_timeout, claim_timeout: seconds that code may run, and that a sandbox may be waited for.
+    sandbox_url, sandbox_token_env: a sandbox server that runs elsewhere, and the variable that holds its token.
+    sandbox_template, sandbox_warm_pool: pods that are claimed in a cluster.
+    sandbox_mode … sandbox_config: how the sandbox server is started that is used where neither is given; its own
+        settings are in docs/sandbox-server.md.
+    allowed_domains: the most that a request may allow its container to reach; `*` stands for every domain.
+    always_include_outputs: show outputs also to clients that did not ask for them.
+    inline_bytes: pictures up to this size are data: URLs, larger ones addresses of container files.
+    model_characters, kept_characters: how much of what code prints the model is told, and how much the item holds.
+    file_bytes, container_bytes, container_files: what is kept of the files that code writes.
+    """
+
     isolation: Literal["container", "execution"] = "container"
     execution_timeout: Seconds = 60.0
     claim_timeout: Seconds = 30.0
@@ -101,8 +103,14 @@ class CodeInterpreterSettings(_Section, frozen=True):
     sandbox_pool: Annotated[int, Meta(ge=0, le=1000)] = 4
     sandbox_capacity: Positive = 256
     sandbox_config: str | None = None
-    idle_minutes: Annotated[int, Meta(ge=1, le=1440)] = 20
+    allowed_domains: tuple[str, ...] = ()
     always_include_outputs: bool = False
+    inline_bytes: Annotated[int, Meta(ge=0)] = 1 << 20
+    model_characters: Annotated[int, Meta(ge=100)] = 20_000
+    kept_characters: Annotated[int, Meta(ge=100)] = 1 << 18
+    file_bytes: Positive = 64 << 20
+    container_bytes: Positive = 512 << 20
+    container_files: Positive = 1000
 
 
 class CodeInterpreter(_Section, frozen=True):
@@ -291,7 +299,7 @@ def _structured(kind: Any, text: str, variable: str) -> object:
 def _problems(config: Config) -> Iterator[str]:
     """What is wrong although every single setting is well formed."""
     for number, model in enumerate(config.models):
-        for problem in _model_problems(model):
+        for problem in _variable_problems("api_key_env", model.api_key_env):
             yield f"models[{number}].{problem}"
     interpreter = config.providers.code_interpreter
     if interpreter.enabled:
@@ -307,18 +315,6 @@ def _problems(config: Config) -> Iterator[str]:
     ):
         if asked:
             yield f"{name}: this version cannot do that yet; leave it out."
-
-
-def _model_problems(model: ModelSettings) -> Iterator[str]:
-    if model.backend == "direct":
-        if model.base_url is not None or model.api_key_env is not None:
-            yield "backend: `direct` asks no server, so it has neither base_url nor api_key_env."
-        return
-    if model.base_url is None:
-        yield "base_url: say where the model server is, as in http://127.0.0.1:8000/v1."
-    else:
-        yield from _url_problems("base_url", model.base_url)
-    yield from _variable_problems("api_key_env", model.api_key_env)
 
 
 def _interpreter_problems(settings: CodeInterpreterSettings) -> Iterator[str]:

@@ -386,10 +386,10 @@ class Store(Protocol):
 
 
 class BlobStore(Protocol):
-    """Bytes by the name of their content."""
+    """Bytes by the name of their content; equal contents are one blob. Raises Unavailable where the disk fails."""
 
     async def put(self, content: bytes | AsyncIterable[bytes]) -> str:
-        """Keep them; the name."""
+        """Keep them, whole or not at all; the name."""
         ...
 
     def read(self, name: str) -> AsyncGenerator[bytes]:

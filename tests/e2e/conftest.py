@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from openai import OpenAI
@@ -14,26 +13,34 @@ from tests.support.served import Model, Served
 
 @dataclass(frozen=True)
 class House:
+    """strict: a client that refuses whatever its own types do not know; client: one as most people have."""
+
     served: Served
     model: Model
-
-    @property
-    def strict(self) -> OpenAI:
-        """A client that refuses whatever its own types do not know."""
-        return OpenAI(
-            base_url=self.served.url, api_key="none", max_retries=0, _strict_response_validation=True
-        )
-
-    @property
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=self.served.url, api_key="none", max_retries=0)
+    strict: OpenAI
+    client: OpenAI
 
 
 @pytest.fixture(scope="session")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    directory: Path = tmp_path_factory.mktemp("gateway")
-    with Model() as model, served.serving(directory, settings_for(model)) as running:
-        yield House(running, model)
+    directory = tmp_path_factory.mktemp("gateway")
+    with (
+        Model() as model,
+        served.serving(directory, settings_for(model)) as running,
+        client_of(running, strict=True) as strict,
+        client_of(running) as client,
+    ):
+        yield House(running, model, strict, client)
+
+
+def client_of(running: Served, *, strict: bool = False) -> OpenAI:
+    return OpenAI(
+        base_url=running.url,
+        api_key="none",
+        max_retries=0,
+        timeout=60,
+        _strict_response_validation=strict,
+    )
 
 
 def settings_for(model: Model, **interpreter: object) -> dict[str, object]:

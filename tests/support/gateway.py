@@ -36,7 +36,7 @@ from fumehood.protocol.events import (
 )
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.items import CodeInterpreterCall, Execution, Logs, Message, OutputText
-from fumehood.protocol.models import ModelCard, ModelProfile
+from fumehood.protocol.models import ModelCard
 from fumehood.protocol.responses import CreateResponse, Response, Usage
 from fumehood.sandboxd.sockets import Address, listen
 
@@ -166,6 +166,9 @@ class ScriptedRuns(Runs):
     """Answers every request by the script that was put in last."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self.requests: list[CreateResponse] = []
         self.runs: list[ScriptedRun] = []
         self.script: Any = lambda response: [text_events(response)]
@@ -198,6 +201,9 @@ class KeptResponses(Store):
     """The part of a store that the gateway reads."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self.kept: dict[str, Response] = {}
         self.inputs: dict[str, list[Entry]] = {}
 
@@ -218,6 +224,9 @@ class KeptFiles(Containers):
     """The part of containers that the gateway reads."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self.records: list[ContainerFileRecord] = []
         self.contents: dict[str, list[bytes]] = {}
 
@@ -258,9 +267,6 @@ class NamedModels(Models):
     @override
     def backend(self, model: str) -> ModelBackend:
         raise InvalidRequest("there is none")
-
-    def profile(self, model: str) -> ModelProfile:
-        return ModelProfile()
 
     @override
     async def cards(self) -> Sequence[ModelCard]:

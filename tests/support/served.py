@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -29,15 +29,23 @@ class Served:
     url: str
     directory: Path
     output: list[str] = field(default_factory=list[str])
+    drain: threading.Thread | None = None
 
     def kill(self) -> None:
         """As the kernel would: nothing is said, nothing is tidied up."""
         self.process.kill()
-        self.process.wait()
+        self.ended()
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.ended()
+
+    def ended(self) -> int:
+        """Its exit code, once it is gone and all that it said is in `output`."""
+        code = self.process.wait(60)
+        if self.drain is not None:
+            self.drain.join()
+        return code
 
 
 def start(
@@ -64,8 +72,10 @@ def start(
         lines.append(line)
         if found := _ADDRESS.search(line):
             served = Served(process, found[1] + "/v1", directory, lines)
-            threading.Thread(target=_drain, args=(served,), daemon=True).start()
+            served.drain = threading.Thread(target=_drain, args=(served,), daemon=True)
+            served.drain.start()
             return served
+    process.stdout.close()
     process.wait()
     raise AssertionError("it did not serve:\n" + "".join(lines))
 
@@ -73,22 +83,20 @@ def start(
 def _drain(served: Served) -> None:
     """Nobody waits for what it says; but a full pipe would stop it."""
     assert served.process.stdout is not None
-    with contextlib.suppress(ValueError):
-        served.output.extend(served.process.stdout)
+    with served.process.stdout as said:
+        served.output.extend(said)
 
 
 @contextlib.contextmanager
 def serving(
     directory: Path, settings: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
-) -> Iterator[Served]:
+) -> Generator[Served]:
     served = start(directory, settings, environment)
     try:
         yield served
     finally:
         if served.process.poll() is None:
             served.stop()
-        if served.process.stdout is not None:
-            served.process.stdout.close()
 
 
 class Model:

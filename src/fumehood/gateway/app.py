@@ -61,6 +61,7 @@ class Gateway:
         always_include: Collection[str] = (),
         unready: Callable[[], str | None] = lambda: None,
         silence: float = SILENCE,
+        show_metrics: bool = True,
     ) -> None:
         self.metrics = metrics or Metrics()
         self._callers = callers or Everybody()
@@ -89,7 +90,7 @@ class Gateway:
             ("GET", "/v1/containers/{container_id}/files/{file_id}/content", files.content),
             ("GET", "/healthz", self._health),
             ("GET", "/readyz", self._readiness),
-            ("GET", "/metrics", self._figures),
+            *([("GET", "/metrics", self._figures)] if show_metrics else []),
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

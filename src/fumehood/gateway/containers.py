@@ -11,9 +11,9 @@ from fumehood.gateway.exchange import Exchange, Headers, encode
 from fumehood.gateway.listing import page
 from fumehood.interfaces import Caller, Containers
 from fumehood.protocol.containers import file_on_the_wire
+from fumehood.protocol.names import clean_name
 
-_LONGEST_NAME = 200
-# A name that code has chosen goes into a header: bounded, without anything that could end it or mislead a reader.
+# What would end or confuse a header, where every client has to understand it.
 _UNPLAIN = re.compile(r"[^A-Za-z0-9 ._()+=@,-]")
 _OWN_TABLE = mimetypes.MimeTypes()  # the same on every host
 _BINARY = "application/octet-stream"
@@ -73,11 +73,7 @@ def _content_type(name: str) -> str:
 
 def _disposition(name: str) -> str:
     """As RFC 6266: a plain name for everybody, and the whole one for those who understand it."""
-    stem, dot, extension = name.rpartition(".")
-    if dot and len(extension) < 20:
-        name = f"{stem[: _LONGEST_NAME - len(extension)]}.{extension}"
-    name = "".join(char for char in name[:_LONGEST_NAME] if char.isprintable()) or "file"
+    name = clean_name(name) or "file"
     plain = _UNPLAIN.sub("_", name)
-    full = quote(name.encode(errors="replace"), safe="")
-    extended = "" if plain == name else f"; filename*=UTF-8''{full}"
+    extended = "" if plain == name else f"; filename*=UTF-8''{quote(name, safe='')}"
     return f'attachment; filename="{plain}"{extended}'

@@ -166,7 +166,7 @@ class Database:
         self._readers = [
             _Worker("store-reader", connection, "BEGIN", self._reads, self._loop) for connection in readers
         ]
-        self._closed = False
+        self.closed = False
 
     @classmethod
     async def open(cls, path: Path, *, shared: bool = False) -> "Database":
@@ -191,9 +191,9 @@ class Database:
 
     async def close(self) -> None:
         """Do what was asked for until now, and let go of the file."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         for _ in self._readers:
             self._reads.put(None)
         self._writes.put(None)
@@ -208,7 +208,7 @@ class Database:
 
     def check(self) -> None:
         """Raises Unavailable once it is closed."""
-        if self._closed:
+        if self.closed:
             raise Unavailable("The gateway's database is closed.")
 
 

@@ -71,10 +71,6 @@ def ending_of(tenant: str, response: Response, entries: Sequence[Entry]) -> Endi
     return Ending(head_of(tenant, response), tuple(entries), foreign)
 
 
-def running(head: Head) -> Response:
-    return _responses.decode(head.body)
-
-
 # --- leases -------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The store of a gateway that runs alone: one SQLite file; imports `interfaces`, `protocol` and siblings.
+"""The store of a gateway that runs alone: one SQLite file; imports msgspec, `interfaces`, `protocol`, siblings.
 
 Everything is written by one thread, in groups. What begins is written a moment later, and not at all if it has ended
 by then. docs/storage.md tells the rest.
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+import msgspec
 
 from fumehood.interfaces import Fenced, Lease
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
@@ -25,14 +27,15 @@ from fumehood.store.migrations import StoreRefused
 __all__ = ["SqliteStore", "StoreRefused"]
 
 _FIRST_EPOCH = 1
-_BEGIN_DELAY_SECONDS = 0.05
+_BEGIN_DELAY_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
     """A response of this process that runs. Its beginning is in the database once the job is applied."""
 
-    head: rows.Head
+    tenant: str
+    response: Response
     job: Job[None]
 
 
@@ -86,11 +89,16 @@ class SqliteStore:
 
     async def begin(self, tenant: str, response: Response) -> Lease:
         self._database.check()
-        head = rows.head_of(tenant, response)
-        job = Job[None](lambda db: rows.begin(db, head, self._owner, _FIRST_EPOCH, self._lease_seconds))
-        self._running[head.id] = _Begun(head, job)
-        self._write_soon(head.id, job)
-        return Lease(head.id, _FIRST_EPOCH)
+        response = msgspec.structs.replace(response, output=[])
+
+        def work(db: sqlite3.Connection) -> None:
+            head = rows.head_of(tenant, response)
+            rows.begin(db, head, self._owner, _FIRST_EPOCH, self._lease_seconds)
+
+        job = Job(work)
+        self._running[response.id] = _Begun(tenant, response, job)
+        self._write_soon(response.id, job)
+        return Lease(response.id, _FIRST_EPOCH)
 
     async def renew(self, leases: Sequence[Lease]) -> Sequence[Lease]:
         begun = [(lease, self._running.get(lease.response_id)) for lease in leases]
@@ -110,11 +118,7 @@ class SqliteStore:
     ) -> None:
         response_id = response.id
         begun = self._running.get(response_id)
-        if (
-            begun is not None
-            and lease is not None
-            and (begun.head.tenant, _FIRST_EPOCH) != (tenant, lease.epoch)
-        ):
+        if begun is not None and lease is not None and (begun.tenant, _FIRST_EPOCH) != (tenant, lease.epoch):
             raise Fenced(response_id)
         ending = rows.ending_of(tenant, response, entries)
 
@@ -151,7 +155,7 @@ class SqliteStore:
     async def response(self, tenant: str, response_id: str) -> Response | None:
         begun = self._running.get(response_id)
         if begun is not None and not begun.job.applied:
-            return rows.running(begun.head) if begun.head.tenant == tenant else None
+            return msgspec.structs.replace(begun.response, output=[]) if begun.tenant == tenant else None
         return await self._read(response_id, lambda db: rows.response(db, tenant, response_id))
 
     async def conversation(self, tenant: str, response_id: str) -> Sequence[Segment] | None:
@@ -222,7 +226,7 @@ class SqliteStore:
             self._timer.cancel()
             self._timer = None
         beginnings, self._unwritten = self._unwritten, {}
-        for beginning in beginnings.values():
+        for beginning in beginnings.values() if not self._database.closed else ():
             self._database.post(beginning)
 
     async def _read[T](self, response_id: str, work: Work[T | None]) -> T | None:
