@@ -235,6 +235,8 @@ class LocalSandbox:
             case "refused":
                 self.kill(event["error"])
                 self.exited(-1)
+            case "unborn":  # its first process is there, and ends now
+                self.kill(event["error"])
             case "resized":
                 if self._resized is not None and not self._resized.done():
                     self._resized.set_result(event["error"])

@@ -123,6 +123,14 @@ class ForkElsewhere:
         return pid
 
 
+def no_room(error: OSError) -> str:
+    """What the supervisor is told of a fork that failed."""
+    return (
+        f"no process could be forked for it ({os.strerror(error.errno or 0)}): this host has too few processes or too "
+        "little memory left; end sandboxes, or raise the limits of the server's cgroup and user"
+    )
+
+
 def only_these_fds(fds: list[int]) -> None:
     """In a fresh fork: close everything else."""
     start = 3

@@ -27,7 +27,8 @@ def run_jail(program: bytes, channel: socket.socket, door: socket.socket, cgroup
         jail.build_namespaces(plan, disks)
         _offer_font_list()
         send_handles(channel, plan)
-        door.send(FRESH if plan.fresh_interpreter else FORKED)
+        if not _open(door, FRESH if plan.fresh_interpreter else FORKED):
+            os._exit(125)  # there is no interpreter; the zygote has told why
         jail.limit(plan)
         jail.renounce()
         filters.install(program)
@@ -38,6 +39,15 @@ def run_jail(program: bytes, channel: socket.socket, door: socket.socket, cgroup
     except BaseException as error:
         report(channel, f"{type(error).__name__}: {error}")
     os._exit(125)
+
+
+def _open(door: socket.socket, kind: bytes) -> bool:
+    """Let the interpreter in; False if nobody stands there."""
+    try:
+        door.send(kind)
+    except (BrokenPipeError, ConnectionResetError):
+        return False
+    return True
 
 
 def _reap() -> NoReturn:

@@ -105,7 +105,7 @@ class NamespaceWarden(Warden):
             try:
                 pid = self._elsewhere.fork()
             except OSError as error:
-                self.report({"event": "refused", "number": number, "error": f"fork: {error}"})
+                self.report({"event": "refused", "number": number, "error": children.no_room(error)})
                 return
             if pid == 0:
                 children.only_these_fds([*fds, inner.fileno()])

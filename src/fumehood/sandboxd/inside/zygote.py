@@ -57,8 +57,11 @@ class Zygote(children.Parent):
         channel, door, first, *cgroups = fds
         try:
             pid = self._elsewhere.fork(first)
-        except OSError:
+        except ProcessLookupError:
             return  # its first process is gone already, which the warden tells
+        except OSError as error:
+            self.report({"event": "unborn", "number": request["number"], "error": children.no_room(error)})
+            return
         if pid == 0:
             children.only_these_fds(fds)
             ends = socket.socket(fileno=channel), socket.socket(fileno=door)
