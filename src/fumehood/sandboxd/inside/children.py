@@ -52,9 +52,12 @@ class Parent(abc.ABC):
     def watch(self, number: int, pid: int) -> int:
         """Take note of a child; the pidfd stays ours."""
         pidfd = os.pidfd_open(pid)
+        self.watch_pidfd(number, pid, pidfd)
+        return pidfd
+
+    def watch_pidfd(self, number: int, pid: int, pidfd: int) -> None:
         self._children[number] = (pid, pidfd)
         self._selector.register(pidfd, selectors.EVENT_READ, number)
-        return pidfd
 
     def signal(self, number: int, which: int) -> None:
         if number in self._children:
@@ -72,12 +75,16 @@ class Parent(abc.ABC):
         pid, pidfd = self._children.pop(number)
         self._selector.unregister(pidfd)
         os.close(pidfd)
+        self.ended(number, self.reap(pid))
+
+    def reap(self, pid: int) -> int:
+        """How a child has ended; negative codes are signals."""
         _, status = os.waitpid(pid, 0)
-        self.ended(number, os.waitstatus_to_exitcode(status))
+        return os.waitstatus_to_exitcode(status)
 
     @abc.abstractmethod
     def ended(self, number: int, code: int) -> None:
-        """A child has ended and is reaped; negative codes are signals."""
+        """A child has ended and is reaped."""
 
 
 def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -103,17 +110,14 @@ def no_stdin() -> None:
 
 
 class ForkElsewhere:
-    """Forks children into other PID namespaces; the process itself stays in its own."""
+    """Forks children into the PID namespaces of others; the process itself stays in its own."""
 
     def __init__(self) -> None:
         self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
 
-    def fork(self, jail: int | None = None) -> int:
-        """As os.fork, into the PID namespace of the process of this pidfd, or into a new one."""
-        if jail is None:
-            os.unshare(os.CLONE_NEWPID)
-        else:
-            os.setns(jail, os.CLONE_NEWPID)
+    def fork(self, first: int) -> int:
+        """As os.fork, into the PID namespace of the process of this pidfd."""
+        os.setns(first, os.CLONE_NEWPID)
         pid = -1
         try:
             pid = os.fork()

@@ -15,34 +15,26 @@ _START_RUNNER = (
 
 
 def enter_jail(
-    common: jail.Plan,
-    program: bytes,
-    channel: socket.socket,
-    door: socket.socket,
-    first: int,
-    cgroups: list[int],
-    prepared: runner.Runner,
+    program: bytes, channel: socket.socket, first: int, cgroups: list[int], prepared: runner.Runner
 ) -> NoReturn:
-    """The interpreter of a sandbox with namespaces: forked from the zygote while the jail is being built.
+    """The interpreter of a sandbox with namespaces, in a fresh fork of the zygote: builds the jail around itself.
 
     Every page that is touched here is copied, and that is what a start costs: so it does little, and what can be
-    done for all is done in the zygote. `common` is what all plans of this zygote have in common.
+    done for all is done in the zygote.
     """
     try:
         jail.join_cgroups(cgroups)
         jail.prefer_for_oom(init.OOM_SCORE)
-        kind = door.recv(1)
-        if not kind:
-            os._exit(125)  # there is no jail; its builder has told why
         forks.after_fork()
-        jail.enter_namespaces(first)
+        body, disks, _, _ = socket.recv_fds(channel, init.MAX_PLAN, 1)
+        plan = jail.Plan.decode(body.decode())
+        jail.build(plan, first, disks)
         os.close(first)
-        jail.limit(common)
+        init.offer_font_list()
+        init.send_handles(channel, plan)
+        jail.limit(plan)
         jail.renounce()
-        if door.recv(1) != init.FINISHED:
-            os._exit(125)  # its builder could not give up its rights, and has told so
-        door.close()
-        interpret(common, program, channel, prepared, fresh=kind == init.FRESH)
+        interpret(plan, program, channel, prepared, fresh=plan.fresh_interpreter)
     except BaseException as error:
         init.report(channel, f"{type(error).__name__}: {error}")
     os._exit(125)

@@ -19,6 +19,7 @@ from fumehood.sandboxd.inside import filters, landlock, layout, syscalls
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP_RUNNING = 0x1 | 0x40
 _BACKLOG = 64
+NAMESPACES = os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS
 _MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
 
 
@@ -68,11 +69,10 @@ def prefer_for_oom(score: int) -> None:
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
 
 
-def build_namespaces(plan: Plan, disks: list[int]) -> None:
-    """Mounts, namespaces and user of a sandbox; afterwards the caller owns a user namespace of its own."""
-    os.unshare(
-        os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS | os.CLONE_NEWCGROUP,
-    )
+def build(plan: Plan, first: int, disks: list[int]) -> None:
+    """Furnish the namespaces of the sandbox's first process and enter them, as an owner of nothing outside."""
+    os.setns(first, NAMESPACES)
+    os.unshare(os.CLONE_NEWCGROUP)  # whose root is where this process has just gone
     _raise_loopback()  # needs the proc that shows more than processes
     if plan.disk:
         _attach_disk(plan, disks)
@@ -81,21 +81,6 @@ def build_namespaces(plan: Plan, disks: list[int]) -> None:
     _mount_proc()
     syscalls.set_hostname(layout.HOSTNAME)
     _become_user(plan.uid)
-
-
-def enter_namespaces(first: int) -> None:
-    """Join those of the sandbox's first process, which is done with building them, as its user."""
-    os.setns(
-        first,
-        os.CLONE_NEWUSER
-        | os.CLONE_NEWNS
-        | os.CLONE_NEWNET
-        | os.CLONE_NEWIPC
-        | os.CLONE_NEWUTS
-        | os.CLONE_NEWCGROUP,
-    )
-    os.setresgid(layout.USER_ID, layout.USER_ID, layout.USER_ID)
-    os.setresuid(layout.USER_ID, layout.USER_ID, layout.USER_ID)
 
 
 def _mount_data(plan: Plan) -> None:

@@ -10,11 +10,13 @@ import base64
 import contextlib
 import gc
 import os
+import signal
 import socket
 from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import attach, children, forks, helper, immortal, init, layout, syscalls
+from fumehood.sandboxd.inside import attach, children, forks, helper, immortal, jail, layout, syscalls
 
+_UNKNOWN = -1  # a process that is known by its pidfd alone
 _ZYGOTE = 0  # the number of the zygote among the children; sandboxes count from 1
 
 
@@ -85,34 +87,38 @@ class Warden(children.Parent):
         if pid == 0:
             children.only_these_fds(held)
             return True
-        self._helpers.add(number)
-        self.watch(number, pid)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody waits for it
+            self.watch(number, pid)
+            self._helpers.add(number)
         return False
 
 
 class NamespaceWarden(Warden):
-    """Mode `namespaces`: a jail of nested namespaces for each sandbox, into which the zygote forks its interpreter."""
+    """Mode `namespaces`: a jail of nested namespaces for each sandbox, into which the zygote forks its interpreter.
+
+    Their first processes share this one's memory, and do nothing. Here and in them nobody is to run for a signal, and
+    the kernel reaps the dead: how such a process ended says nothing, for it can only have been killed.
+    """
 
     def __init__(self, control: socket.socket, program: bytes, layers: int, link: socket.socket) -> None:
         super().__init__(control, program, layers)
         self._link = link
-        self._elsewhere = children.ForkElsewhere()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def spawn(self, number: int, fds: list[int]) -> None:
-        channel, *cgroups = fds
-        inner, outer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with inner, outer:
-            try:
-                pid = self._elsewhere.fork()
-            except OSError as error:
-                self.report({"event": "refused", "number": number, "error": children.no_room(error)})
-                return
-            if pid == 0:
-                children.only_these_fds([*fds, inner.fileno()])
-                init.run_jail(self.program, socket.socket(fileno=channel), inner, cgroups)
-            pidfd = self.watch(number, pid)
-            children.send(self._link, {"number": number}, [channel, outer.fileno(), pidfd, *cgroups])
+        try:
+            pidfd = syscalls.clone_sleeper(jail.NAMESPACES | os.CLONE_NEWPID)
+        except OSError as error:
+            self.report({"event": "refused", "number": number, "error": children.no_room(error)})
+            return
+        self.watch_pidfd(number, _UNKNOWN, pidfd)
+        children.send(self._link, {"number": number}, [fds[0], pidfd, *fds[1:]])
         self.report({"event": "spawned", "number": number}, [pidfd])
+
+    def reap(self, pid: int) -> int:
+        del pid
+        return -signal.SIGKILL
 
     def ended(self, number: int, code: int) -> None:
         if number == _ZYGOTE:
@@ -171,6 +177,7 @@ def main(control_fd: int) -> NoReturn:
     gc.disable()  # a collection in a fork would touch, and so copy, every object there is
     immortal.make_immortal()
     gc.freeze()
+    pidfd = os.pidfd_open(pid)  # while it cannot have been reaped
     warden = NamespaceWarden(control, program, layers, link)
-    warden.watch(_ZYGOTE, pid)
+    warden.watch_pidfd(_ZYGOTE, pid, pidfd)
     warden.serve()

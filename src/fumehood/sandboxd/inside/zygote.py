@@ -54,7 +54,7 @@ class Zygote(children.Parent):
                 raise ValueError(f"unknown request {unknown!r}")
 
     def _fork(self, request: dict[str, Any], fds: list[int]) -> None:
-        channel, door, first, *cgroups = fds
+        channel, first, *cgroups = fds
         try:
             pid = self._elsewhere.fork(first)
         except ProcessLookupError:
@@ -64,8 +64,7 @@ class Zygote(children.Parent):
             return
         if pid == 0:
             children.only_these_fds(fds)
-            ends = socket.socket(fileno=channel), socket.socket(fileno=door)
-            interpreter.enter_jail(self._common, self._program, *ends, first, cgroups, self._runner)
+            interpreter.enter_jail(self._program, socket.socket(fileno=channel), first, cgroups, self._runner)
         self.watch(request["number"], pid)
         renew_secrets()  # the next one gets others; here it costs nobody's time
 
