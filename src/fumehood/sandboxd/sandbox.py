@@ -103,11 +103,11 @@ class LocalSandbox:
         """Why the sandbox is no more, or None while it lives."""
         return self._gone
 
-    def begin(self, plan: str, memory: MemoryTier) -> None:
+    def begin(self, plan: bytes, memory: MemoryTier) -> None:
         """The first things it hears: its first process the plan, its interpreter the limits of its output."""
         disk = self.place.disk
         self.memory = memory
-        self._packets.send(plan.encode(), [] if disk is None else [disk.mount])
+        self._packets.send(plan, [] if disk is None else [disk.mount])
         if disk is not None:
             disk.handed_over()
         self._configure()

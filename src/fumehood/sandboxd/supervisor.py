@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import os
 import resource
@@ -11,7 +10,7 @@ import socket
 import zlib
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 from fumehood.protocol.sandbox import MemoryTier, SandboxSpec
@@ -442,7 +441,8 @@ class Supervisor:
                 plan = self._places.plan(
                     place, memory=order.memory, fresh_interpreter=order.fresh_interpreter
                 )
-                sandbox.begin(json.dumps(asdict(plan)), order.memory)
+                told = plan.particulars() if self._settings.mode == "namespaces" else plan.encode().encode()
+                sandbox.begin(told, order.memory)
                 with joining(place.cgroup) as join:
                     zygote.request({"op": "spawn", "number": number}, [theirs.fileno(), *join])
             undo.pop_all()

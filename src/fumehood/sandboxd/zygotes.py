@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,7 +54,7 @@ class Zygote:
             said = "; ".join(getattr(error, "__notes__", [])) or f"{type(error).__name__}: {error}"
             raise IsolationUnavailable(f"The jail could not be made: {said}.", _ADVICE) from error
         zygote = cls(sock, process)
-        special = {"common": launch.common and asdict(launch.common), "thorough": launch.thorough}
+        special = {"common": launch.common and launch.common._asdict(), "thorough": launch.thorough}
         await zygote._prepare(launch.program, launch.preload, launch.timeout, special)
         if zygote.about.threads != 1:
             # A fork copies one thread only: the locks of the others would stay locked in every sandbox.

@@ -1,4 +1,4 @@
-"""Serves requests with descriptors and watches the processes it forks; imports only the standard library.
+"""Serves requests with descriptors and watches the processes it forks; imports only siblings.
 
 It knows its children by the supervisor's numbers, never by a name: what this process knows, every later fork
 could read.
@@ -12,6 +12,8 @@ import signal
 import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
+
+from fumehood.sandboxd.inside import forks
 
 _MAX_REQUEST = 256 * 1024
 _MAX_FDS = 16
@@ -120,7 +122,7 @@ class ForkElsewhere:
         os.setns(first, os.CLONE_NEWPID)
         pid = -1
         try:
-            pid = os.fork()
+            pid = forks.plain_fork()
         finally:
             if pid != 0:
                 os.setns(self._own, os.CLONE_NEWPID)

@@ -1,12 +1,31 @@
-"""PID 1 of a sandbox with namespaces: builds the jail, lets the interpreter in, reaps; imports only siblings."""
+"""What the first process of a sandbox does, or says, before any code of others; imports only siblings."""
 
 import os
+import signal
 import socket
+from typing import NoReturn
 
-from fumehood.sandboxd.inside import jail, layout, wire
+from fumehood.sandboxd.inside import children, filters, jail, layout, syscalls, wire
 
 MAX_PLAN = 64 * 1024
+_CONFIGURATION = os.path.dirname(layout.MATPLOTLIB)
 OOM_SCORE = 800  # so that the kernel chooses sandboxes before anything of the host's
+
+
+def sleep(program: bytes, undone: int) -> NoReturn:
+    """PID 1 of a sandbox with namespaces, where there is no smaller program for it: give up every right, and sleep."""
+    try:
+        children.only_these_fds([undone])
+        silence()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a signal without a handler cannot come from inside
+        jail.renounce()
+        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+        filters.install(program)
+        os.close(undone)
+        while True:
+            signal.pause()
+    finally:
+        os._exit(125)
 
 
 def silence() -> None:
@@ -35,8 +54,9 @@ def report(channel: socket.socket, text: str) -> None:
         channel.send(packet)
 
 
-def offer_font_list() -> None:
+def offer_font_list(names: list[str]) -> None:
     """Spare new Python processes the search for fonts: matplotlib looks for its list where it may write."""
-    os.makedirs(layout.MATPLOTLIB)
-    for name in os.listdir(layout.CACHE):
+    os.mkdir(_CONFIGURATION)
+    os.mkdir(layout.MATPLOTLIB)
+    for name in names:
         os.symlink(f"{layout.CACHE}/{name}", f"{layout.MATPLOTLIB}/{name}")

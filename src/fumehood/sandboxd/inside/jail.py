@@ -12,7 +12,7 @@ import resource
 import socket
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fumehood.sandboxd.inside import filters, landlock, layout, syscalls
 
@@ -23,9 +23,10 @@ NAMESPACES = os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUT
 _MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What the supervisor asks for, told to the sandbox's first process over its own channel.
+class Plan(NamedTuple):
+    """What the supervisor asks for, told over the sandbox's own channel.
+
+    With namespaces the zygote has what is common to all, and only the rest is told: see `particulars`.
 
     uid: the sandbox's user in the zygote's user namespace.
     disk: a detached mount came with the plan; it holds the files, and `data_bytes` is for shared memory alone.
@@ -50,6 +51,19 @@ class Plan:
     @classmethod
     def decode(cls, body: str) -> "Plan":
         return cls(**json.loads(body))
+
+    def encode(self) -> str:
+        return json.dumps(self._asdict())
+
+    def particulars(self) -> bytes:
+        """In few bytes and without JSON, whose code a sandbox would have to copy while it starts."""
+        return b"%d %d %d %d" % (self.uid, self.data_bytes, self.fresh_interpreter, self.disk)
+
+    def with_particulars(self, body: bytes) -> "Plan":
+        uid, data_bytes, fresh, disk = body.split()
+        return self._replace(
+            uid=int(uid), data_bytes=int(data_bytes), fresh_interpreter=fresh == b"1", disk=disk == b"1"
+        )
 
 
 def join_cgroups(fds: list[int]) -> None:

@@ -5,9 +5,7 @@ finished jail. Every function raises OSError with the call's name and subject.
 """
 
 import ctypes
-import mmap
 import os
-import signal
 import struct
 import sys
 
@@ -72,15 +70,6 @@ _libc.umount2.argtypes = (ctypes.c_char_p, ctypes.c_int)
 _libc.sethostname.argtypes = (ctypes.c_char_p, ctypes.c_size_t)
 _libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
 _libc.syscall.restype = ctypes.c_long
-_libc.clone.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-
-_CLONE_VM = 0x100
-_CLONE_FILES = 0x400
-_CLONE_PIDFD = 0x1000
-_PAUSE = ctypes.cast(_libc.pause, ctypes.c_void_p)
-# One for all: none of those who sleep on it ever goes on, and each begins by writing what is there already.
-_SLEEPERS = mmap.mmap(-1, 4 * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-_SLEEPERS_TOP = ctypes.addressof(ctypes.c_char.from_buffer(_SLEEPERS)) + 4 * mmap.PAGESIZE - 64
 
 type _Argument = int | bytes | ctypes.Array[ctypes.c_char] | None
 
@@ -161,20 +150,6 @@ def drop_all_capabilities() -> None:
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     header = struct.pack("=II", _CAPABILITY_VERSION_3, 0)
     _call("capset", _SYS_CAPSET, header, bytes(24))
-
-
-def clone_sleeper(namespaces: int) -> int:
-    """The pidfd of a new process in new namespaces that sleeps until it is killed.
-
-    It has no memory and no descriptors of its own but shares the caller's, so it costs next to nothing. It never
-    runs a line of ours: the C library's pause() is all it does. The caller must have no signal handler, and it
-    ignores SIGCHLD: then the kernel itself reaps whatever becomes this process's child.
-    """
-    pidfd = ctypes.c_int(-1)
-    flags = namespaces | _CLONE_VM | _CLONE_FILES | _CLONE_PIDFD | signal.SIGCHLD
-    if _libc.clone(_PAUSE, _SLEEPERS_TOP, flags, None, ctypes.addressof(pidfd)) < 0:
-        raise _failed("clone")
-    return pidfd.value
 
 
 def openat2(directory: int, path: bytes, flags: int, mode: int = 0, resolve: int = 0) -> int:

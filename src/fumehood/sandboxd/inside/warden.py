@@ -14,9 +14,8 @@ import signal
 import socket
 from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import attach, children, forks, helper, immortal, jail, layout, syscalls
+from fumehood.sandboxd.inside import attach, children, forks, helper, immortal, init, jail, layout, syscalls
 
-_UNKNOWN = -1  # a process that is known by its pidfd alone
 _ZYGOTE = 0  # the number of the zygote among the children; sandboxes count from 1
 
 
@@ -96,25 +95,57 @@ class Warden(children.Parent):
 class NamespaceWarden(Warden):
     """Mode `namespaces`: a jail of nested namespaces for each sandbox, into which the zygote forks its interpreter.
 
-    Their first processes share this one's memory, and do nothing. Here and in them nobody is to run for a signal, and
-    the kernel reaps the dead: how such a process ended says nothing, for it can only have been killed.
+    Its first process only sleeps. The kernel reaps for it and for this process, as both ignore SIGCHLD: how a first
+    process ended says nothing anyway, for it can only have been killed.
     """
 
-    def __init__(self, control: socket.socket, program: bytes, layers: int, link: socket.socket) -> None:
+    def __init__(
+        self,
+        control: socket.socket,
+        program: bytes,
+        layers: int,
+        link: socket.socket,
+        zygote: tuple[int, int],
+    ) -> None:
         super().__init__(control, program, layers)
         self._link = link
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._has_program = os.path.exists(layout.FIRST)
+        self._zygote = zygote[1]
+        self.watch_pidfd(_ZYGOTE, *zygote)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def spawn(self, number: int, fds: list[int]) -> None:
+        done, undone = os.pipe2(os.O_CLOEXEC)
         try:
-            pidfd = syscalls.clone_sleeper(jail.NAMESPACES | os.CLONE_NEWPID)
+            pid, pidfd = self._start_first(undone)
+            self.watch_pidfd(number, pid, pidfd)
+            children.send(self._link, {"number": number}, [fds[0], pidfd, done, *fds[1:]])
+            self.report({"event": "spawned", "number": number}, [pidfd])
         except OSError as error:
             self.report({"event": "refused", "number": number, "error": children.no_room(error)})
-            return
-        self.watch_pidfd(number, _UNKNOWN, pidfd)
-        children.send(self._link, {"number": number}, [fds[0], pidfd, *fds[1:]])
-        self.report({"event": "spawned", "number": number}, [pidfd])
+        finally:
+            os.close(done)
+            os.close(undone)
+
+    def _start_first(self, undone: int) -> tuple[int, int]:
+        """In new namespaces, from which this process returns to those of the zygote, its own.
+
+        The first process closes `undone` when it has given up its rights.
+        """
+        namespaces = jail.NAMESPACES | os.CLONE_NEWPID
+        os.unshare(namespaces)
+        pid = -1
+        try:
+            if self._has_program:
+                pid = os.posix_spawn(layout.FIRST, ["init"], {}, file_actions=[_third(undone)])
+            else:
+                pid = forks.plain_fork()
+        finally:
+            if pid != 0:
+                os.setns(self._zygote, namespaces)
+        if pid == 0:
+            init.sleep(self.program, undone)
+        return pid, os.pidfd_open(pid)
 
     def reap(self, pid: int) -> int:
         del pid
@@ -124,6 +155,11 @@ class NamespaceWarden(Warden):
         if number == _ZYGOTE:
             os._exit(1)
         super().ended(number, code)
+
+
+def _third(fd: int) -> tuple[int, int, int]:
+    """Where the first process expects it."""
+    return os.POSIX_SPAWN_DUP2, fd, 3
 
 
 def _withdraw_layers() -> int:
@@ -177,7 +213,4 @@ def main(control_fd: int) -> NoReturn:
     gc.disable()  # a collection in a fork would touch, and so copy, every object there is
     immortal.make_immortal()
     gc.freeze()
-    pidfd = os.pidfd_open(pid)  # while it cannot have been reaped
-    warden = NamespaceWarden(control, program, layers, link)
-    warden.watch_pidfd(_ZYGOTE, pid, pidfd)
-    warden.serve()
+    NamespaceWarden(control, program, layers, link, (pid, os.pidfd_open(pid))).serve()

@@ -54,7 +54,7 @@ class Zygote(children.Parent):
                 raise ValueError(f"unknown request {unknown!r}")
 
     def _fork(self, request: dict[str, Any], fds: list[int]) -> None:
-        channel, first, *cgroups = fds
+        channel, first, done, *cgroups = fds
         try:
             pid = self._elsewhere.fork(first)
         except ProcessLookupError:
@@ -64,7 +64,10 @@ class Zygote(children.Parent):
             return
         if pid == 0:
             children.only_these_fds(fds)
-            interpreter.enter_jail(self._program, socket.socket(fileno=channel), first, cgroups, self._runner)
+            supervisor = socket.socket(fileno=channel)
+            interpreter.enter_jail(
+                self._common, self._program, supervisor, (first, done), cgroups, self._runner
+            )
         self.watch(request["number"], pid)
         renew_secrets()  # the next one gets others; here it costs nobody's time
 
@@ -104,6 +107,7 @@ def run(control: socket.socket, link: socket.socket, program: bytes, request: di
         prepared.rehearse(rehearsal.programs())
     zygote = Zygote(control, link, program, jail.Plan(**request["common"]), prepared)
     renew_secrets()
+    interpreter.cached()
     preload.freeze(for_many=thorough)
     if memory is not None:
         memory.settle()
