@@ -103,7 +103,7 @@ def test_the_secret_is_nowhere_in_the_address_space(host: Host, box: SandboxClie
 
 
 def test_init_is_closed(box: SandboxClient) -> None:
-    """Where one kernel user is both, what keeps the code out is that init is not dumpable, nor in its user namespace."""
+    """Where one kernel user is both, init is still undumpable, and in no user namespace of the code's."""
     program = """
         def look(path):
             if os.path.isdir(path): return os.listdir(path)

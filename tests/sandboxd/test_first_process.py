@@ -1,4 +1,4 @@
-"""The program that is process 1 of sandboxes: made of its source, and what is left of it; imports the tests' support."""
+"""The program that is process 1 of sandboxes: made of its source, without any right; imports the tests' support."""
 
 import importlib.util
 import os

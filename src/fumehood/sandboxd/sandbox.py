@@ -133,12 +133,15 @@ class LocalSandbox:
         """Turn a sandbox that waited into the caller's: what differs from what it began with, and its network."""
         loop = asyncio.get_running_loop()
         problem = None
+        if self._packets.ended:  # one that waited may have died, and the word of it is still under way
+            self.kill("it ended while it waited")
+            raise SandboxStartFailed("The sandbox ended while it waited.")
         self._access = admit(access, self._listeners, self.id)
         try:
             async with asyncio.timeout(_HAND_OVER):
                 if memory != self.memory:
                     problem = await self._resize(memory)
-                if self.warm or access is not None:  # one that waited has to show that it lives
+                if access is not None:
                     self._configured = loop.create_future()
                     self._configure(access)
                     await self._configured
@@ -185,6 +188,7 @@ class LocalSandbox:
         """End it now, with every process in it; a running call ends as lost."""
         if self._gone is None:
             self._gone = reason
+        self._let_go()
         self._end_processes()
         self._helpers.kill()
         if self._running is not None and not self._running.lost.done():
@@ -212,13 +216,20 @@ class LocalSandbox:
     def release(self) -> None:
         """Close what is open towards the sandbox; the process has ended or is beyond reach."""
         self._packets.close()
+        self._let_go()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _let_go(self) -> None:
+        """Whoever holds the last of these takes the namespaces apart, which takes time: its dying processes do it."""
         self.packages.close()
         if self._access is not None:
             self._access.close()
-        for fd in (self._pidfd, self._data, self._namespace, *self._listeners):
+        for fd in (self._data, self._namespace, *self._listeners):
             if fd >= 0:
                 os.close(fd)
-        self._pidfd = self._data = self._namespace = -1
+        self._data = self._namespace = -1
         self._listeners.clear()
 
     # ---- what zygote and sandbox report -----------------------------------------------------------------------
@@ -304,9 +315,8 @@ class LocalSandbox:
                 self.kill(_NO_DESCRIPTORS)
             case Kind.FAILED if not self._ready:
                 self.kill(message.body.decode(errors="replace"))
-            case Kind.READY if not self._ready and self._data >= 0:
+            case Kind.CONFIGURED if self._data >= 0 and not self._configured.done():
                 self._ready = True
-            case Kind.CONFIGURED if self._ready and not self._configured.done():
                 self._configured.set_result(None)
             case unexpected:
                 raise ProtocolBroken(f"an unsolicited {unexpected.name} message")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 from collections.abc import Callable, Coroutine, Generator
@@ -88,6 +89,8 @@ class Server:
         web = asyncio.ensure_future(self._web.serve(sockets=[self._listener.sock]))
         try:
             if await self._unless(self._stop, self.service.start()):
+                gc.collect()
+                gc.freeze()  # what there is now stays, and need not be looked through again and again
                 logs.event("started", where=self._listener.where, mode=self.service.settings.mode)
                 on_ready(self._listener.where)
                 await self._unless(self._stop, asyncio.shield(web))
