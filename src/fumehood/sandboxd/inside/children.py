@@ -90,7 +90,7 @@ class Parent(abc.ABC):
 
 
 def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    body, fds, _, _ = socket.recv_fds(source, _MAX_REQUEST, _MAX_FDS)
+    body, fds, _, _ = socket.recv_fds(source, _MAX_REQUEST, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
     if not body:
         os._exit(0)  # the other end is gone, and with this process every sandbox
     return json.loads(body), fds

@@ -34,7 +34,7 @@ def enter_jail(
         jail.join_cgroups(cgroups)
         jail.prefer_for_oom(init.OOM_SCORE)
         forks.after_fork()
-        body, disks, _, _ = socket.recv_fds(channel, init.MAX_PLAN, 1)
+        body, disks, _, _ = socket.recv_fds(channel, init.MAX_PLAN, 1, socket.MSG_CMSG_CLOEXEC)
         plan = common.with_particulars(body)
         jail.build(plan, first, disks)
         os.close(first)
