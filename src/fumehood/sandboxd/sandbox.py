@@ -394,15 +394,17 @@ class LocalSandbox:
                 self._running = None
                 execution.append(self._end(execution, failed[0], -1, reason=failed[1]))
                 return
-            kills_before = self._oom_kills()
             self._send(Kind.EXECUTE, execution.call, self._request(execution))
+            kills_before = (
+                self._oom_kills()
+            )  # while the code begins: no process is out of memory as soon as that
             end = await self._outcome(execution, kills_before)
-            if end.state_kept and self._oom_kills() > kills_before:
+            self._noted_oom_kills = self._oom_kills()
+            if end.state_kept and self._noted_oom_kills > kills_before:
                 execution.note(
                     f"A process that the code had started was killed: the sandbox was out of memory ({self.memory})."
                 )
             self._running = None
-            self._noted_oom_kills = self._oom_kills()
             execution.append(end)
 
     def _request(self, execution: Execution) -> dict[str, Any]:

@@ -201,8 +201,8 @@ def limit(plan: Plan) -> None:
         (resource.RLIMIT_STACK, 8 << 20, 64 << 20),
     ):
         _, ceiling = resource.getrlimit(kind)
-        if ceiling != resource.RLIM_INFINITY:
-            soft, hard = min(soft, ceiling), min(hard, ceiling)
+        if ceiling != resource.RLIM_INFINITY and hard > ceiling:
+            soft, hard = min(soft, ceiling), ceiling
         resource.setrlimit(kind, (soft, hard))
 
 
