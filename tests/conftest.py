@@ -13,7 +13,16 @@ settings.load_profile("fumehood")
 
 
 # The kits are tests too, though they are shipped.
-pytest.register_assert_rewrite("fumehood.testing.sandbox_kit", "fumehood.testing.sandbox_kit_files")
+pytest.register_assert_rewrite(
+    "fumehood.testing.containers_kit",
+    "fumehood.testing.model_kit",
+    "fumehood.testing.sandbox_kit",
+    "fumehood.testing.sandbox_kit_files",
+    "fumehood.testing.store_kit",
+    "fumehood.testing.store_kit_leases",
+    "fumehood.testing.tool_kit",
+    "fumehood.testing.turns",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,12 +1,21 @@
 """Every seam of the server, one Protocol each; imports `fumehood.protocol` and the standard library.
 
-Whoever implements one passes its kit in `fumehood.testing`. What a method raises is said here and nowhere else.
+A request walks through them from top to bottom: `Runs` starts a `Run`, which asks a `ModelBackend` for turns and
+`HostedTool`s for calls; the code interpreter asks `Containers`, and those a `SandboxProvider`; `Store` and
+`BlobStore` keep what must not be lost. Whoever implements one passes its kit in `fumehood.testing`. What a method
+raises is said here and nowhere else.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
+from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.events import StreamEvent
+from fumehood.protocol.items import OutputItem, ProducedFile
+from fumehood.protocol.models import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
+from fumehood.protocol.responses import CreateResponse, Response
 from fumehood.protocol.sandbox import (
     AnyOutput,
     ArchiveFormat,
@@ -17,6 +26,382 @@ from fumehood.protocol.sandbox import (
     SandboxSpec,
     Unpacked,
 )
+from fumehood.protocol.tools import FunctionSpec, ToolSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose request it is; nothing of another tenant exists for it."""
+
+    tenant: str = ""
+
+
+class Clock(Protocol):
+    """Time, so that tests need not wait for it."""
+
+    def now(self) -> float:
+        """Seconds since 1970."""
+        ...
+
+    def monotonic(self) -> float: ...
+
+    async def sleep(self, seconds: float) -> None: ...
+
+
+# --- runs ---------------------------------------------------------------------------------------------
+
+
+class Reading(Protocol):
+    """Somebody's place in the log of a run."""
+
+    @property
+    def over(self) -> bool:
+        """Whether everything was taken, and nothing more will come."""
+        ...
+
+    def take(self) -> Sequence[StreamEvent]:
+        """What has come since the last time, perhaps nothing. Raises ServerFault once a reader that stayed too far
+        behind for too long has cost the run its life.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Run(Protocol):
+    """A response in the making. It belongs to nobody's request: it goes on until it ends or is cancelled, and
+    whoever wants to see it reads its log.
+    """
+
+    @property
+    def id(self) -> str: ...
+
+    def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
+        """The events after that number, as many at a time as are there, the terminal one last. Raises ServerFault as
+        `Reading.take` does.
+        """
+        ...
+
+    def watch(self, wake: Callable[[], None], after: int = -1) -> Reading:
+        """The same for whoever cannot wait: `wake` is called when something has come, by the run itself and before it
+        goes on, so it must be quick and must not raise.
+        """
+        ...
+
+    async def wait(self) -> Response:
+        """The response once it is terminal and durable: what its events fold to."""
+        ...
+
+    def cancel(self, reason: str) -> None:
+        """End it soon: the model's request is aborted, code is interrupted, what is there is kept."""
+        ...
+
+
+class Runs(Protocol):
+    async def start(self, request: CreateResponse, caller: Caller) -> Run:
+        """Check everything that can be checked, then begin. Raises ApiError; then nothing was begun."""
+        ...
+
+    async def drain(self, grace_seconds: float) -> None:
+        """Begin nothing more, let what runs end within the time, cancel the rest."""
+        ...
+
+
+# --- models -------------------------------------------------------------------------------------------
+
+
+class ModelBackend(Protocol):
+    """A model server, or something that behaves like one."""
+
+    def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+        """One turn, as many events at a time as are there, `TurnEnded` last. Leaving the generator aborts the
+        request. Raises ModelError; before the first batch, nothing has happened and the turn may be tried again.
+        """
+        ...
+
+    def check(self, request: ModelRequest) -> None:
+        """Raises InvalidRequest for what this model cannot be shown."""
+        ...
+
+    async def count(self, request: ModelRequest) -> tuple[int, bool]:
+        """How many tokens the request has, and whether that is exact."""
+        ...
+
+    def profile(self, model: str) -> ModelProfile: ...
+
+    async def close(self) -> None: ...
+
+
+class Models(Protocol):
+    """All backends, by the names that clients use."""
+
+    def backend(self, model: str) -> ModelBackend:
+        """Raises InvalidRequest (`model_not_found`)."""
+        ...
+
+    async def cards(self) -> Sequence[ModelCard]: ...
+
+    async def close(self) -> None: ...
+
+
+# --- hosted tools -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallContext:
+    """One call of a hosted tool: whose, where in the response, by which name the model knows it, and until when
+    (by the monotonic clock) it may take.
+    """
+
+    caller: Caller
+    response_id: str
+    output_index: int
+    call_id: str
+    deadline: float
+    takes_images: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """How a call ended: its last events, its finished item, what the model is told, and the files it left."""
+
+    events: Sequence[StreamEvent]
+    item: OutputItem
+    exchange: Exchange
+    files: Sequence[ProducedFile] = ()
+
+
+type ToolStep = Sequence[StreamEvent] | ToolResult
+
+
+class CallSession(Protocol):
+    """One call, from the moment when the model begins to write it. The session owns its item and that item's
+    lifecycle events, from `output_item.added` to `output_item.done`.
+    """
+
+    def open(self) -> Sequence[StreamEvent]: ...
+
+    def feed(self, arguments: str) -> Sequence[StreamEvent]:
+        """The next piece of the arguments, as the model writes them."""
+        ...
+
+    def run(self) -> AsyncGenerator[ToolStep]:
+        """Do it; called once, when the arguments are complete. Its last step is the ToolResult. What goes wrong is
+        told to the model in there; what is raised is a fault of ours. Closing the generator interrupts the call.
+        """
+        ...
+
+    def abort(self, reason: str) -> ToolResult:
+        """End a call that will not run, or that was cut off."""
+        ...
+
+
+class OfferedTool(Protocol):
+    """A hosted tool as one request configured it."""
+
+    @property
+    def function(self) -> FunctionSpec:
+        """What the model is told."""
+        ...
+
+    def begin(self, context: CallContext) -> CallSession: ...
+
+    async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
+        """Those of these absolute paths that are files of this tool's, for citations."""
+        ...
+
+
+class HostedTool(Protocol):
+    """A tool that the gateway runs itself. The engine knows no tool by name."""
+
+    @property
+    def types(self) -> frozenset[str]:
+        """The types of `tools` that it serves."""
+        ...
+
+    @property
+    def item_types(self) -> frozenset[str]:
+        """The types of the items that it makes."""
+        ...
+
+    async def offer(self, spec: ToolSpec, caller: Caller, past: Sequence[Segment]) -> OfferedTool:
+        """Check the configuration and everything that it names; raises ApiError. Nothing is created yet.
+
+        past: the conversation with what the request adds to it.
+        """
+        ...
+
+    def echo(self, spec: ToolSpec) -> bytes:
+        """The configuration as the response shows it: complete, and without secrets."""
+        ...
+
+    def recall(self, entry: Entry) -> Exchange | None:
+        """What the model is shown of an item of this tool's that a client gave back."""
+        ...
+
+
+# --- containers ---------------------------------------------------------------------------------------
+
+
+class Container(Protocol):
+    """A container of a caller's; its sandbox comes with the first call."""
+
+    @property
+    def id(self) -> str: ...
+
+    def execute(self, request: ExecuteRequest) -> AsyncGenerator[AnyOutput]:
+        """Run code and yield its events, the `End` last; a `Note` before them tells when variables are gone because
+        the sandbox is a new one. Closing the generator interrupts the code. A sandbox that cannot be had or is lost
+        is an `End`, not an exception.
+        """
+        ...
+
+    async def collect(self) -> Sequence[ContainerFileRecord]:
+        """The files that were written or changed since the last look, recorded and kept."""
+        ...
+
+    async def save(self, path: str, content: bytes) -> ContainerFileRecord:
+        """Put a file of the assistant's beside those that the code wrote; another name is found if it is taken.
+        Raises TooLarge if the container may keep no more.
+        """
+        ...
+
+
+class Containers(Protocol):
+    """Container identity over sandboxes: who owns it, how long it lives, which files it has."""
+
+    def reserve(self) -> str:
+        """An id for a container that begins with its first call."""
+        ...
+
+    async def check(self, caller: Caller, container_id: str) -> ContainerRecord:
+        """Raises NotFound, ContainerExpired."""
+        ...
+
+    async def open(self, caller: Caller, container_id: str, spec: ContainerSpec) -> Container:
+        """The container of that id, which begins now if it was only reserved; raises NotFound, ContainerExpired,
+        RateLimited (as many as the tenant may have).
+        """
+        ...
+
+    async def file(self, caller: Caller, container_id: str, file_id: str) -> ContainerFileRecord:
+        """Raises NotFound, also for what is another tenant's."""
+        ...
+
+    async def files(self, caller: Caller, container_id: str) -> Sequence[ContainerFileRecord]:
+        """Raises NotFound."""
+        ...
+
+    def read(self, caller: Caller, container_id: str, file_id: str) -> AsyncGenerator[bytes]:
+        """The content in pieces; raises NotFound before the first."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+# --- what is kept -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to write to a running response; worth nothing once another epoch has begun."""
+
+    response_id: str
+    epoch: int
+
+
+class Fenced(Exception):
+    """Somebody else has taken over this response, or ended it."""
+
+
+class Store(Protocol):
+    """Responses, conversations, containers. What a method has returned from is durable, `begin` excepted.
+
+    Made for several processes: a running response has a lease, and what its owner writes after it was lost raises
+    Fenced. Raises Unavailable where the database cannot be reached.
+    """
+
+    async def begin(self, tenant: str, response: Response) -> Lease:
+        """A response that runs now; readable soon, and `failed` after the next `recover` if nothing more comes."""
+        ...
+
+    async def renew(self, leases: Sequence[Lease]) -> Sequence[Lease]:
+        """Those that are still ours, for a while longer."""
+        ...
+
+    async def commit(
+        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[Entry]
+    ) -> None:
+        """The end of a response: it with all its entries, input and output, or nothing. They continue the
+        conversation of `response.previous_response_id`. Without a lease it is one that was never begun.
+        Raises Fenced.
+        """
+        ...
+
+    async def recover(self) -> int:
+        """Mark as failed every response that runs under nobody's lease; how many."""
+        ...
+
+    async def response(self, tenant: str, response_id: str) -> Response | None: ...
+
+    async def conversation(self, tenant: str, response_id: str) -> Sequence[Segment] | None:
+        """Everything up to the end of that response; None if there is none, or it still runs."""
+        ...
+
+    async def input_entries(self, tenant: str, response_id: str) -> Sequence[Entry] | None:
+        """What stood before the output of that response, oldest first: the conversation and its own input."""
+        ...
+
+    async def entries(self, tenant: str, item_ids: Sequence[str]) -> dict[str, Entry]:
+        """Those items of the tenant's that are kept, by id."""
+        ...
+
+    async def delete_response(self, tenant: str, response_id: str) -> bool:
+        """False if there is none. Its items go as soon as no living response stands on them."""
+        ...
+
+    async def put_container(self, record: ContainerRecord) -> None: ...
+
+    async def container(self, container_id: str) -> ContainerRecord | None: ...
+
+    async def containers(
+        self, tenant: str | None = None, *, running: bool = False
+    ) -> Sequence[ContainerRecord]:
+        """Of one tenant or of all, all or those that are running, oldest first."""
+        ...
+
+    async def put_files(
+        self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()
+    ) -> None: ...
+
+    async def files(self, container_id: str) -> Sequence[ContainerFileRecord]:
+        """Oldest first."""
+        ...
+
+    async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
+        """Those of these blobs that no file of any container refers to."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class BlobStore(Protocol):
+    """Bytes by the name of their content."""
+
+    async def put(self, content: bytes | AsyncIterable[bytes]) -> str:
+        """Keep them; the name."""
+        ...
+
+    def read(self, name: str) -> AsyncGenerator[bytes]:
+        """Raises KeyError before the first piece."""
+        ...
+
+    async def delete(self, name: str) -> None:
+        """One that is not there is no error."""
+        ...
+
+
+# --- sandboxes ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""The HTTP server; imports `interfaces`, `protocol` and the web framework."""

@@ -1,0 +1,1 @@
+"""What writes: clients of model servers, and stand-ins; imports `interfaces` and `protocol`."""

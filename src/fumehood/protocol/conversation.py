@@ -1,0 +1,45 @@
+"""A conversation as it is kept and as a model is shown it; imports msgspec and the standard library."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+    """A hosted call and its result exactly as the model wrote and read them, so that replay is byte-stable.
+
+    images: data: URLs, for models that take images.
+    """
+
+    call_id: str
+    name: str
+    arguments: str
+    output: str
+    images: tuple[str, ...] = ()
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One item of a conversation.
+
+    turn: 0 for what came in with the request, then the number of the model's turn within its response; what one
+        turn made is one message of the model's.
+    raw: the canonical item, as JSON.
+    exchange: what the model saw of a hosted call.
+    """
+
+    type: str
+    id: str | None
+    turn: int
+    raw: bytes
+    exchange: Exchange | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """What one response added to a conversation: its input, then its output. Never changed once it is made.
+
+    renderings: the same in a model server's own words, kept by whoever speaks that dialect, under its name.
+    """
+
+    entries: tuple[Entry, ...]
+    renderings: dict[str, bytes] = field(default_factory=dict[str, bytes])

@@ -1,0 +1,220 @@
+"""Everything that can be observed of a response, in order; imports msgspec and siblings.
+
+Events are canonical: outputs are always in them. `fumehood.protocol.folding` tells what a client sees of them and
+what response they add up to. An event is never changed once it is in a log, and shares nothing that will be; whoever
+makes one leaves `sequence_number` alone, since only the engine numbers.
+"""
+
+import msgspec
+from msgspec import Raw
+
+from fumehood.protocol.errors import ErrorDetail
+from fumehood.protocol.items import Annotation, ContentPart, OutputItem, SummaryText
+from fumehood.protocol.responses import Response
+
+
+class StreamEvent(msgspec.Struct, tag_field="type"):
+    sequence_number: int = -1
+
+
+class ResponseEvent(StreamEvent, kw_only=True):
+    """One that carries the response as it stands."""
+
+    response: Response
+
+
+class Created(ResponseEvent, tag="response.created"):
+    pass
+
+
+class Queued(ResponseEvent, tag="response.queued"):
+    pass
+
+
+class InProgress(ResponseEvent, tag="response.in_progress"):
+    pass
+
+
+class Completed(ResponseEvent, tag="response.completed"):
+    pass
+
+
+class Failed(ResponseEvent, tag="response.failed"):
+    pass
+
+
+class Incomplete(ResponseEvent, tag="response.incomplete"):
+    """Also the end of a foreground run that was cancelled: OpenAI has no event of its own for that."""
+
+
+class ErrorOccurred(StreamEvent, kw_only=True, tag="error"):
+    error: ErrorDetail
+
+
+class ItemEvent(StreamEvent, kw_only=True):
+    output_index: int
+    item: OutputItem
+
+
+class ItemAdded(ItemEvent, tag="response.output_item.added"):
+    pass
+
+
+class ItemDone(ItemEvent, tag="response.output_item.done"):
+    pass
+
+
+class PartEvent(StreamEvent, kw_only=True):
+    item_id: str
+    output_index: int
+    content_index: int
+    part: ContentPart
+
+
+class PartAdded(PartEvent, tag="response.content_part.added"):
+    pass
+
+
+class PartDone(PartEvent, tag="response.content_part.done"):
+    pass
+
+
+# Deltas are made by the thousand: no garbage collection for what holds only strings and numbers.
+class TextDelta(StreamEvent, kw_only=True, gc=False, tag="response.output_text.delta"):
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+    logprobs: list[Raw] = []
+
+
+class TextDone(StreamEvent, kw_only=True, tag="response.output_text.done"):
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+    logprobs: list[Raw] = []
+
+
+class AnnotationAdded(StreamEvent, kw_only=True, tag="response.output_text.annotation.added"):
+    item_id: str
+    output_index: int
+    content_index: int
+    annotation_index: int
+    annotation: Annotation
+
+
+class RefusalDelta(StreamEvent, kw_only=True, gc=False, tag="response.refusal.delta"):
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+
+
+class RefusalDone(StreamEvent, kw_only=True, tag="response.refusal.done"):
+    item_id: str
+    output_index: int
+    content_index: int
+    refusal: str
+
+
+class ReasoningTextDelta(StreamEvent, kw_only=True, gc=False, tag="response.reasoning_text.delta"):
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+
+
+class ReasoningTextDone(StreamEvent, kw_only=True, tag="response.reasoning_text.done"):
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+
+
+class SummaryPartAdded(StreamEvent, kw_only=True, tag="response.reasoning_summary_part.added"):
+    item_id: str
+    output_index: int
+    summary_index: int
+    part: SummaryText
+
+
+class SummaryPartDone(StreamEvent, kw_only=True, tag="response.reasoning_summary_part.done"):
+    item_id: str
+    output_index: int
+    summary_index: int
+    part: SummaryText
+
+
+class SummaryTextDelta(StreamEvent, kw_only=True, gc=False, tag="response.reasoning_summary_text.delta"):
+    item_id: str
+    output_index: int
+    summary_index: int
+    delta: str
+
+
+class SummaryTextDone(StreamEvent, kw_only=True, tag="response.reasoning_summary_text.done"):
+    item_id: str
+    output_index: int
+    summary_index: int
+    text: str
+
+
+class ArgumentsDelta(StreamEvent, kw_only=True, gc=False, tag="response.function_call_arguments.delta"):
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDone(StreamEvent, kw_only=True, tag="response.function_call_arguments.done"):
+    item_id: str
+    output_index: int
+    arguments: str
+
+
+class CustomInputDelta(StreamEvent, kw_only=True, gc=False, tag="response.custom_tool_call_input.delta"):
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class CustomInputDone(StreamEvent, kw_only=True, tag="response.custom_tool_call_input.done"):
+    item_id: str
+    output_index: int
+    input: str
+
+
+class CodeDelta(StreamEvent, kw_only=True, gc=False, tag="response.code_interpreter_call_code.delta"):
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class CodeDone(StreamEvent, kw_only=True, tag="response.code_interpreter_call_code.done"):
+    item_id: str
+    output_index: int
+    code: str
+
+
+class InterpreterEvent(StreamEvent, kw_only=True):
+    item_id: str
+    output_index: int
+
+
+class InterpreterInProgress(InterpreterEvent, tag="response.code_interpreter_call.in_progress"):
+    pass
+
+
+class InterpreterInterpreting(InterpreterEvent, tag="response.code_interpreter_call.interpreting"):
+    pass
+
+
+class InterpreterCompleted(InterpreterEvent, tag="response.code_interpreter_call.completed"):
+    pass
+
+
+class InterpreterFailed(InterpreterEvent, tag="response.code_interpreter_call.failed"):
+    """Not one of OpenAI's: a call that timed out or lost its sandbox should not look completed."""
+
+
+type TerminalEvent = Completed | Failed | Incomplete

@@ -1,0 +1,191 @@
+"""The units of a conversation: what we author as Structs, what others authored as their own bytes; imports msgspec.
+
+msgspec drops unknown fields and refuses unknown tags, so nothing that somebody else wrote is decoded and encoded
+again: its type and id are peeked at and its bytes are passed on.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from fumehood.protocol.errors import InvalidRequest
+
+type ItemStatus = Literal["in_progress", "completed", "incomplete"]
+type CallStatus = Literal["in_progress", "interpreting", "completed", "incomplete", "failed"]
+type Phase = Literal["commentary", "final_answer"]
+
+
+# --- what a message says ------------------------------------------------------------------------------
+
+
+class ContainerFileCitation(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="container_file_citation"
+):
+    """A file of a container that the text speaks of; the indexes count code points."""
+
+    container_id: str
+    file_id: str
+    filename: str
+    start_index: int
+    end_index: int
+
+
+class FileCitation(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="file_citation"):
+    file_id: str
+    filename: str
+    index: int
+
+
+class UrlCitation(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="url_citation"):
+    url: str
+    title: str
+    start_index: int
+    end_index: int
+
+
+type Annotation = ContainerFileCitation | FileCitation | UrlCitation
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
+    text: str = ""
+    annotations: list[Annotation] = []
+    logprobs: list[Raw] = []
+
+
+class Refusal(msgspec.Struct, kw_only=True, tag_field="type", tag="refusal"):
+    refusal: str = ""
+
+
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    text: str = ""
+
+
+class SummaryText(msgspec.Struct, kw_only=True, tag_field="type", tag="summary_text"):
+    text: str = ""
+
+
+type ContentPart = OutputText | Refusal | ReasoningText
+
+
+# --- items that we author -----------------------------------------------------------------------------
+
+
+class Message(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: ItemStatus = "in_progress"
+    content: list[OutputText | Refusal] = []
+    phase: Phase | UnsetType = UNSET
+
+
+class Reasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """`content` is the model's own text, which open models show; `summary` what others tell of it."""
+
+    id: str
+    summary: list[SummaryText] = []
+    content: list[ReasoningText] | UnsetType = UNSET
+    encrypted_content: str | UnsetType | None = UNSET
+    status: ItemStatus | UnsetType = UNSET
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A call that the client answers, in its next request."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    status: ItemStatus = "in_progress"
+
+
+class CustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """The same for a tool whose input is text instead of JSON."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str = ""
+    status: ItemStatus = "in_progress"
+
+
+class Logs(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="logs"):
+    logs: str
+
+
+class Image(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="image"):
+    """`url` is a data: URL, or the address of a container file where that would be too long."""
+
+    url: str
+
+
+class ProducedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that a call wrote or changed; `path` begins with /mnt/data/."""
+
+    file_id: str
+    container_id: str
+    filename: str
+    path: str
+    bytes: int
+
+
+class Execution(msgspec.Struct, frozen=True, kw_only=True):
+    """What OpenAI's item has no place for; sent on request, as `fumehood:execution`."""
+
+    stdout: str
+    stderr: str
+    exit_code: int
+    duration_ms: int
+    files: list[ProducedFile] = []
+    truncated: bool = False
+
+
+class CodeInterpreterCall(msgspec.Struct, kw_only=True, tag_field="type", tag="code_interpreter_call"):
+    id: str
+    status: CallStatus = "in_progress"
+    code: str | None = ""
+    container_id: str
+    outputs: list[Logs | Image] | None = None
+    execution: Execution | UnsetType = msgspec.field(name="fumehood:execution", default=UNSET)
+
+
+type AuthoredItem = Message | Reasoning | FunctionCall | CustomToolCall | CodeInterpreterCall
+# An item of a model server that speaks Responses itself stays its own bytes.
+type OutputItem = AuthoredItem | Raw
+
+
+# --- items as they came -------------------------------------------------------------------------------
+
+
+class Item(msgspec.Struct, frozen=True):
+    """One item of somebody's input: what it is, and its bytes."""
+
+    type: str
+    id: str | None
+    raw: bytes
+
+
+class _Tag(msgspec.Struct):
+    type: str | None = None
+    id: Annotated[str, Meta(max_length=64)] | None = None
+    role: str | None = None
+
+
+_tags = msgspec.json.Decoder(_Tag)
+_anything = msgspec.json.Decoder()
+
+
+def peek(raw: bytes | Raw, where: str) -> Item:
+    """The item in these bytes; raises InvalidRequest, naming `where`, if they are none.
+
+    An item with a role and no type is a message, as in OpenAI's easy form.
+    """
+    try:
+        _anything.decode(raw)  # Raw is not looked at closely: lone surrogates and the like are found here
+        tag = _tags.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        raise InvalidRequest(f"{where} is not a valid item: {error}", param=where) from None
+    kind = tag.type or ("message" if tag.role else None)
+    if kind is None:
+        raise InvalidRequest(f"{where} has no `type`.", param=where)
+    return Item(kind, tag.id, bytes(raw))

@@ -1,0 +1,116 @@
+"""What the engine asks of a model and what comes back; imports msgspec, siblings and the standard library.
+
+A model turn is: text, refusal and reasoning deltas and calls in any order, then one `TurnEnded`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+from msgspec import Raw
+
+from fumehood.protocol.conversation import Segment
+from fumehood.protocol.responses import ReasoningConfig, TextConfig, Usage
+from fumehood.protocol.tools import FunctionSpec
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How the model is to write; None leaves it to the server."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    top_logprobs: int | None = None
+    max_output_tokens: int | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRequest:
+    """One turn.
+
+    model: the name that the client used; a backend may know it by another.
+    instructions: text that comes before everything.
+    segments: the conversation, oldest first; the last ones are this response's own turns so far.
+    choice: `auto`, `none`, `required`, or the one function that must be called.
+    streamed: whether somebody watches; if nobody does, the turn may as well come in one piece.
+    """
+
+    model: str
+    instructions: str | None = None
+    segments: Sequence[Segment] = ()
+    functions: Sequence[FunctionSpec] = ()
+    choice: Literal["none", "auto", "required"] | FunctionSpec = "auto"
+    parallel_calls: bool = True
+    sampling: Sampling = field(default_factory=Sampling)
+    streamed: bool = True
+
+
+class ModelEvent(msgspec.Struct, frozen=True, gc=False):
+    pass
+
+
+class Text(ModelEvent, frozen=True):
+    delta: str
+    logprobs: list[Raw] = []
+
+
+class Refused(ModelEvent, frozen=True):
+    delta: str
+
+
+class Thought(ModelEvent, frozen=True):
+    """Reasoning that the model shows."""
+
+    delta: str
+
+
+class CallStarted(ModelEvent, frozen=True):
+    """`key` tells the calls of one turn apart while their arguments come in; `call_id` is the server's own name."""
+
+    key: int
+    call_id: str
+    name: str
+
+
+class CallArguments(ModelEvent, frozen=True):
+    """A piece of the arguments, JSON once all are there."""
+
+    key: int
+    delta: str
+
+
+type TurnEnd = Literal["stop", "calls", "length", "content_filter"]
+
+
+class TurnEnded(ModelEvent, frozen=True, gc=True):
+    """The last event of a turn; `usage` is None where the server tells none."""
+
+    reason: TurnEnd
+    usage: Usage | None = None
+
+
+type AnyModelEvent = Text | Refused | Thought | CallStarted | CallArguments | TurnEnded
+
+
+class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a model; `context_window` in tokens."""
+
+    context_window: int | None = None
+    takes_images: bool = False
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of /v1/models."""
+
+    id: str
+    created: int
+    owned_by: str
+    object: Literal["model"] = "model"

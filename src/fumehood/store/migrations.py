@@ -1,0 +1,151 @@
+"""The tables of the SQLite store, step by step; imports the standard library.
+
+A step is never changed once it was released. A change of the tables is made in two releases: one adds what is new and
+leaves the old in place (the release before can still work with that), a later one takes the old away.
+"""
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+APPLICATION = 0x46554D45  # "FUME", in the header of the file
+
+
+class StoreRefused(Exception):
+    """The store cannot be opened; the message says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """One step; `breaks` if the release before cannot work with what it leaves."""
+
+    statements: str
+    breaks: bool = False
+
+
+MIGRATIONS: Sequence[Migration] = (
+    Migration(
+        breaks=True,
+        statements="""
+        -- The newest step that older releases cannot work with.
+        CREATE TABLE compatibility (since INTEGER NOT NULL);
+        INSERT INTO compatibility VALUES (0);
+
+        -- A line of a conversation. It continues another one, `parent`, after the items before `parent_end`.
+        -- tip: the next free position; it never falls, so a position never means two things.
+        CREATE TABLE threads (
+            id INTEGER PRIMARY KEY AUTOINCREMENT,
+            tenant TEXT NOT NULL,
+            parent INTEGER,
+            parent_end INTEGER,
+            depth INTEGER NOT NULL,
+            tip INTEGER NOT NULL
+        );
+        CREATE INDEX threads_by_parent ON threads (parent, parent_end) WHERE parent IS NOT NULL;
+
+        -- Positions count from the beginning of the conversation, through all its threads.
+        -- start: the first position of what the same response added.
+        -- ours: whether the item is read as one of our own types.
+        CREATE TABLE items (
+            thread INTEGER NOT NULL,
+            pos INTEGER NOT NULL,
+            start INTEGER NOT NULL,
+            turn INTEGER NOT NULL,
+            ours INTEGER NOT NULL,
+            type TEXT NOT NULL,
+            id TEXT,
+            raw BLOB NOT NULL,
+            exchange BLOB,
+            PRIMARY KEY (thread, pos)
+        ) WITHOUT ROWID;
+        CREATE INDEX items_by_id ON items (id) WHERE id IS NOT NULL;
+
+        -- It stands on the items of its thread before `end_pos`, and added those from `start_pos` on.
+        -- body: the response without its output, which is in the items.
+        CREATE TABLE responses (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            created_at INTEGER NOT NULL,
+            thread INTEGER,
+            start_pos INTEGER NOT NULL,
+            end_pos INTEGER NOT NULL,
+            body BLOB NOT NULL
+        );
+        CREATE INDEX responses_by_thread ON responses (thread, end_pos) WHERE thread IS NOT NULL;
+
+        -- One for each response that runs; it expires by julianday(), the clock that all processes share.
+        CREATE TABLE leases (
+            response TEXT PRIMARY KEY,
+            owner TEXT NOT NULL,
+            epoch INTEGER NOT NULL,
+            expires REAL NOT NULL
+        ) WITHOUT ROWID;
+
+        CREATE TABLE containers (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            running INTEGER NOT NULL,
+            record BLOB NOT NULL
+        );
+        CREATE INDEX containers_by_tenant ON containers (tenant, created_at, id);
+        CREATE INDEX containers_running ON containers (created_at, id) WHERE running;
+
+        CREATE TABLE files (
+            id TEXT PRIMARY KEY,
+            container TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            blob TEXT NOT NULL,
+            record BLOB NOT NULL
+        );
+        CREATE INDEX files_by_container ON files (container, created_at, id);
+        CREATE INDEX files_by_blob ON files (blob);
+        """,
+    ),
+)
+
+
+def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
+    """Take the steps that are missing, all of them or none; raises StoreRefused."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        version = _checked_version(connection, len(migrations))
+        for number, migration in enumerate(migrations[version:], version + 1):
+            for statement in _statements(migration.statements):
+                connection.execute(statement)
+            if migration.breaks:
+                connection.execute("UPDATE compatibility SET since = ?", (number,))
+            connection.execute(f"PRAGMA user_version = {number}")
+        connection.execute(f"PRAGMA application_id = {APPLICATION}")
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.rollback()
+        raise
+
+
+def _checked_version(connection: sqlite3.Connection, known: int) -> int:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    if tables and application != APPLICATION:
+        raise StoreRefused("it is a database of another program. Give the store a file of its own.")
+    if version > known:
+        (since,) = connection.execute("SELECT since FROM compatibility").fetchone()
+        if since > known:
+            raise StoreRefused(
+                f"it was written by a newer release (its tables are at step {version}, this release knows {known}). "
+                f"Start the newer release, or restore a backup from before the update."
+            )
+    return version
+
+
+def _statements(script: str) -> list[str]:
+    """One by one: executescript would end the transaction."""
+    found: list[str] = []
+    begun = ""
+    for piece in script.split(";"):
+        begun += piece + ";"
+        if sqlite3.complete_statement(begun):
+            found.append(begun)
+            begun = ""
+    return found

@@ -1,0 +1,386 @@
+"""What the SQLite store reads and writes, inside a transaction of its caller; imports msgspec, `protocol`, siblings.
+
+A response stands on a prefix of a thread: the items before its `end_pos`, and before them those of the threads that
+this one continues. Whoever continues the tip of a thread appends to it; whoever comes too late begins a thread of his
+own, a fork. Items go with the last response that stood on them.
+"""
+
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import msgspec
+
+from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
+from fumehood.protocol.conversation import Entry, Exchange
+from fumehood.protocol.items import AuthoredItem, OutputItem
+from fumehood.protocol.responses import INTERRUPTED, Response
+from fumehood.store.cached import Place
+
+# A fork of a fork of …: every level is a step of each read, so a deeper one gets a copy of what it stands on.
+DEEPEST_FORK = 8
+
+_responses = msgspec.json.Decoder(Response)
+_exchanges = msgspec.json.Decoder(Exchange)
+_authored: msgspec.json.Decoder[AuthoredItem] = msgspec.json.Decoder(AuthoredItem)
+_containers = msgspec.json.Decoder(ContainerRecord)
+_files = msgspec.json.Decoder(ContainerFileRecord)
+_encode = msgspec.json.Encoder().encode
+
+
+class Head(NamedTuple):
+    """A response as its row holds it: all of it but its output."""
+
+    id: str
+    tenant: str
+    created_at: int
+    previous: str | None
+    body: bytes
+
+
+class Ending(NamedTuple):
+    """How a response ended. `foreign` are the numbers of those output items that stay the bytes they came as."""
+
+    head: Head
+    entries: Sequence[Entry]
+    foreign: Collection[int]
+
+
+class Base(NamedTuple):
+    """What a response stands on: the items of a thread before a position, and those before them."""
+
+    thread: int | None
+    end: int
+
+
+class Turn(NamedTuple):
+    """What one response added, and where."""
+
+    place: Place
+    entries: Sequence[Entry]
+
+
+def head_of(tenant: str, response: Response) -> Head:
+    body = _encode(msgspec.structs.replace(response, output=[]))
+    return Head(response.id, tenant, response.created_at, response.previous_response_id, body)
+
+
+def ending_of(tenant: str, response: Response, entries: Sequence[Entry]) -> Ending:
+    foreign = [number for number, item in enumerate(response.output) if isinstance(item, msgspec.Raw)]
+    return Ending(head_of(tenant, response), tuple(entries), foreign)
+
+
+def running(head: Head) -> Response:
+    return _responses.decode(head.body)
+
+
+# --- leases -------------------------------------------------------------------------------------------
+
+
+def begin(db: sqlite3.Connection, head: Head, owner: str, epoch: int, seconds: float) -> None:
+    """From now on it stands on what it continues, so that this is not removed under it."""
+    base = _base(db, head)
+    _insert(db, head, base.thread, base.end, base.end)
+    db.execute(
+        "INSERT INTO leases (response, owner, epoch, expires) VALUES (?, ?, ?, julianday('now', ?))",
+        (head.id, owner, epoch, f"{seconds} seconds"),
+    )
+
+
+def epoch(db: sqlite3.Connection, tenant: str, response_id: str) -> int | None:
+    """None unless it runs."""
+    found = db.execute(
+        "SELECT epoch FROM leases JOIN responses ON id = response WHERE response = ? AND tenant = ?",
+        (response_id, tenant),
+    ).fetchone()
+    return found[0] if found else None
+
+
+def renew(db: sqlite3.Connection, response_id: str, epoch: int, seconds: float) -> bool:
+    renewed = db.execute(
+        "UPDATE leases SET expires = julianday('now', ?) WHERE response = ? AND epoch = ?",
+        (f"{seconds} seconds", response_id, epoch),
+    )
+    return renewed.rowcount > 0
+
+
+def recover(db: sqlite3.Connection, only_owner: str | None) -> list[str]:
+    """Fail what runs under an expired lease, or under that of anybody but the only owner; their ids."""
+    lost: list[tuple[str, bytes]] = db.execute(
+        "SELECT id, body FROM leases JOIN responses ON id = response"
+        " WHERE expires <= julianday('now') OR owner <> coalesce(?, owner)",
+        (only_owner,),
+    ).fetchall()
+    for response_id, body in lost:
+        response = _responses.decode(body)
+        response.status, response.error = "failed", INTERRUPTED
+        db.execute("UPDATE responses SET body = ? WHERE id = ?", (_encode(response), response_id))
+        db.execute("DELETE FROM leases WHERE response = ?", (response_id,))
+    return [response_id for response_id, _ in lost]
+
+
+# --- responses that end -------------------------------------------------------------------------------
+
+
+def end_begun(db: sqlite3.Connection, ending: Ending) -> Place | None:
+    """The end of a response that `begin` has written; where its items are, if it has any."""
+    head, entries, _ = ending
+    thread, start = db.execute("SELECT thread, start_pos FROM responses WHERE id = ?", (head.id,)).fetchone()
+    place = _append(db, ending, Base(thread, start))
+    db.execute(
+        "UPDATE responses SET thread = ?, end_pos = ?, body = ? WHERE id = ?",
+        (place.thread if place else thread, start + len(entries), head.body, head.id),
+    )
+    db.execute("DELETE FROM leases WHERE response = ?", (head.id,))
+    return place
+
+
+def end_at_once(db: sqlite3.Connection, ending: Ending) -> Place | None:
+    """The same for one whose beginning was never written."""
+    base = _base(db, ending.head)
+    place = _append(db, ending, base)
+    thread = place.thread if place else base.thread
+    _insert(db, ending.head, thread, base.end, base.end + len(ending.entries))
+    return place
+
+
+def _insert(db: sqlite3.Connection, head: Head, thread: int | None, start: int, end: int) -> None:
+    db.execute(
+        "INSERT INTO responses (id, tenant, created_at, thread, start_pos, end_pos, body)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (head.id, head.tenant, head.created_at, thread, start, end, head.body),
+    )
+
+
+def _base(db: sqlite3.Connection, head: Head) -> Base:
+    """The end of the previous response; nothing, if that is gone or was never there for this tenant."""
+    if head.previous is None:
+        return Base(None, 0)
+    found = db.execute(
+        "SELECT thread, end_pos FROM responses WHERE id = ? AND tenant = ?"
+        " AND NOT EXISTS (SELECT 1 FROM leases WHERE response = id)",
+        (head.previous, head.tenant),
+    ).fetchone()
+    return Base(*found) if found else Base(None, 0)
+
+
+def _append(db: sqlite3.Connection, ending: Ending, base: Base) -> Place | None:
+    if not ending.entries:
+        return None
+    place = Place(_thread(db, ending.head.tenant, base, base.end + len(ending.entries)), base.end)
+    db.executemany(
+        "INSERT INTO items (thread, pos, start, turn, ours, type, id, raw, exchange)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        _item_rows(place, ending),
+    )
+    return place
+
+
+def _item_rows(place: Place, ending: Ending) -> list[tuple[object, ...]]:
+    made = 0
+    rows: list[tuple[object, ...]] = []
+    for pos, entry in enumerate(ending.entries, place.start):
+        ours = entry.turn > 0 and made not in ending.foreign
+        made += entry.turn > 0
+        seen = _encode(entry.exchange) if entry.exchange is not None else None
+        rows.append((*place[:1], pos, place.start, entry.turn, ours, entry.type, entry.id, entry.raw, seen))
+    return rows
+
+
+# --- threads and forks --------------------------------------------------------------------------------
+
+
+def _thread(db: sqlite3.Connection, tenant: str, base: Base, tip: int) -> int:
+    """The thread to write to, from the end of the base up to the new tip, which is then ours."""
+    if base.thread is None:
+        return _new_thread(db, tenant, Base(None, 0), 0, tip)
+    moved = db.execute("UPDATE threads SET tip = ? WHERE id = ? AND tip = ?", (tip, base.thread, base.end))
+    if moved.rowcount:
+        return base.thread
+    (depth,) = db.execute("SELECT depth FROM threads WHERE id = ?", (base.thread,)).fetchone()
+    if depth < DEEPEST_FORK:
+        return _new_thread(db, tenant, base, depth + 1, tip)
+    copy = _new_thread(db, tenant, Base(None, 0), 0, tip)
+    for part in _path(db, base):
+        db.execute(
+            "INSERT INTO items (thread, pos, start, turn, ours, type, id, raw, exchange)"
+            " SELECT ?, pos, start, turn, ours, type, id, raw, exchange FROM items WHERE thread = ? AND pos < ?",
+            (copy, *part),
+        )
+    return copy
+
+
+def _path(db: sqlite3.Connection, base: Base) -> list[tuple[int, int]]:
+    """The threads of which it consists, each with its end, oldest first."""
+    path: list[tuple[int, int]] = []
+    thread, end = base
+    while thread is not None:
+        path.append((thread, end))
+        thread, end = db.execute("SELECT parent, parent_end FROM threads WHERE id = ?", (thread,)).fetchone()
+    return path[::-1]
+
+
+def _new_thread(db: sqlite3.Connection, tenant: str, base: Base, depth: int, tip: int) -> int:
+    parent_end = base.end if base.thread is not None else None
+    made = db.execute(
+        "INSERT INTO threads (tenant, parent, parent_end, depth, tip) VALUES (?, ?, ?, ?, ?)",
+        (tenant, base.thread, parent_end, depth, tip),
+    )
+    return made.lastrowid or 0
+
+
+def delete(db: sqlite3.Connection, tenant: str, response_id: str) -> bool:
+    found = db.execute(
+        "DELETE FROM responses WHERE id = ? AND tenant = ? RETURNING thread", (response_id, tenant)
+    ).fetchall()
+    if not found:
+        return False
+    db.execute("DELETE FROM leases WHERE response = ?", (response_id,))
+    _release(db, found[0][0])
+    return True
+
+
+def _release(db: sqlite3.Connection, thread: int | None) -> None:
+    """Remove what nobody stands on any more: the end of this thread, or all of it and then of its parent."""
+    while thread is not None:
+        (kept,) = db.execute(
+            "SELECT max(stop) FROM (SELECT max(end_pos) AS stop FROM responses WHERE thread = :thread"
+            " UNION ALL SELECT max(parent_end) FROM threads WHERE parent = :thread)",
+            {"thread": thread},
+        ).fetchone()
+        db.execute("DELETE FROM items WHERE thread = ? AND pos >= ?", (thread, kept or 0))
+        if kept is not None:
+            return
+        ((thread,),) = db.execute("DELETE FROM threads WHERE id = ? RETURNING parent", (thread,)).fetchall()
+
+
+# --- reading ------------------------------------------------------------------------------------------
+
+
+class _Kept(NamedTuple):
+    """An item where it stands."""
+
+    place: Place
+    pos: int
+    entry: Entry
+
+
+def _kept(db: sqlite3.Connection, base: Base) -> Iterator[_Kept]:
+    """All that stands there, oldest first."""
+    for thread, end in _path(db, base):
+        for start, pos, *entry in db.execute(
+            "SELECT start, pos, turn, type, id, raw, exchange FROM items WHERE thread = ? AND pos < ? ORDER BY pos",
+            (thread, end),
+        ):
+            yield _Kept(Place(thread, start), pos, _entry(*entry))
+
+
+def _entry(turn: int, kind: str, item_id: str | None, raw: bytes, exchange: bytes | None) -> Entry:
+    seen = _exchanges.decode(exchange) if exchange is not None else None
+    return Entry(type=kind, id=item_id, turn=turn, raw=raw, exchange=seen)
+
+
+def _item(ours: int, raw: bytes) -> OutputItem:
+    """One that another release wrote and this one cannot read stays what it is."""
+    try:
+        return _authored.decode(raw) if ours else msgspec.Raw(raw)
+    except msgspec.ValidationError:
+        return msgspec.Raw(raw)
+
+
+def response(db: sqlite3.Connection, tenant: str, response_id: str) -> Response | None:
+    found = db.execute(
+        "SELECT body, thread, start_pos, end_pos FROM responses WHERE id = ? AND tenant = ?",
+        (response_id, tenant),
+    ).fetchone()
+    if found is None:
+        return None
+    body, *place = found
+    whole = _responses.decode(body)
+    items: Iterable[tuple[int, bytes]] = db.execute(
+        "SELECT ours, raw FROM items WHERE thread = ? AND pos >= ? AND pos < ? AND turn > 0 ORDER BY pos",
+        place,
+    )
+    whole.output = [_item(*item) for item in items]
+    return whole
+
+
+def conversation(db: sqlite3.Connection, tenant: str, response_id: str) -> list[Turn] | None:
+    found = db.execute(
+        "SELECT thread, end_pos FROM responses WHERE id = ? AND tenant = ?"
+        " AND NOT EXISTS (SELECT 1 FROM leases WHERE response = id)",
+        (response_id, tenant),
+    ).fetchone()
+    if found is None:
+        return None
+    kept = groupby(_kept(db, Base(*found)), lambda one: one.place)
+    return [Turn(place, [one.entry for one in turn]) for place, turn in kept]
+
+
+def input_entries(db: sqlite3.Connection, tenant: str, response_id: str) -> list[Entry] | None:
+    found = db.execute(
+        "SELECT thread, end_pos, start_pos FROM responses WHERE id = ? AND tenant = ?", (response_id, tenant)
+    ).fetchone()
+    if found is None:
+        return None
+    thread, end, start = found
+    return [one.entry for one in _kept(db, Base(thread, end)) if one.pos < start or one.entry.turn == 0]
+
+
+def entries(db: sqlite3.Connection, tenant: str, item_ids: Sequence[str]) -> dict[str, Entry]:
+    """What a model made comes before what a client gave back under the same id."""
+    found: dict[str, Entry] = {}
+    for item_id in item_ids:
+        row = db.execute(
+            "SELECT turn, type, items.id, raw, exchange FROM items JOIN threads ON threads.id = thread"
+            " WHERE items.id = ? AND tenant = ? ORDER BY turn > 0 DESC, thread, pos LIMIT 1",
+            (item_id, tenant),
+        ).fetchone()
+        if row is not None:
+            found[item_id] = _entry(*row)
+    return found
+
+
+# --- containers ---------------------------------------------------------------------------------------
+
+
+def put_container(db: sqlite3.Connection, record: ContainerRecord) -> None:
+    db.execute(
+        "INSERT OR REPLACE INTO containers (id, tenant, created_at, running, record) VALUES (?, ?, ?, ?, ?)",
+        (record.id, record.tenant, record.created_at, record.status == "running", _encode(record)),
+    )
+
+
+def container(db: sqlite3.Connection, container_id: str) -> ContainerRecord | None:
+    found = db.execute("SELECT record FROM containers WHERE id = ?", (container_id,)).fetchone()
+    return _containers.decode(found[0]) if found else None
+
+
+def containers(db: sqlite3.Connection, tenant: str | None, running: bool) -> list[ContainerRecord]:
+    those = "running AND " if running else ""
+    found = db.execute(
+        f"SELECT record FROM containers WHERE {those}tenant = coalesce(?, tenant) ORDER BY created_at, id",  # noqa: S608
+        (tenant,),
+    )
+    return [_containers.decode(record) for (record,) in found]
+
+
+def put_files(db: sqlite3.Connection, changed: Sequence[ContainerFileRecord], deleted: Sequence[str]) -> None:
+    db.executemany(
+        "INSERT OR REPLACE INTO files (id, container, created_at, blob, record) VALUES (?, ?, ?, ?, ?)",
+        [(one.id, one.container_id, one.created_at, one.blob, _encode(one)) for one in changed],
+    )
+    db.executemany("DELETE FROM files WHERE id = ?", [(file_id,) for file_id in deleted])
+
+
+def files(db: sqlite3.Connection, container_id: str) -> list[ContainerFileRecord]:
+    found = db.execute(
+        "SELECT record FROM files WHERE container = ? ORDER BY created_at, id", (container_id,)
+    )
+    return [_files.decode(record) for (record,) in found]
+
+
+def unused_blobs(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
+    used = "SELECT 1 FROM files WHERE blob = ? LIMIT 1"
+    return [name for name in names if db.execute(used, (name,)).fetchone() is None]

@@ -1,0 +1,249 @@
+"""The store of a gateway that runs alone: one SQLite file; imports `interfaces`, `protocol` and siblings.
+
+Everything is written by one thread, in groups. What begins is written a moment later, and not at all if it has ended
+by then. docs/storage.md tells the rest.
+"""
+
+import asyncio
+import secrets
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from fumehood.interfaces import Fenced, Lease
+from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
+from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.errors import Unavailable
+from fumehood.protocol.responses import Response
+from fumehood.store import rows
+from fumehood.store.cached import CachedConversations, Place
+from fumehood.store.database import Database, Job, Work
+from fumehood.store.migrations import StoreRefused
+
+__all__ = ["SqliteStore", "StoreRefused"]
+
+_FIRST_EPOCH = 1
+_BEGIN_DELAY_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A response of this process that runs. Its beginning is in the database once the job is applied."""
+
+    head: rows.Head
+    job: Job[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A response is committed; its items are at the place, if it has any."""
+
+    place: Place | None
+
+
+class SqliteStore:
+    """A `Store` in one file. One process at a time: a second one is refused when it opens the file.
+
+    Items of conversations that were used lately are kept in memory, up to `cache_bytes`.
+    """
+
+    def __init__(self, database: Database, *, sole: bool, lease_seconds: float, cache_bytes: int) -> None:
+        self._database = database
+        self._owner = secrets.token_hex(8)
+        self._sole = sole
+        self._lease_seconds = lease_seconds
+        self._cached = CachedConversations(cache_bytes)
+        self._deletions = 0
+        self._running: dict[str, _Begun] = {}
+        self._unwritten: dict[str, Job[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        path: Path,
+        *,
+        lease_seconds: float = 30,
+        cache_bytes: int = 64 << 20,
+        shared: bool = False,
+    ) -> Self:
+        """Make the file if there is none; raises StoreRefused.
+
+        shared: leave out the lock and the cache, and trust leases alone; slow, for tests of just that.
+        """
+        database = await Database.open(path, shared=shared)
+        return cls(
+            database, sole=not shared, lease_seconds=lease_seconds, cache_bytes=0 if shared else cache_bytes
+        )
+
+    async def close(self) -> None:
+        self._write_begun()
+        await self._database.close()
+
+    # --- responses ------------------------------------------------------------------------------------
+
+    async def begin(self, tenant: str, response: Response) -> Lease:
+        self._database.check()
+        head = rows.head_of(tenant, response)
+        job = Job[None](lambda db: rows.begin(db, head, self._owner, _FIRST_EPOCH, self._lease_seconds))
+        self._running[head.id] = _Begun(head, job)
+        self._write_soon(head.id, job)
+        return Lease(head.id, _FIRST_EPOCH)
+
+    async def renew(self, leases: Sequence[Lease]) -> Sequence[Lease]:
+        begun = [(lease, self._running.get(lease.response_id)) for lease in leases]
+
+        def work(db: sqlite3.Connection) -> list[Lease]:
+            return [
+                lease
+                for lease, ours in begun
+                if _unwritten(ours, lease)
+                or rows.renew(db, lease.response_id, lease.epoch, self._lease_seconds)
+            ]
+
+        return await self._database.write(work)
+
+    async def commit(
+        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[Entry]
+    ) -> None:
+        response_id = response.id
+        begun = self._running.get(response_id)
+        if (
+            begun is not None
+            and lease is not None
+            and (begun.head.tenant, _FIRST_EPOCH) != (tenant, lease.epoch)
+        ):
+            raise Fenced(response_id)
+        ending = rows.ending_of(tenant, response, entries)
+
+        def work(db: sqlite3.Connection) -> _Ended | None:
+            if lease is None or _unwritten(begun, lease):
+                return _Ended(rows.end_at_once(db, ending))
+            if rows.epoch(db, tenant, response_id) != lease.epoch:
+                return None
+            return _Ended(rows.end_begun(db, ending))
+
+        def remember(ended: _Ended | None) -> None:
+            self._running.pop(response_id, None)
+            if ended is not None and ended.place is not None:
+                self._cached.append(tenant, response_id, ending.head.previous, ended.place, ending.entries)
+
+        beginning = self._unwritten.pop(response_id, None)
+        try:
+            ended = await self._database.write(work, remember)
+        except Unavailable:
+            if beginning is not None:
+                self._write_soon(response_id, beginning)
+            raise
+        if ended is None:
+            raise Fenced(response_id)
+
+    async def recover(self) -> int:
+        self._write_begun()
+        only_owner = self._owner if self._sole else None
+        failed = await self._database.write(lambda db: rows.recover(db, only_owner))
+        for response_id in failed:
+            self._running.pop(response_id, None)
+        return len(failed)
+
+    async def response(self, tenant: str, response_id: str) -> Response | None:
+        begun = self._running.get(response_id)
+        if begun is not None and not begun.job.applied:
+            return rows.running(begun.head) if begun.head.tenant == tenant else None
+        return await self._read(response_id, lambda db: rows.response(db, tenant, response_id))
+
+    async def conversation(self, tenant: str, response_id: str) -> Sequence[Segment] | None:
+        cached = self._cached.find(tenant, response_id)
+        if cached is not None:
+            return cached
+        deletions = self._deletions
+        turns = await self._read(response_id, lambda db: rows.conversation(db, tenant, response_id))
+        if turns is None:
+            return None
+        if deletions != self._deletions:  # perhaps of this one: what was read must not be kept
+            return [Segment(tuple(turn.entries)) for turn in turns]
+        return self._cached.load(tenant, response_id, turns)
+
+    async def input_entries(self, tenant: str, response_id: str) -> Sequence[Entry] | None:
+        return await self._read(response_id, lambda db: rows.input_entries(db, tenant, response_id))
+
+    async def entries(self, tenant: str, item_ids: Sequence[str]) -> dict[str, Entry]:
+        asked = [item_id for item_id in item_ids if _storable(item_id)]
+        return await self._database.read(lambda db: rows.entries(db, tenant, asked)) if asked else {}
+
+    async def delete_response(self, tenant: str, response_id: str) -> bool:
+        if not _storable(response_id):
+            return False
+
+        def forget(deleted: bool) -> None:
+            if deleted:
+                self._deletions += 1
+                self._cached.drop(response_id)
+                self._running.pop(response_id, None)
+
+        self._write_begun()  # what runs stands on what it continues, from before this
+        return await self._database.write(lambda db: rows.delete(db, tenant, response_id), forget)
+
+    # --- containers -----------------------------------------------------------------------------------
+
+    async def put_container(self, record: ContainerRecord) -> None:
+        await self._database.write(lambda db: rows.put_container(db, record))
+
+    async def container(self, container_id: str) -> ContainerRecord | None:
+        if not _storable(container_id):
+            return None
+        return await self._database.read(lambda db: rows.container(db, container_id))
+
+    async def containers(
+        self, tenant: str | None = None, *, running: bool = False
+    ) -> Sequence[ContainerRecord]:
+        return await self._database.read(lambda db: rows.containers(db, tenant, running))
+
+    async def put_files(self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()) -> None:
+        await self._database.write(lambda db: rows.put_files(db, changed, deleted))
+
+    async def files(self, container_id: str) -> Sequence[ContainerFileRecord]:
+        return await self._database.read(lambda db: rows.files(db, container_id))
+
+    async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
+        return await self._database.read(lambda db: rows.unused_blobs(db, names))
+
+    # --- inside ---------------------------------------------------------------------------------------
+
+    def _write_soon(self, response_id: str, beginning: Job[None]) -> None:
+        self._unwritten[response_id] = beginning
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_BEGIN_DELAY_SECONDS, self._write_begun)
+
+    def _write_begun(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        beginnings, self._unwritten = self._unwritten, {}
+        for beginning in beginnings.values():
+            self._database.post(beginning)
+
+    async def _read[T](self, response_id: str, work: Work[T | None]) -> T | None:
+        """By the writer for what runs here: a reader might not see it yet."""
+        if not _storable(response_id):
+            return None
+        if response_id in self._running:
+            self._write_begun()
+            return await self._database.write(work)
+        return await self._database.read(work)
+
+
+def _unwritten(begun: _Begun | None, lease: Lease) -> bool:
+    """Whether it is ours and only we know of it. Asked by jobs, so that all before them were done."""
+    return begun is not None and not begun.job.applied and lease.epoch == _FIRST_EPOCH
+
+
+def _storable(name: str) -> bool:
+    """What cannot be written as UTF-8 names nothing that is kept."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,240 @@
+"""A store and blobs that forget everything at the end; imports msgspec, `interfaces`, `protocol`, the clock beside."""
+
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import msgspec
+
+from fumehood.interfaces import Clock, Fenced, Lease
+from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
+from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.errors import Unavailable
+from fumehood.protocol.items import OutputItem
+from fumehood.protocol.responses import INTERRUPTED, Response
+from fumehood.testing.clock import FakeClock
+
+_decoder = msgspec.json.Decoder(Response)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turn:
+    """What a response added, and what it stands on; it lives as long as somebody stands on it."""
+
+    before: "_Turn | None"
+    segment: Segment
+
+    def path(self) -> list[Segment]:
+        turn: _Turn | None = self
+        found: list[Segment] = []
+        while turn is not None:
+            found.append(turn.segment)
+            turn = turn.before
+        return found[::-1]
+
+
+@dataclass(slots=True)
+class _Row:
+    """A response; `head` is all of it but its output. `expires` is None once it has ended."""
+
+    tenant: str
+    head: bytes
+    epoch: int
+    expires: float | None
+    before: _Turn | None
+    turn: _Turn | None = None
+    output: list[OutputItem] = field(default_factory=list[OutputItem])
+
+    @property
+    def tip(self) -> _Turn | None:
+        return self.turn or self.before
+
+    def end(self, response: Response) -> None:
+        self.head, self.output, self.expires = _head(response), list(response.output), None
+
+
+def _head(response: Response) -> bytes:
+    return msgspec.json.encode(msgspec.structs.replace(response, output=[]))
+
+
+@dataclass(slots=True)
+class _Data:
+    responses: dict[str, _Row] = field(default_factory=dict[str, _Row])
+    containers: dict[str, ContainerRecord] = field(default_factory=dict[str, ContainerRecord])
+    files: dict[str, ContainerFileRecord] = field(default_factory=dict[str, ContainerFileRecord])
+
+
+class MemoryStore:
+    """A `Store` without a disk. Leases expire by its clock.
+
+    commits: how often something was committed, for tests that nothing was.
+    """
+
+    def __init__(self, clock: Clock | None = None, *, lease_seconds: float = 30) -> None:
+        self._clock = clock or FakeClock()
+        self._lease_seconds = lease_seconds
+        self._data = _Data()
+        self._closed = False
+        self.commits = 0
+
+    def another(self) -> Self:
+        """The store as another process sees it."""
+        other = type(self)(self._clock, lease_seconds=self._lease_seconds)
+        other._data = self._data
+        return other
+
+    # --- responses ------------------------------------------------------------------------------------
+
+    async def begin(self, tenant: str, response: Response) -> Lease:
+        before = self._row(tenant, response.previous_response_id)
+        self._open().responses[response.id] = _Row(
+            tenant,
+            _head(response),
+            epoch=1,
+            expires=self._clock.now() + self._lease_seconds,
+            before=before.tip if before and before.expires is None else None,
+        )
+        return Lease(response.id, 1)
+
+    async def renew(self, leases: Sequence[Lease]) -> Sequence[Lease]:
+        rows = self._open().responses
+        ours = [lease for lease in leases if _holds(lease, rows.get(lease.response_id))]
+        for lease in ours:
+            rows[lease.response_id].expires = self._clock.now() + self._lease_seconds
+        return ours
+
+    async def commit(
+        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[Entry]
+    ) -> None:
+        lease = lease or await self.begin(tenant, response)
+        row = self._row(tenant, lease.response_id)
+        if row is None or not _holds(lease, row):
+            raise Fenced(lease.response_id)
+        row.end(response)
+        row.turn = _Turn(row.before, Segment(tuple(entries))) if entries else None
+        self.commits += 1
+
+    async def recover(self) -> int:
+        lost = [
+            row
+            for row in self._open().responses.values()
+            if row.expires is not None and row.expires <= self._clock.now()
+        ]
+        for row in lost:
+            response = _decoder.decode(row.head)
+            response.status, response.error = "failed", INTERRUPTED
+            row.end(response)
+            row.epoch += 1
+        return len(lost)
+
+    async def response(self, tenant: str, response_id: str) -> Response | None:
+        if (row := self._row(tenant, response_id)) is None:
+            return None
+        response = _decoder.decode(row.head)
+        response.output = list(row.output)
+        return response
+
+    async def conversation(self, tenant: str, response_id: str) -> Sequence[Segment] | None:
+        row = self._row(tenant, response_id)
+        if row is None or row.expires is not None:
+            return None
+        return row.tip.path() if row.tip else []
+
+    async def input_entries(self, tenant: str, response_id: str) -> Sequence[Entry] | None:
+        if (row := self._row(tenant, response_id)) is None:
+            return None
+        before = [entry for segment in (row.before.path() if row.before else ()) for entry in segment.entries]
+        own = row.turn.segment.entries if row.turn else ()
+        return before + [entry for entry in own if entry.turn == 0]
+
+    async def entries(self, tenant: str, item_ids: Sequence[str]) -> dict[str, Entry]:
+        found: dict[str, Entry] = {}
+        for entry in self._kept(tenant):
+            if entry.id is None or entry.id not in item_ids:
+                continue
+            # What a model made comes before what a client gave back.
+            if entry.id not in found or (entry.turn and not found[entry.id].turn):
+                found[entry.id] = entry
+        return found
+
+    async def delete_response(self, tenant: str, response_id: str) -> bool:
+        if self._row(tenant, response_id) is None:
+            return False
+        del self._data.responses[response_id]
+        return True
+
+    # --- containers -----------------------------------------------------------------------------------
+
+    async def put_container(self, record: ContainerRecord) -> None:
+        self._open().containers[record.id] = record
+
+    async def container(self, container_id: str) -> ContainerRecord | None:
+        return self._open().containers.get(container_id)
+
+    async def containers(
+        self, tenant: str | None = None, *, running: bool = False
+    ) -> Sequence[ContainerRecord]:
+        found = [
+            one
+            for one in self._open().containers.values()
+            if (tenant is None or one.tenant == tenant) and (one.status == "running" or not running)
+        ]
+        return sorted(found, key=lambda record: (record.created_at, record.id))
+
+    async def put_files(self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()) -> None:
+        files = self._open().files
+        files.update((record.id, record) for record in changed)
+        for file_id in deleted:
+            files.pop(file_id, None)
+
+    async def files(self, container_id: str) -> Sequence[ContainerFileRecord]:
+        found = [record for record in self._open().files.values() if record.container_id == container_id]
+        return sorted(found, key=lambda record: (record.created_at, record.id))
+
+    async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
+        used = {record.blob for record in self._open().files.values()}
+        return [name for name in names if name not in used]
+
+    async def close(self) -> None:
+        self._closed = True
+
+    # --- inside ---------------------------------------------------------------------------------------
+
+    def _open(self) -> _Data:
+        if self._closed:
+            raise Unavailable("The store is closed.")
+        return self._data
+
+    def _row(self, tenant: str, response_id: str | None) -> _Row | None:
+        row = self._open().responses.get(response_id) if response_id is not None else None
+        return row if row is not None and row.tenant == tenant else None
+
+    def _kept(self, tenant: str) -> Iterator[Entry]:
+        for row in self._open().responses.values():
+            if row.tenant == tenant and row.tip:
+                for segment in row.tip.path():
+                    yield from segment.entries
+
+
+def _holds(lease: Lease, row: _Row | None) -> bool:
+    return row is not None and row.expires is not None and row.epoch == lease.epoch
+
+
+class MemoryBlobs:
+    """A `BlobStore` without a disk."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, bytes] = {}
+
+    async def put(self, content: bytes | AsyncIterable[bytes]) -> str:
+        whole = content if isinstance(content, bytes) else b"".join([piece async for piece in content])
+        name = hashlib.sha256(whole).hexdigest()
+        self.blobs[name] = whole
+        return name
+
+    async def read(self, name: str) -> AsyncGenerator[bytes]:
+        yield self.blobs[name]
+
+    async def delete(self, name: str) -> None:
+        self.blobs.pop(name, None)

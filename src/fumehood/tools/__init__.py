@@ -1,0 +1,1 @@
+"""Tools that the gateway runs itself; imports `interfaces` and `protocol`."""
