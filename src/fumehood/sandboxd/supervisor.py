@@ -198,7 +198,10 @@ class Supervisor:
     def _zygote_died(self, nursery: Nursery, zygote: Zygote) -> None:
         """Its sandboxes died with it, by the kernel's doing; another one follows, asked for or not."""
         lost = [sandbox for sandbox in self._live.values() if sandbox.made_by(zygote)]
-        logger.error("The zygote ended; %d sandboxes are lost with it.", len(lost))
+        said = zygote.last_words
+        logger.error(
+            "The zygote ended; %d sandboxes are lost with it.%s", len(lost), said and f" It said: {said}"
+        )
         for sandbox in lost:
             sandbox.exited(-1)
         if self._settings.mode != "pod":

@@ -98,6 +98,8 @@ class Zygote:
         except BaseException:
             await self.close()
             raise
+        if self._process is not None:
+            self._process.forget()
 
     @property
     def about(self) -> About:
@@ -107,6 +109,11 @@ class Zygote:
     def pid(self) -> int | None:
         """The outermost process on this host, None where the zygote runs in another container."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def last_words(self) -> str:
+        """What it said last since it was ready: why it ended, if that was its own doing."""
+        return "" if self._process is None else self._process.log_tail()
 
     def request(self, body: dict[str, Any], fds: list[int] | None = None) -> None:
         self._warden.send(json.dumps(body).encode(), fds)

@@ -5,6 +5,7 @@ could read.
 """
 
 import abc
+import contextlib
 import json
 import os
 import selectors
@@ -63,7 +64,8 @@ class Parent(abc.ABC):
 
     def signal(self, number: int, which: int) -> None:
         if number in self._children:
-            signal.pidfd_send_signal(self._children[number][1], which)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, of which we are about to hear
+                signal.pidfd_send_signal(self._children[number][1], which)
 
     def signal_group(self, number: int, which: int) -> None:
         """To the process group that this child leads; it is not reaped yet, so its number is still its own."""
