@@ -97,6 +97,8 @@ class Packets:
                     body = self._sock.recv(_PACKET_BYTES)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                continue  # told once, of a peer that ended without reading everything; what it said comes after
             except OSError:
                 body = b""
             if not body:
