@@ -121,6 +121,8 @@ class NamespaceWarden(Warden):
             self.watch_pidfd(number, pid, pidfd)
             children.send(self._link, {"number": number}, [fds[0], pidfd, done, *fds[1:]])
             self.report({"event": "spawned", "number": number}, [pidfd])
+        except ProcessLookupError:
+            self.report({"event": "refused", "number": number, "error": "its first process was killed"})
         except OSError as error:
             self.report({"event": "refused", "number": number, "error": children.no_room(error)})
         finally:
@@ -142,10 +144,16 @@ class NamespaceWarden(Warden):
                 pid = forks.plain_fork()
         finally:
             if pid != 0:
-                os.setns(self._zygote, namespaces)
+                self._return(namespaces)
         if pid == 0:
             init.sleep(self.program, undone)
         return pid, os.pidfd_open(pid)
+
+    def _return(self, namespaces: int) -> None:
+        try:
+            os.setns(self._zygote, namespaces)
+        except OSError:
+            os._exit(1)  # the zygote has ended, and this process ends with it
 
     def reap(self, pid: int) -> int:
         del pid
