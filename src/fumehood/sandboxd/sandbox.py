@@ -133,7 +133,9 @@ class LocalSandbox:
         """Turn a sandbox that waited into the caller's: what differs from what it began with, and its network."""
         loop = asyncio.get_running_loop()
         problem = None
-        if self._packets.ended:  # one that waited may have died, and the word of it is still under way
+        if (
+            self.warm and self._packets.ended
+        ):  # it may have died while it waited, and the word of it is under way
             self.kill("it ended while it waited")
             raise SandboxStartFailed("The sandbox ended while it waited.")
         self._access = admit(access, self._listeners, self.id)
