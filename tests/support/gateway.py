@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, override
@@ -12,7 +12,7 @@ import msgspec
 
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.server import Server
-from fumehood.interfaces import Caller, Containers, ModelBackend, Models, Run, Runs, Store
+from fumehood.interfaces import Caller, Containers, ModelBackend, Models, Runs, Store
 from fumehood.protocol.containers import ContainerFileRecord
 from fumehood.protocol.conversation import Entry
 from fumehood.protocol.errors import InvalidRequest, NotFound
@@ -107,8 +107,11 @@ def numbered(events: Sequence[StreamEvent]) -> list[StreamEvent]:
 # --- the doubles --------------------------------------------------------------------------------------
 
 
-class ScriptedRun(Run):
-    """Says what it was given, and then waits for more, or for its cancellation, unless that was the end."""
+class ScriptedRun:
+    """A `Run` that says what it was given, and then what it is told to, until that was the end or it is cancelled.
+
+    Every batch is a reading's own: what is given together goes out together.
+    """
 
     def __init__(self, response: Response, batches: Sequence[Sequence[StreamEvent]]) -> None:
         self.response = response
@@ -116,50 +119,82 @@ class ScriptedRun(Run):
         self.fault: Exception | None = None
         self.log: list[Sequence[StreamEvent]] = [*batches]
         self.ended = asyncio.Event()
-        self._more = asyncio.Event()
+        self.readers: list[ScriptedReading] = []
 
     @property
-    @override
     def id(self) -> str:
         return self.response.id
 
     def say(self, *events: StreamEvent) -> None:
         self.log.append(events)
-        self._more.set()
+        self._wake()
 
     def break_off(self, fault: Exception) -> None:
         self.fault = fault
-        self._more.set()
+        self._wake()
 
-    @override
+    def _wake(self) -> None:
+        for reader in self.readers:
+            reader.wake()
+
+    def watch(self, wake: Callable[[], None], after: int = -1) -> "ScriptedReading":
+        reader = ScriptedReading(self, wake)
+        self.readers.append(reader)
+        return reader
+
     async def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
-        place = 0
-        while True:
-            for batch in self.log[place:]:
-                place += 1
-                last = batch[-1]
-                if isinstance(last, Completed | Incomplete):
-                    self.ended.set()
+        news = asyncio.Event()
+        reader = self.watch(news.set)
+        while not reader.over:
+            if batch := reader.take():
                 yield batch
-                if self.ended.is_set():
-                    return
-            if self.fault is not None:
-                raise self.fault
-            await self._more.wait()
-            self._more.clear()
+            else:
+                await news.wait()
+                news.clear()
 
-    @override
     async def wait(self) -> Response:
         async for batch in self.subscribe():
             if isinstance(batch[-1], Completed | Incomplete):
                 return batch[-1].response
         raise AssertionError("it has no end")
 
-    @override
     def cancel(self, reason: str) -> None:
         self.cancelled = reason
         ended = msgspec.structs.replace(self.response, status="cancelled")
         self.say(Incomplete(sequence_number=10_000, response=ended))
+
+
+class ScriptedReading:
+    def __init__(self, run: ScriptedRun, wake: Callable[[], None]) -> None:
+        self._run = run
+        self._wake = wake
+        self._place = 0
+
+    def wake(self) -> None:
+        before = -1
+        while before != self._place:  # batch by batch
+            before = self._place
+            self._wake()
+
+    @property
+    def over(self) -> bool:
+        return self._run.ended.is_set() and self._place == len(self._run.log)
+
+    def take(self) -> Sequence[StreamEvent]:
+        if self._place == len(self._run.log):
+            if self._run.fault is not None:
+                raise self._run.fault
+            return ()
+        batch = self._run.log[self._place]
+        self._place += 1
+        if isinstance(batch[-1], Completed | Incomplete):
+            self._run.ended.set()
+        else:
+            asyncio.get_running_loop().call_soon(self._wake)
+        return batch
+
+    def close(self) -> None:
+        self._run.readers.remove(self)
 
 
 class ScriptedRuns(Runs):

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -170,6 +171,21 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self.last_sent = perf_counter()
 
+    def send_now(self, body: bytes | bytearray) -> Coroutine[Any, Any, None] | None:
+        """As `send`, for whoever cannot wait. What it gives has to be awaited before anything else is sent; mostly that
+        is nothing.
+        """
+        sending = cast(
+            "Coroutine[Any, Any, None]",
+            self._send({"type": "http.response.body", "body": body, "more_body": True}),
+        )
+        self.last_sent = perf_counter()
+        try:
+            obstacle = sending.send(None)
+        except StopIteration:
+            return None
+        return _rest_of(sending, obstacle)
+
     async def answer(self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = _JSON) -> None:
         await self.begin(status, [content_type, (b"content-length", b"%d" % len(body))])
         await self.send(body, more=False)
@@ -262,6 +278,21 @@ class Vigil:
     async def _break_silence(self, sign: bytes) -> None:
         with contextlib.suppress(RuntimeError):  # the answer ended at this very moment
             await self._exchange.send(sign)
+
+
+@types.coroutine
+def _rest_of(begun: Coroutine[Any, Any, None], obstacle: object) -> Generator[object, object, None]:
+    """What is left of a coroutine that was begun by hand, and waits for something."""
+    try:
+        while True:
+            try:
+                found = yield obstacle
+            except BaseException as error:
+                obstacle = begun.throw(error)
+            else:
+                obstacle = begun.send(found)
+    except StopIteration:
+        return
 
 
 def _too_large(limit: int) -> BodyTooLarge:
