@@ -309,6 +309,7 @@ class HttpClient:
         """
         head = _head(address, path, headers, body)
         connection = await self._answering(address, head, body or b"", patience)
+        del head, body  # an answer takes longer than the request should be kept
         answer = HttpAnswer(connection)
         try:
             yield answer
