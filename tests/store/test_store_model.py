@@ -21,6 +21,7 @@ from fumehood.testing import FakeClock, MemoryStore
 from fumehood.testing.turns import answered, made, said, turn
 
 TENANTS = ("one", "two")
+DEEPEST_FORK = rows.DEEPEST_FORK
 # Nothing is killed here, so nobody needs to wait for a disk.
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
@@ -36,8 +37,9 @@ class Stores(RuleBasedStateMachine):
     names = Bundle("names")
     running = Bundle("running")
 
-    @initialize(cache=st.sampled_from([0, 3_000, 1 << 20]))
-    def open(self, cache: int) -> None:
+    @initialize(cache=st.sampled_from([0, 3_000, 1 << 20]), deepest=st.integers(0, 2))
+    def open(self, cache: int, deepest: int) -> None:
+        rows.DEEPEST_FORK = deepest  # so that short histories get to copies too
         self.directory = tempfile.TemporaryDirectory(prefix="fumehood-store-", dir=MEMORY)
         self.path = Path(self.directory.name) / "store.db"
         self.runner = asyncio.Runner()
@@ -54,14 +56,17 @@ class Stores(RuleBasedStateMachine):
 
     @rule(target=names, previous=names, words=words, items=st.integers(0, 2))
     def go_on(self, previous: Name, words: list[str], items: int) -> Name:
-        return self.commit(self.begin(previous[0], previous, written=False), words, items)
+        return self._commit(self._begin(previous[0], previous, written=False), words, items)
 
     @rule(target=names, tenant=st.sampled_from(TENANTS), words=words)
     def begin_anew(self, tenant: str, words: list[str]) -> Name:
-        return self.commit(self.begin(tenant, None, written=False), words, 1)
+        return self._commit(self._begin(tenant, None, written=False), words, 1)
 
     @rule(target=running, tenant=st.sampled_from(TENANTS), previous=st.none() | names, written=st.booleans())
     def begin(self, tenant: str, previous: Name | None, written: bool) -> Running:
+        return self._begin(tenant, previous, written)
+
+    def _begin(self, tenant: str, previous: Name | None, written: bool) -> Running:
         response = turn(self.memory).response
         response.previous_response_id = previous[1] if previous else None
         response.output = []
@@ -77,6 +82,9 @@ class Stores(RuleBasedStateMachine):
 
     @rule(target=names, running=consumes(running), words=words, items=st.integers(0, 2))
     def commit(self, running: Running, words: list[str], items: int) -> Name:
+        return self._commit(running, words, items)
+
+    def _commit(self, running: Running, words: list[str], items: int) -> Name:
         name, response, leases = running
         response.output = [answered(f"answer {number}") for number in range(items)]
         entries = [*(said(word) for word in words), *(made(item) for item in response.output)]
@@ -98,6 +106,9 @@ class Stores(RuleBasedStateMachine):
 
     @rule(name=names, stranger=st.booleans())
     def delete(self, name: Name, stranger: bool) -> None:
+        self._delete(name, stranger)
+
+    def _delete(self, name: Name, stranger: bool) -> None:
         tenant = TENANTS[1 - TENANTS.index(name[0])] if stranger else name[0]
 
         async def delete() -> list[bool]:
@@ -107,7 +118,7 @@ class Stores(RuleBasedStateMachine):
 
     @rule(running=running)
     def delete_what_runs(self, running: Running) -> None:
-        self.delete(running[0], stranger=False)
+        self._delete(running[0], stranger=False)
 
     @rule(target=names, running=running)
     def know_what_runs(self, running: Running) -> Name:
@@ -149,6 +160,7 @@ class Stores(RuleBasedStateMachine):
         return seen
 
     def teardown(self) -> None:
+        rows.DEEPEST_FORK = DEEPEST_FORK
         if not hasattr(self, "runner"):
             return
 
@@ -165,14 +177,8 @@ class Stores(RuleBasedStateMachine):
         self.directory.cleanup()
 
 
-@pytest.fixture(autouse=True)
-def shallow_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that short histories get to copies too."""
-    monkeypatch.setattr(rows, "DEEPEST_FORK", 1)
-
-
 class TestStores(Stores.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=30)
+    settings = settings(max_examples=15, stateful_step_count=30)
 
 
 @pytest.mark.slow
