@@ -36,7 +36,7 @@ endif
 $(STAMP): pyproject.toml uv.lock .python-version src/fumehood/__init__.py $(SETUP)
 	@$(SETUP)
 
-.PHONY: help setup demo test test-slow check format-check lint types imports fmt bench bench-sandbox bench-check lock clean
+.PHONY: help setup demo test test-slow check format-check lint types imports fmt bench bench-sandbox bench-gateway bench-check lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,9 +85,13 @@ bench: $(BENCH_STAMP) ## Run every benchmark
 bench-sandbox: $(BENCH_STAMP) ## Measure sandboxes (ARGS=--quick for half a minute)
 	@$(RUN) python -m benchmarks.sandbox $(ARGS)
 
+bench-gateway: $(STAMP) ## Measure the gateway (ARGS=--quick for a minute)
+	@$(RUN) python -m benchmarks.gateway $(ARGS)
+
 bench-check: $(BENCH_STAMP) ## Fail if ratios fell behind the best so far (ARGS=--update keeps better ones)
 	@$(RUN) python -m benchmarks.sandbox --quick --json .venv/bench-sandbox.json
-	@$(RUN) python -m tools.bench_check .venv/bench-sandbox.json $(ARGS)
+	@$(RUN) python -m benchmarks.gateway --quick --json .venv/bench-gateway.json
+	@$(RUN) python -m tools.bench_check .venv/bench-sandbox.json .venv/bench-gateway.json $(ARGS)
 
 lock: ## Bring uv.lock up to date with pyproject.toml
 	@env -u UV_DEFAULT_INDEX -u UV_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL $(SETUP) uv lock

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -19,7 +18,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.harness import census, phases, references, rows, servers
 from benchmarks.harness.references import Kernel, Spawner
@@ -407,21 +405,6 @@ async def settled(subject: Subject) -> census.Census:
     return last
 
 
-def machine() -> dict[str, Any]:
-    """What the figures depend on, and nothing that names the machine."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
-    return {
-        "cores": os.cpu_count(),
-        "memory_gib": memory,
-        "architecture": platform.machine(),
-        "kernel": ".".join(platform.release().split("-")[0].split(".")[:2]),
-        "python": platform.python_version(),
-        "root": os.geteuid() == 0,
-        "load": round(os.getloadavg()[0], 1),
-        **references.versions(),
-    }
-
-
 async def measure(scale: Scale, *, in_process: bool, containers: int) -> list[Row]:
     found: list[Row] = []
     async with contextlib.AsyncExitStack() as stack:
@@ -486,7 +469,7 @@ def main() -> None:
         return
     scale = QUICK if chosen.quick else FULL
     found = asyncio.run(measure(scale, in_process=chosen.in_process, containers=chosen.churn))
-    facts = machine()
+    facts = rows.machine(references.versions())
     rows.show("sandbox", facts, found)
     if chosen.json is not None or not (chosen.quick or chosen.in_process):
         rows.write_json(chosen.json or RESULTS, "sandbox", facts, found)

@@ -1,49 +1,54 @@
-"""A session in one sandbox, call by call: state, a chart, an error, a loop that is stopped; imports fumehood and rich.
+"""A conversation with a gateway of one's own, streamed: code, output, picture, files; imports fumehood, openai, rich.
 
-Run it with `make demo`. It leaves the chart in `demo-output/`, or in a temporary directory where that cannot be
-written, and ends with 0 only if all went as it should.
+Run it with `make demo`. It starts `fumehood serve` with nothing configured, so the model is the built-in `direct`,
+which runs the Python it is sent, and talks to it through the OpenAI SDK. It leaves what was made in `demo-output/`,
+or in a temporary directory where that cannot be written, and ends with 0 only if all went as it should.
 """
 
-import asyncio
-import logging
+import base64
+import contextlib
 import os
+import re
+import subprocess
 import sys
 import tempfile
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from openai import OpenAI
 from rich.console import Console
 from rich.padding import Padding
 from rich.syntax import Syntax
 from rich.text import Text
 
-from fumehood.cli_files import Folder, pictures
+from fumehood.cli_files import Folder
 from fumehood.cli_output import neutral
-from fumehood.protocol.sandbox import AnyOutput, Display, End, EndStatus, Note, Raised, Result, Stderr, Stdout
-from fumehood.sandboxd.errors import IsolationUnavailable
-from fumehood.sandboxd.sandbox import LocalSandbox
-from fumehood.sandboxd.settings import Settings
-from fumehood.sandboxd.supervisor import Supervisor
 
 OUTPUT = Path(__file__).resolve().parent.parent / "demo-output"
+LAX = "FUMEHOOD_PROVIDERS__CODE_INTERPRETER__SETTINGS__SANDBOX_LIMITS"
+NO_LIMITS = (
+    "This user may not bound memory here (no delegated cgroup), so the demonstration, whose code is known, "
+    "runs without that bound; `fumehood doctor` says what to do."
+)
+CANNOT_SERVE = 125
 
 
 @dataclass(frozen=True)
-class Step:
-    """One call; `says` must be somewhere in what it prints, shows or raises."""
+class Turn:
+    """One message of the user's; `says` must be somewhere in what the code prints."""
 
     title: str
     code: str
     says: str
-    status: EndStatus = "ok"
-    timeout: float = 30.0
 
 
-STEPS = (
-    Step(
-        "Make a data frame",
+TURNS = (
+    Turn(
+        "The first turn measures and draws",
         """
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
@@ -52,183 +57,174 @@ measurements = pd.DataFrame({
     "reagent": random.choice(["acetone", "ethanol", "hexane"], 300),
     "vapour": random.gamma(2.0, 15.0, 300).round(1),
 })
-measurements.head(3)
-""",
-        says="reagent",
-    ),
-    Step(
-        "A second call sees what the first one made",
-        """
-groups = measurements.groupby("reagent").vapour
-summary = groups.agg(["count", "mean", "max"]).round(1)
+summary = measurements.groupby("reagent").vapour.agg(["count", "mean", "max"]).round(1)
 print(summary)
+
+summary["mean"].plot.barh(color="teal", figsize=(6, 3), xlabel="vapour, ppm")
+plt.tight_layout()
+plt.show()
 """,
         says="ethanol",
     ),
-    Step(
-        "A chart, shown and written to a file",
+    Turn(
+        "The second finds its variables, and writes a file",
         """
-import matplotlib.pyplot as plt
-
-figure, axes = plt.subplots(figsize=(6, 3))
-summary["mean"].plot.barh(ax=axes, color="teal")
-axes.set_xlabel("vapour, ppm")
-figure.tight_layout()
-figure.savefig("vapour.png")
-plt.show()
+highest = summary["max"].idxmax()
+summary.to_csv("vapour.csv")
+print(f"{len(measurements)} measurements, the highest of {highest}")
 """,
-        says="",
-    ),
-    Step(
-        "Code that raises is a call that ended, with its traceback",
-        """
-limit = {"acetone": 500, "ethanol": 200}
-for name in summary.index:
-    print(name, limit[name])
-""",
-        says="KeyError: 'hexane'",
-        status="error",
-    ),
-    Step(
-        "A loop without an end is stopped after two seconds",
-        """
-import itertools, time
-
-for round_number in itertools.count(1):
-    print("stirring, round", round_number, flush=True)
-    time.sleep(0.5)
-""",
-        says="stirring, round 3",
-        status="timeout",
-        timeout=2.0,
-    ),
-    Step(
-        "The sandbox is still there, with everything in it",
-        """
-print(f"{len(measurements)} measurements, stopped in round {round_number}")
-""",
-        says="300 measurements, stopped in round",
+        says="300 measurements, the highest of",
     ),
 )
 
 
 class Demo:
-    def __init__(self, console: Console, folder: Folder) -> None:
+    def __init__(self, console: Console, folder: Folder, client: OpenAI) -> None:
         self._console = console
         self._folder = folder
-        self._pictures: list[str] = []
+        self._client = client
+        self._left: list[str] = []
         self._problems: list[str] = []
-        self._unfinished = ""  # printed, but without the end of its line
 
-    async def run(self) -> bool:
-        async with AsyncExitStack() as stack:
-            with self._console.status("starting the sandbox…"):
-                supervisor, compromise = await start(stack)
-                sandbox = await supervisor.create()
-            if compromise:
-                self._console.print(Text(compromise, style="yellow"), soft_wrap=True)
-            for number, step in enumerate(STEPS, 1):
-                await self._call(sandbox, number, step)
-            await self._take_home(sandbox, "vapour.png")
+    def run(self) -> bool:
+        previous: str | None = None
+        for number, turn in enumerate(TURNS, 1):
+            previous = self._turn(number, turn, previous)
+        if len(self._left) < 2:
+            self._problems.append("There should be a chart and a table.")
+        self._console.print()
+        for name in self._left:
+            place = neutral(str(self._folder.path / name))
+            self._console.print(f"What was made lies in {place}", soft_wrap=True, highlight=False)
         for problem in self._problems:
             self._console.print(Text(problem, style="red"))
         return not self._problems
 
-    async def _call(self, sandbox: LocalSandbox, number: int, step: Step) -> None:
+    def _turn(self, number: int, turn: Turn, previous: str | None) -> str:
         self._console.print()
-        self._console.print(Text(f"{number}. {step.title}", style="bold"))
-        code = step.code.strip()
-        syntax = Syntax(code, "python", background_color="default", word_wrap=True)
-        self._console.print(Padding(syntax, (0, 0, 0, 4)))
-        said = ""
-        async for event in sandbox.execute(code, timeout=step.timeout):
-            said += self._show(event)
-            if isinstance(event, End):
-                self._judge(step, event, said)
-
-    def _show(self, event: AnyOutput) -> str:
-        """Print an event as it comes; returns what it said."""
-        if self._unfinished and not isinstance(event, Stdout):
-            self._print(self._unfinished, "")
-            self._unfinished = ""
-        match event:
-            case Stdout(text):
-                lines, end, self._unfinished = (self._unfinished + text).rpartition("\n")
-                self._print(lines + end, "")
-            case Stderr(text):
-                self._print(text, "yellow")
-            case Raised(traceback=text):
-                self._print(text, "yellow")
-            case Note(text):
-                self._print(text, "dim")
-            case Result(data) | Display(data):
-                text = data.get("text/plain", "")
-                shown = [self._folder.save_picture(suffix, content) for suffix, content in pictures(data)]
-                self._pictures += shown
-                self._print(f"[picture: {', '.join(shown)}]" if shown else text, "cyan")
-            case End():
-                text = ""
-        return text
-
-    def _print(self, text: str, style: str) -> None:
-        for line in neutral(text).splitlines():
-            self._console.print(Text(f"  | {line}", style=style), soft_wrap=True)
-
-    def _judge(self, step: Step, end: End, said: str) -> None:
-        how = f"  {end.status} after {end.duration_ms} ms. {end.reason}".rstrip()
-        self._console.print(Text(how, style="dim"), soft_wrap=True)
-        if end.status != step.status:
-            self._problems.append(f"“{step.title}” ended as {end.status}, not as {step.status}.")
-        if step.says not in said:
-            self._problems.append(f"“{step.title}” did not say {step.says!r}.")
-
-    async def _take_home(self, sandbox: LocalSandbox, name: str) -> None:
-        content = await sandbox.files.read(name, limit=1 << 20)
-        if not content.startswith(b"\x89PNG") or not self._pictures:
-            self._problems.append("There is no chart.")
-            return
-        self._console.print()
-        for path in [*self._pictures, self._folder.save(name, content)]:
-            self._console.print(
-                f"The chart lies in {self._folder.path / path}", soft_wrap=True, highlight=False
-            )
-
-
-async def start(stack: AsyncExitStack) -> tuple[Supervisor, str]:
-    """With every limit enforced; where only the limits are not to be had, without them, and a sentence that says so.
-
-    That is right for the code above, which is known, and not for code of others.
-    """
-    try:
-        return await stack.enter_async_context(Supervisor(Settings(pool=0))), ""
-    except IsolationUnavailable as refusal:
-        logging.getLogger("fumehood").setLevel(logging.ERROR)  # the sentence is instead of its warning
-        try:
-            lax = await stack.enter_async_context(Supervisor(Settings(pool=0, limits="best-effort")))
-        except IsolationUnavailable:
-            raise refusal from None
-        return lax, (
-            "This user may not bound memory here (no delegated cgroup), so the demonstration, whose code is known, "
-            "runs without that bound; `fumehood doctor` says what to do."
+        self._console.print(Text(f"{number}. {turn.title}", style="bold"))
+        events: Any = self._client.responses.create(
+            model="direct",
+            input=f"```python\n{turn.code.strip()}\n```",
+            tools=[{"type": "code_interpreter", "container": {"type": "auto"}}],
+            include=["code_interpreter_call.outputs"],
+            previous_response_id=previous,
+            stream=True,
         )
+        response: Any = None
+        last = ""
+        for event in events:
+            if event.type != last:
+                self._console.print(Text(f"  {event.type}", style="dim"))
+            last = event.type
+            if event.type == "response.code_interpreter_call_code.done":
+                code = Syntax(event.code, "python", background_color="default", word_wrap=True)
+                self._console.print(Padding(code, (0, 0, 0, 4)))
+            elif event.type == "response.output_item.done" and event.item.type == "code_interpreter_call":
+                self._outputs(turn, event.item)
+            elif event.type in ("response.completed", "response.failed", "response.incomplete"):
+                response = event.response
+        if response is None or response.status != "completed":
+            self._problems.append(f"“{turn.title}” did not complete.")
+        else:
+            self._take_home(response)
+        return response.id if response else ""
+
+    def _outputs(self, turn: Turn, call: Any) -> None:
+        said = ""
+        for output in call.outputs or []:
+            if output.type == "logs":
+                said += output.logs
+                for line in neutral(output.logs).splitlines():
+                    self._console.print(Text(f"  | {line}"), soft_wrap=True)
+            else:
+                content = base64.b64decode(output.url.partition(",")[2])
+                self._left.append(self._folder.save("chart.png", content))
+                self._console.print(Text(f"  | [picture: {self._left[-1]}]", style="cyan"), soft_wrap=True)
+        if turn.says not in said:
+            self._problems.append(f"“{turn.title}” did not say {turn.says!r}.")
+
+    def _take_home(self, response: Any) -> None:
+        """The files that the answer cites, pictures excepted: those were shown."""
+        for item in response.output:
+            for part in item.content if item.type == "message" else []:
+                for note in part.annotations:
+                    if note.type == "container_file_citation" and not note.filename.endswith(".png"):
+                        content = self._client.containers.files.content.retrieve(
+                            note.file_id, container_id=note.container_id
+                        )
+                        self._left.append(self._folder.save(note.filename, content.read()))
+
+
+class NotServed(Exception):
+    """It says itself why."""
+
+    def __init__(self, said: str, code: int) -> None:
+        super().__init__(said)
+        self.code = code
+
+
+@contextlib.contextmanager
+def gateway(directory: Path, limits: str) -> Iterator[str]:
+    """A gateway that keeps its things in this directory; its base URL."""
+    environment = {
+        **os.environ,
+        "FUMEHOOD_STORAGE__URL": f"sqlite:///{directory}/demo.db",
+        "FUMEHOOD_STORAGE__BLOBS": str(directory / "blobs"),
+        "FUMEHOOD_TELEMETRY__LOG_LEVEL": "error",
+        LAX: limits,
+    }
+    command = [sys.executable, "-m", "fumehood", "serve", "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        said = ""
+        for line in process.stdout:
+            said += line
+            if found := re.search(r"on (http://\S+/v1)", line):
+                try:
+                    yield found[1]
+                finally:
+                    process.terminate()
+                    process.communicate()
+                return
+        raise NotServed(said.strip(), process.wait())
 
 
 def output_folder() -> Folder:
-    with suppress(OSError):
+    with contextlib.suppress(OSError):
         OUTPUT.mkdir(exist_ok=True)
         if os.access(OUTPUT, os.W_OK | os.X_OK):
             return Folder(OUTPUT)
     return Folder(Path(tempfile.mkdtemp(prefix="fumehood-demo-")))
 
 
-async def main() -> int:
+def talk(console: Console, directory: Path, limits: str) -> bool:
+    with contextlib.ExitStack() as stack:
+        with console.status("starting the gateway…"):
+            url = stack.enter_context(gateway(directory, limits))
+        console.print(Text(f"A gateway serves on {url}", style="dim"))
+        if limits == "best-effort":
+            console.print(Text(NO_LIMITS, style="yellow"), soft_wrap=True)
+        client = stack.enter_context(OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120))
+        return Demo(console, output_folder(), client).run()
+
+
+def main() -> int:
     console = Console(highlight=False, markup=False, emoji=False)
-    try:
-        return 0 if await Demo(console, output_folder()).run() else 1
-    except IsolationUnavailable as error:
-        console.print(Text(str(error), style="red"), soft_wrap=True)
-        return 1
+    with tempfile.TemporaryDirectory(prefix="fumehood-demo-") as directory:
+        try:
+            return 0 if talk(console, Path(directory), "enforced") else 1
+        except NotServed as refusal:
+            try:
+                if refusal.code == CANNOT_SERVE:
+                    return 0 if talk(console, Path(directory), "best-effort") else 1
+            except NotServed:
+                pass
+            console.print(Text(str(refusal), style="red"), soft_wrap=True)
+            return 1
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    sys.exit(main())

@@ -15,10 +15,13 @@ settings.load_profile("fumehood")
 # The kits are tests too, though they are shipped.
 pytest.register_assert_rewrite(
     "fumehood.testing.blob_kit",
+    "fumehood.testing.containers_kit",
+    "fumehood.testing.model_kit",
     "fumehood.testing.sandbox_kit",
     "fumehood.testing.sandbox_kit_files",
     "fumehood.testing.store_kit",
     "fumehood.testing.store_kit_leases",
+    "fumehood.testing.tool_kit",
     "fumehood.testing.turns",
 )
 
@@ -28,6 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
     directory = tempfile.TemporaryDirectory(prefix="fumehood-packages-", ignore_cleanup_errors=True)
     os.environ["FUMEHOOD_PACKAGES_DIR"] = directory.name
     config.add_cleanup(directory.cleanup)
+    os.environ["FUMEHOOD_INDEX_URL"] = (
+        "http://127.0.0.1:9/nobody-listens/"  # tests that want one bring their own
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

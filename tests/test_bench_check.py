@@ -45,6 +45,11 @@ def test_only_ratios_with_a_goal_are_compared() -> None:
     assert result.ratios() == {"start.p50": 5.0}
 
 
+def test_a_ratio_with_a_limit_is_compared_too() -> None:
+    result = Result("gateway", {"memory": ResultRow(ratios={"mean": 0.8}, limits={"mean": 80.0})})
+    assert result.ratios() == {"memory.mean": 0.8}
+
+
 def test_a_row_without_a_ratchet_is_not_compared() -> None:
     result = Result("sandbox", {"rush": ResultRow(ratios={"p50": 5.0}, goals={"p50": 1.0}, gated=False)})
     assert result.ratios() == {}

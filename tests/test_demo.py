@@ -21,15 +21,16 @@ def run(*command: str | Path) -> str:
 
 def check(printed: str, *, bounded: bool) -> None:
     assert ("runs without that bound" not in printed) == bounded
-    assert "KeyError: 'hexane'" in printed
-    assert "timeout after 2" in printed
-    assert "300 measurements, stopped in round" in printed
-    lines = [line for line in printed.splitlines() if "The chart lies in" in line]
-    charts = [Path(line.rpartition(" lies in ")[2]) for line in lines]
-    assert len(charts) == 2
-    assert all(chart.read_bytes().startswith(b"\x89PNG") for chart in charts)
-    if charts[0].parent.name != "demo-output":
-        shutil.rmtree(charts[0].parent)
+    for event in ("code_interpreter_call_code.delta", "code_interpreter_call.interpreting", "completed"):
+        assert printed.count(f"  response.{event}\n") == 2, event
+    assert "acetone" in printed
+    assert "300 measurements, the highest of hexane" in printed
+    lines = [line for line in printed.splitlines() if "What was made lies in" in line]
+    chart, table = (Path(line.rpartition(" lies in ")[2]) for line in lines)
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    assert table.read_text().startswith("reagent,count,mean,max\n")
+    if chart.parent.name != "demo-output":
+        shutil.rmtree(chart.parent)
 
 
 def test_demo_goes_as_it_should() -> None:

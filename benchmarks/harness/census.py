@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,6 +57,33 @@ def cpu_of(pid: int) -> float:
     """Seconds the process itself has run; its children are not counted."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICK
+
+
+def cpu_clock(pid: int) -> float:
+    """The same to the nanosecond, all its threads, also those that have ended: what short work is measured by."""
+    return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid(3) has it
+
+
+def resident(pid: int) -> int:
+    """Bytes of it that are in memory now."""
+    return _status(pid, "VmRSS:")
+
+
+def peak_resident(pid: int) -> int:
+    """The most that was in memory at once since the process began, or since `forget_peak`."""
+    return _status(pid, "VmHWM:")
+
+
+def forget_peak(pid: int) -> None:
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def _status(pid: int, name: str) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise LookupError(f"/proc/{pid}/status has no {name}")
 
 
 class CannotMeasure(Exception):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -50,8 +52,8 @@ class Row:
     """One line of the table.
 
     ratios tell how many times less than the reference ours takes, by measure; `goals` are the least ratios to
-    reach. Without a reference, `limits` are the most that ours may take. A row that is not `gated` has goals and
-    no ratchet: its ratio depends on how busy the machine is, whatever the reference does.
+    reach. `limits` are the most that ours may take, whatever the reference does. A row that is not `gated` has
+    goals and no ratchet: its ratio depends on how busy the machine is, whatever the reference does.
     """
 
     key: str
@@ -72,7 +74,9 @@ class Row:
 
     def reached(self) -> dict[str, bool]:
         found = {measure: (self.ratio(measure) or 0) >= goal for measure, goal in self.goals.items()}
-        return found | {measure: self.ours.of(measure) <= most for measure, most in self.limits.items()}
+        for measure, most in self.limits.items():
+            found[measure] = found.get(measure, True) and self.ours.of(measure) <= most
+        return found
 
     def as_json(self) -> dict[str, Any]:
         ratios = {measure: self.ratio(measure) for measure in self.measures}
@@ -124,8 +128,23 @@ def _ratios(row: Row) -> str:
 
 
 def _goals(row: Row) -> str:
-    goals = [f"≥ {goal:g}x {measure}" for measure, goal in row.goals.items()]
+    goals = [f"≥ {goal:.3g}x {measure}" for measure, goal in row.goals.items()]
     return "\n".join([*goals, *(f"≤ {most:g} {row.unit}" for most in row.limits.values())]) or "–"
+
+
+def machine(versions: dict[str, str]) -> dict[str, Any]:
+    """What the figures depend on, and nothing that names the machine."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
+    return {
+        "cores": os.cpu_count(),
+        "memory_gib": memory,
+        "architecture": platform.machine(),
+        "kernel": ".".join(platform.release().split("-")[0].split(".")[:2]),
+        "python": platform.python_version(),
+        "root": os.geteuid() == 0,
+        "load": round(os.getloadavg()[0], 1),
+        **versions,
+    }
 
 
 def write_json(path: Path, benchmark: str, facts: dict[str, Any], rows: Sequence[Row]) -> None:

@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError as error:  # the base install is the client library
     raise SystemExit("The command line needs an extra: pip install 'fumehood[server]'") from error
 
-from fumehood import cli_sandbox
+from fumehood import cli_sandbox, cli_serve
 from fumehood.cli_options import (
     ConfigOption,
     GuestSocketOption,
@@ -102,6 +102,7 @@ def fumehood(
     del version
 
 
+app.command("serve", epilog=cli_serve.EPILOG)(cli_serve.serve)
 app.command("sandbox", epilog=cli_sandbox.EPILOG)(cli_sandbox.sandbox)
 
 

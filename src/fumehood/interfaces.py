@@ -6,7 +6,7 @@ A request walks through them from top to bottom: `Runs` starts a `Run`, which as
 raises is said here and nowhere else.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +51,23 @@ class Clock(Protocol):
 # --- runs ---------------------------------------------------------------------------------------------
 
 
+class Reading(Protocol):
+    """Somebody's place in the log of a run."""
+
+    @property
+    def over(self) -> bool:
+        """Whether everything was taken, and nothing more will come."""
+        ...
+
+    def take(self) -> Sequence[StreamEvent]:
+        """What has come since the last time, perhaps nothing. Raises ServerFault once a reader that stayed too far
+        behind for too long has cost the run its life.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
 class Run(Protocol):
     """A response in the making. It belongs to nobody's request: it goes on until it ends or is cancelled, and
     whoever wants to see it reads its log.
@@ -60,9 +77,14 @@ class Run(Protocol):
     def id(self) -> str: ...
 
     def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
-        """The events after that number, as many at a time as are there, the terminal one last.
+        """The events after that number, as many at a time as are there, the terminal one last. Raises ServerFault as
+        `Reading.take` does.
+        """
+        ...
 
-        A reader that stays too far behind for too long ends a foreground run, and gets ServerFault.
+    def watch(self, wake: Callable[[], None], after: int = -1) -> Reading:
+        """The same for whoever cannot wait: `wake` is called when something has come, by the run itself and before it
+        goes on, so it must be quick and must not raise.
         """
         ...
 
@@ -95,6 +117,10 @@ class ModelBackend(Protocol):
         """One turn, as many events at a time as are there, `TurnEnded` last. Leaving the generator aborts the
         request. Raises ModelError; before the first batch, nothing has happened and the turn may be tried again.
         """
+        ...
+
+    def check(self, request: ModelRequest) -> None:
+        """Raises InvalidRequest for what this model cannot be shown."""
         ...
 
     async def count(self, request: ModelRequest) -> tuple[int, bool]:
@@ -199,7 +225,10 @@ class HostedTool(Protocol):
         ...
 
     async def offer(self, spec: ToolSpec, caller: Caller, past: Sequence[Segment]) -> OfferedTool:
-        """Check the configuration and everything that it names; raises ApiError. Nothing is created yet."""
+        """Check the configuration and everything that it names; raises ApiError. Nothing is created yet.
+
+        past: the conversation with what the request adds to it.
+        """
         ...
 
     def echo(self, spec: ToolSpec) -> bytes:
@@ -228,11 +257,13 @@ class Container(Protocol):
         ...
 
     async def collect(self) -> Sequence[ContainerFileRecord]:
-        """The files that were written or changed since the last look, recorded and kept."""
+        """The files that calls of this object have written or changed, recorded and kept; each is told once."""
         ...
 
     async def save(self, path: str, content: bytes) -> ContainerFileRecord:
-        """Put a file of the assistant's beside those that the code wrote; another name is found if it is taken."""
+        """Put a file of the assistant's beside those that the code wrote; another name is found if it is taken.
+        Raises TooLarge if the container may keep no more.
+        """
         ...
 
 
@@ -298,9 +329,12 @@ class Store(Protocol):
         """Those that are still ours, for a while longer."""
         ...
 
-    async def commit(self, lease: Lease, tenant: str, response: Response, entries: Sequence[Entry]) -> None:
+    async def commit(
+        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[Entry]
+    ) -> None:
         """The end of a response: it with all its entries, input and output, or nothing. They continue the
-        conversation of `response.previous_response_id`. Raises Fenced.
+        conversation of `response.previous_response_id`. Without a lease it is one that was never begun.
+        Raises Fenced.
         """
         ...
 
@@ -330,8 +364,10 @@ class Store(Protocol):
 
     async def container(self, container_id: str) -> ContainerRecord | None: ...
 
-    async def containers(self, tenant: str | None = None) -> Sequence[ContainerRecord]:
-        """Of one tenant or of all, oldest first."""
+    async def containers(
+        self, tenant: str | None = None, *, running: bool = False
+    ) -> Sequence[ContainerRecord]:
+        """Of one tenant or of all, all or those that are running, oldest first."""
         ...
 
     async def put_files(
@@ -340,6 +376,10 @@ class Store(Protocol):
 
     async def files(self, container_id: str) -> Sequence[ContainerFileRecord]:
         """Oldest first."""
+        ...
+
+    async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
+        """Those of these blobs that no file of any container refers to."""
         ...
 
     async def close(self) -> None: ...

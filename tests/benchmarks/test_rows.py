@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,10 @@ def test_json_and_table_say_the_same(tmp_path: Path) -> None:
     with console.capture() as shown:
         console.print(rows.table("sandbox", [row]))
     assert "25x / 25x" in shown.get()
+
+
+def test_a_goal_and_a_limit_of_one_measure_count_both() -> None:
+    row = replace(_row(1.0, 10.0), limits={"p50": 0.5})
+    assert row.reached() == {"p50": False}
+    assert replace(row, limits={"p50": 2.0}).reached() == {"p50": True}
+    assert replace(row, limits={"p50": 2.0}, goals={"p50": 11}).reached() == {"p50": False}

@@ -1,6 +1,7 @@
 """Notebook manners: interrupts, `await`, magics, rich objects and figures."""
 
 import base64
+import importlib.util
 import struct
 from pathlib import Path
 
@@ -373,6 +374,25 @@ def test_forms_of_a_display_are_bounded(kernel: Kernel) -> None:
     assert reply.err == "[9 of 41 forms of a display left out]\n"
 
 
+def test_a_real_ipython_shows_things_as_well(kernel: Kernel, tmp_path: Path) -> None:
+    package = tmp_path / "elsewhere" / "IPython"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("real = True\n")
+    (package / "display.py").write_text(
+        "def display(*_): print('no shell')\nclass HTML(str): _repr_html_ = str.__str__\n"
+    )
+    reply = kernel.run(f"""
+        import sys
+        sys.path.insert(0, {str(package.parent)!r})
+        from IPython.display import display, HTML
+        display(HTML("<b>x</b>"))
+        sys.modules["IPython"].real
+    """)
+    assert reply.all(Kind.DISPLAY)[0]["text/html"] == "<b>x</b>"
+    assert reply.result == "True"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("IPython") is not None, reason="the real one is installed")
 def test_the_ipython_stand_in(kernel: Kernel, tmp_path: Path) -> None:
     (tmp_path / "p.png").write_bytes(b"\x89PNG")
     assert kernel.run("import sys; 'IPython' in sys.modules").result == "False"

@@ -14,10 +14,11 @@ _THEIRS = "from tests.support.behaviours import scripted as MySandboxes\n"
 def test_examples(tmp_path: Path) -> None:
     text = (ROOT / "docs/testing.md").read_text(encoding="utf-8")
     examples = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 5
     for number, example in enumerate(examples):
         (tmp_path / f"test_example_{number}.py").write_text(example)
     (tmp_path / "my_provider.py").write_text(_THEIRS)
+    (tmp_path / "my_model.py").write_text("from fumehood.models.direct import DirectModel as MyModel\n")
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\npythonpath = .\n"
     )

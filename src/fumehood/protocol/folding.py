@@ -141,9 +141,7 @@ class Fold:
         """As it stands; raises ValueError before the first event."""
         if self._response is None:
             raise ValueError("a stream begins with response.created")
-        if sorted(self._items) != list(range(len(self._items))):
-            raise ValueError(f"output indexes have gaps: {sorted(self._items)}")
-        output = [self._items[index] for index in range(len(self._items))]
+        output = [self._items[index] for index in sorted(self._items)]
         return msgspec.structs.replace(self._response, output=output)
 
     def apply(self, event: StreamEvent) -> None:

@@ -39,7 +39,8 @@ class ModelRequest:
     model: the name that the client used; a backend may know it by another.
     instructions: text that comes before everything.
     segments: the conversation, oldest first; the last ones are this response's own turns so far.
-    choice: `auto`, `none`, `required`, or the name of the one function that must be called.
+    choice: `auto`, `none`, `required`, or the one function that must be called.
+    streamed: whether somebody watches; if nobody does, the turn may as well come in one piece.
     """
 
     model: str
@@ -49,6 +50,7 @@ class ModelRequest:
     choice: Literal["none", "auto", "required"] | FunctionSpec = "auto"
     parallel_calls: bool = True
     sampling: Sampling = field(default_factory=Sampling)
+    streamed: bool = True
 
 
 class ModelEvent(msgspec.Struct, frozen=True, gc=False):

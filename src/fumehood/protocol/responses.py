@@ -12,16 +12,20 @@ type Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 
+# An object whose values nobody here looks at. msgspec knows no `Raw | None`.
+type JsonObject = dict[str, Raw]
+
 TERMINAL: frozenset[ResponseStatus] = frozenset({"completed", "failed", "incomplete", "cancelled"})
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`text.format`: plain text, any JSON object, or JSON of a schema."""
 
-    type: Literal["text", "json_object", "json_schema"] = "text"
+    # A factory, since plain defaults are left out, and this one has to be told.
+    type: Literal["text", "json_object", "json_schema"] = msgspec.field(default_factory=lambda: "text")
     name: str | None = None
     description: str | None = None
-    schema: Raw | None = None
+    schema: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -54,9 +58,9 @@ class CreateResponse(msgspec.Struct, kw_only=True):
     input: str | list[Raw] | None = None
     instructions: str | list[Raw] | None = None
     previous_response_id: str | None = None
-    conversation: Raw | None = None
+    conversation: str | JsonObject | None = None
     tools: list[Raw] | None = None
-    tool_choice: Raw | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -80,7 +84,7 @@ class CreateResponse(msgspec.Struct, kw_only=True):
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     prompt_cache_retention: str | None = None
-    prompt: Raw | None = None
+    prompt: JsonObject | None = None
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +151,7 @@ class Response(msgspec.Struct, kw_only=True):
     background: bool = False
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
-    instructions: Raw | None = None
+    instructions: str | list[Raw] | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
     model: str
@@ -172,7 +176,7 @@ class Response(msgspec.Struct, kw_only=True):
     usage: Usage | None = None
     metadata: Metadata = {}
     user: str | UnsetType | None = UNSET
-    conversation: Raw | UnsetType | None = UNSET
+    conversation: JsonObject | UnsetType | None = UNSET
 
 
 class Deleted(msgspec.Struct, frozen=True, kw_only=True):

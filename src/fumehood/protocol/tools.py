@@ -17,14 +17,14 @@ class FunctionTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function
 
     name: str
     description: str | None = None
-    parameters: Raw | None = None
+    parameters: dict[str, Raw] | None = None
     strict: bool | None = True
 
 
 class CustomTool(msgspec.Struct, kw_only=True, tag_field="type", tag="custom"):
     name: str
     description: str | None = None
-    format: Raw | None = None
+    format: dict[str, Raw] | None = None
 
 
 class ToolSpec(msgspec.Struct, frozen=True):
@@ -91,8 +91,9 @@ def read_tool(raw: Raw, where: str) -> ToolSpec:
     return ToolSpec(tag.type, tag.name, bytes(raw))
 
 
-def read_choice(raw: Raw) -> ToolChoice:
+def read_choice(value: str | dict[str, Raw]) -> ToolChoice:
     """Raises InvalidRequest for what is no `tool_choice` at all; whether the tool is there is checked elsewhere."""
+    raw = Raw(msgspec.json.encode(value))
     try:
         choice = _choices.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:

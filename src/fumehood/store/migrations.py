@@ -85,17 +85,21 @@ MIGRATIONS: Sequence[Migration] = (
             id TEXT PRIMARY KEY,
             tenant TEXT NOT NULL,
             created_at REAL NOT NULL,
+            running INTEGER NOT NULL,
             record BLOB NOT NULL
         );
         CREATE INDEX containers_by_tenant ON containers (tenant, created_at, id);
+        CREATE INDEX containers_running ON containers (created_at, id) WHERE running;
 
         CREATE TABLE files (
             id TEXT PRIMARY KEY,
             container TEXT NOT NULL,
             created_at REAL NOT NULL,
+            blob TEXT NOT NULL,
             record BLOB NOT NULL
         );
         CREATE INDEX files_by_container ON files (container, created_at, id);
+        CREATE INDEX files_by_blob ON files (blob);
         """,
     ),
 )

@@ -343,8 +343,8 @@ def entries(db: sqlite3.Connection, tenant: str, item_ids: Sequence[str]) -> dic
 
 def put_container(db: sqlite3.Connection, record: ContainerRecord) -> None:
     db.execute(
-        "INSERT OR REPLACE INTO containers (id, tenant, created_at, record) VALUES (?, ?, ?, ?)",
-        (record.id, record.tenant, record.created_at, _encode(record)),
+        "INSERT OR REPLACE INTO containers (id, tenant, created_at, running, record) VALUES (?, ?, ?, ?, ?)",
+        (record.id, record.tenant, record.created_at, record.status == "running", _encode(record)),
     )
 
 
@@ -353,17 +353,19 @@ def container(db: sqlite3.Connection, container_id: str) -> ContainerRecord | No
     return _containers.decode(found[0]) if found else None
 
 
-def containers(db: sqlite3.Connection, tenant: str | None) -> list[ContainerRecord]:
+def containers(db: sqlite3.Connection, tenant: str | None, running: bool) -> list[ContainerRecord]:
+    those = "running AND " if running else ""
     found = db.execute(
-        "SELECT record FROM containers WHERE tenant = coalesce(?, tenant) ORDER BY created_at, id", (tenant,)
+        f"SELECT record FROM containers WHERE {those}tenant = coalesce(?, tenant) ORDER BY created_at, id",  # noqa: S608
+        (tenant,),
     )
     return [_containers.decode(record) for (record,) in found]
 
 
 def put_files(db: sqlite3.Connection, changed: Sequence[ContainerFileRecord], deleted: Sequence[str]) -> None:
     db.executemany(
-        "INSERT OR REPLACE INTO files (id, container, created_at, record) VALUES (?, ?, ?, ?)",
-        [(record.id, record.container_id, record.created_at, _encode(record)) for record in changed],
+        "INSERT OR REPLACE INTO files (id, container, created_at, blob, record) VALUES (?, ?, ?, ?, ?)",
+        [(one.id, one.container_id, one.created_at, one.blob, _encode(one)) for one in changed],
     )
     db.executemany("DELETE FROM files WHERE id = ?", [(file_id,) for file_id in deleted])
 
@@ -373,3 +375,8 @@ def files(db: sqlite3.Connection, container_id: str) -> list[ContainerFileRecord
         "SELECT record FROM files WHERE container = ? ORDER BY created_at, id", (container_id,)
     )
     return [_files.decode(record) for (record,) in found]
+
+
+def unused_blobs(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
+    used = "SELECT 1 FROM files WHERE blob = ? LIMIT 1"
+    return [name for name in names if db.execute(used, (name,)).fetchone() is None]

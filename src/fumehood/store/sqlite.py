@@ -27,7 +27,7 @@ from fumehood.store.migrations import StoreRefused
 __all__ = ["SqliteStore", "StoreRefused"]
 
 _FIRST_EPOCH = 1
-_BEGIN_DELAY_SECONDS = 0.05
+_BEGIN_DELAY_SECONDS = 0.002
 _LEASE_SECONDS = 30.0
 _CACHE_BYTES = 64 << 20
 
@@ -122,15 +122,17 @@ class SqliteStore:
 
         return await self._database.write(work)
 
-    async def commit(self, lease: Lease, tenant: str, response: Response, entries: Sequence[Entry]) -> None:
-        response_id = lease.response_id
+    async def commit(
+        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[Entry]
+    ) -> None:
+        response_id = response.id
         begun = self._running.get(response_id)
-        if begun is not None and (begun.tenant, _FIRST_EPOCH) != (tenant, lease.epoch):
+        if begun is not None and lease is not None and (begun.tenant, _FIRST_EPOCH) != (tenant, lease.epoch):
             raise Fenced(response_id)
         ending = rows.ending_of(tenant, response, entries)
 
         def work(db: sqlite3.Connection) -> _Ended | None:
-            if _unwritten(begun, lease):
+            if lease is None or _unwritten(begun, lease):
                 return _Ended(rows.end_at_once(db, ending))
             if rows.epoch(db, tenant, response_id) != lease.epoch:
                 return None
@@ -207,14 +209,19 @@ class SqliteStore:
             return None
         return await self._database.read(lambda db: rows.container(db, container_id))
 
-    async def containers(self, tenant: str | None = None) -> Sequence[ContainerRecord]:
-        return await self._database.read(lambda db: rows.containers(db, tenant))
+    async def containers(
+        self, tenant: str | None = None, *, running: bool = False
+    ) -> Sequence[ContainerRecord]:
+        return await self._database.read(lambda db: rows.containers(db, tenant, running))
 
     async def put_files(self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()) -> None:
         await self._database.write(lambda db: rows.put_files(db, changed, deleted))
 
     async def files(self, container_id: str) -> Sequence[ContainerFileRecord]:
         return await self._database.read(lambda db: rows.files(db, container_id))
+
+    async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
+        return await self._database.read(lambda db: rows.unused_blobs(db, names))
 
     # --- inside ---------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Doubles for the tests of whoever builds on Fumehood; imports `interfaces`, `protocol` and the standard library.
 
-docs/testing.md shows how they are used. The conformance kit for implementations of one's own is in
-`fumehood.testing.sandbox_kit`, which needs pytest and is not imported here.
+docs/testing.md shows how they are used. The conformance kits for implementations of one's own are the modules whose
+names end in `_kit`, which need pytest and are not imported here.
 """
 
 from fumehood.testing.clock import FakeClock
@@ -15,16 +15,39 @@ from fumehood.testing.scripted import (
     Step,
     WriteFile,
 )
+from fumehood.testing.scripted_model import (
+    Beat,
+    Call,
+    ScriptedModel,
+    ScriptedModels,
+    Turn,
+    calls,
+    refuses,
+    says,
+    thinks,
+)
+from fumehood.testing.scripted_tool import Answer, ScriptedTool
 
 __all__ = [
     "Action",
+    "Answer",
+    "Beat",
+    "Call",
     "DeleteFile",
     "Expected",
     "FakeClock",
     "MemoryBlobs",
     "MemoryStore",
+    "ScriptedModel",
+    "ScriptedModels",
     "ScriptedSandbox",
     "ScriptedSandboxes",
+    "ScriptedTool",
     "Step",
+    "Turn",
     "WriteFile",
+    "calls",
+    "refuses",
+    "says",
+    "thinks",
 ]

@@ -104,7 +104,10 @@ class MemoryStore:
             rows[lease.response_id].expires = self._clock.now() + self._lease_seconds
         return ours
 
-    async def commit(self, lease: Lease, tenant: str, response: Response, entries: Sequence[Entry]) -> None:
+    async def commit(
+        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[Entry]
+    ) -> None:
+        lease = lease or await self.begin(tenant, response)
         row = self._row(tenant, lease.response_id)
         if row is None or not _holds(lease, row):
             raise Fenced(lease.response_id)
@@ -169,8 +172,14 @@ class MemoryStore:
     async def container(self, container_id: str) -> ContainerRecord | None:
         return self._open().containers.get(container_id)
 
-    async def containers(self, tenant: str | None = None) -> Sequence[ContainerRecord]:
-        found = [one for one in self._open().containers.values() if tenant is None or one.tenant == tenant]
+    async def containers(
+        self, tenant: str | None = None, *, running: bool = False
+    ) -> Sequence[ContainerRecord]:
+        found = [
+            one
+            for one in self._open().containers.values()
+            if (tenant is None or one.tenant == tenant) and (one.status == "running" or not running)
+        ]
         return sorted(found, key=lambda record: (record.created_at, record.id))
 
     async def put_files(self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()) -> None:
@@ -182,6 +191,10 @@ class MemoryStore:
     async def files(self, container_id: str) -> Sequence[ContainerFileRecord]:
         found = [record for record in self._open().files.values() if record.container_id == container_id]
         return sorted(found, key=lambda record: (record.created_at, record.id))
+
+    async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
+        used = {record.blob for record in self._open().files.values()}
+        return [name for name in names if name not in used]
 
     async def close(self) -> None:
         self._closed = True

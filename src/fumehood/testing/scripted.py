@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, cast
 
 import msgspec
 
@@ -56,8 +56,8 @@ class DeleteFile:
     path: str
 
 
-# An event is told; an asyncio.Event is waited for, as is what a function returns; a SandboxError is raised to whoever
-# reads the events, and ends them.
+# An event is told; an asyncio.Event is waited for, as is what a function returns, and told if it is an event; a
+# SandboxError is raised to whoever reads the events, and ends them.
 type Action = (
     AnyOutput
     | WriteFile
@@ -381,8 +381,13 @@ class ScriptedSandbox:
             case asyncio.Event():
                 return await _unless(call.interrupted, action.wait())
             case _:
-                return await _unless(call.interrupted, action(self))
+                return await _unless(call.interrupted, self._ask(call, action))
         return True
+
+    async def _ask(self, call: _Execution, action: "Callable[[ScriptedSandbox], Awaitable[object]]") -> None:
+        said = await action(self)
+        if isinstance(said, OutputEvent):
+            call.append(cast("AnyOutput", said))
 
     # ---- files ------------------------------------------------------------------------------------------------
 

@@ -406,6 +406,8 @@ class RecordsKit:
         await store.put_container(changed)
         assert await store.container("cntr_2") == changed
         assert len(await store.containers()) == 4
+        assert list(await store.containers(running=True)) == [records[3], records[1], records[0]]
+        assert list(await store.containers("tenant 0", running=True)) == [records[0]]
 
     async def test_files(self, subject: StoreSubject) -> None:
         store = subject.store
@@ -423,14 +425,17 @@ class RecordsKit:
             for number in range(4)
         ]
         await store.put_files(files)
+        assert list(await store.unused_blobs(["ab" * 32, "cd" * 32])) == ["cd" * 32]
         assert list(await store.files("cntr_0")) == [files[2], files[0]]
         changed = msgspec.structs.replace(files[0], bytes=99, blob="")
         await store.put_files([changed], deleted=["cfile_2", "cfile_unknown"])
         assert list(await store.files("cntr_0")) == [changed]
         assert list(await store.files("cntr_1")) == [files[3], files[1]]
         assert list(await store.files("cntr_unknown")) == []
-        await store.put_files([], ["cfile_0"])
+        assert list(await store.unused_blobs(["ab" * 32])) == []
+        await store.put_files([], ["cfile_0", "cfile_1", "cfile_3"])
         assert list(await store.files("cntr_0")) == []
+        assert list(await store.unused_blobs(["ab" * 32])) == ["ab" * 32]
 
 
 class CachingKit:

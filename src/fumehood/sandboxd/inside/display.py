@@ -299,7 +299,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 class _IPython(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Stands in for `IPython.display`, which models import out of habit, where IPython is not installed.
 
-    It is asked last, so a real IPython wins, and it makes no module before one is asked for: libraries
+    It is asked last, so a real IPython wins (`offer_ipython` lends it our `display`: without its own shell it would
+    only print), and it makes no module before one is asked for: libraries
     look into `sys.modules` to find out whether they run under IPython.
     """
 
@@ -329,6 +330,10 @@ class _IPython(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def offer_ipython(displays: Displays) -> None:
+    def lend(module: ModuleType) -> None:
+        vars(module).update(display=displays.display, clear_output=_ignore)
+
+    sys.meta_path.insert(0, _AfterImport("IPython.display", lend))
     sys.meta_path.append(_IPython(displays))
 
 

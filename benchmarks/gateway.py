@@ -1,0 +1,490 @@
+"""The gateway against a bare relay, interleaved, before the same model server; imports benchmarks.harness.
+
+    make bench-gateway                              everything, a few minutes
+    make bench-gateway ARGS=--quick                 less than a minute, as `make bench-check` runs it
+    make bench-gateway ARGS="--rows burst,paced"    only these
+    make bench-gateway ARGS=--rehearse              the relay in both places, to try the benchmark itself
+
+docs/benchmarks.md says what each row means.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import importlib.metadata
+import itertools
+import sqlite3
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks.harness import census, exchanges, gateways, rows
+from benchmarks.harness.exchanges import Answer, Served, WrongAnswer
+from benchmarks.harness.rawhttp import Client
+from benchmarks.harness.rows import Row, Samples
+
+RESULTS = Path(__file__).parent / "results" / "gateway.json"
+CHUNKS = 200
+TEXT = f"burst-{CHUNKS}"
+LENGTHS = (200, 1100, 2000)  # of code and of texts, to tell what a delta costs from what a turn costs
+TOOL_FRAGMENTS = 20
+EARLY, LATE = 3, 100  # turns of a conversation
+MB = 1_000_000
+US, MS = 1e6, 1e3
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How often everything is done."""
+
+    rounds: int
+    requests: int  # of one side in one round
+    at_once: int
+    streams: int  # paced, at the same time
+    paced_rounds: int
+    paced_chunks: int
+    latencies: int
+    tool_rounds: int
+    tool_turns: int  # of one kind in one round
+    fresh_containers: int
+    conversations: int
+
+
+FULL = Scale(25, 48, 8, 100, 5, CHUNKS, 300, 7, 10, 8, 20)
+QUICK = Scale(9, 24, 8, 100, 4, CHUNKS // 2, 100, 3, 4, 4, 8)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Both sides, what is behind them, and where ours keeps its data (nowhere, in a rehearsal)."""
+
+    ours: Served
+    relay: Served
+    model: Client
+    scale: Scale
+    database: Path | None
+
+    @property
+    def joined(self) -> Served:
+        return replace(self.relay, name="relay, events joined", path=f"/joined{self.relay.path}")
+
+
+type Work = Callable[[Served], Awaitable[object]]
+type Clock = Callable[[], float]
+
+
+def clock_of(served: Served) -> Clock:
+    return lambda: census.cpu_clock(served.pid)
+
+
+async def spent[T](clock: Clock, work: Awaitable[T]) -> tuple[float, T]:
+    """CPU seconds that work takes, and its result; what a server does after an answer is part of it."""
+    before = clock()
+    result = await work
+    await asyncio.sleep(0.01)
+    return clock() - before, result
+
+
+async def in_turns(sides: Sequence[Served], rounds: int, work: Work, share: float) -> list[Samples]:
+    """CPU time of each side for the same work, `share` of it, in turns; a round before the first is not counted."""
+    found = [Samples(one.name, []) for one in sides]
+    order = list(zip(sides, found, strict=True))
+    for number in range(rounds + 1):
+        for one, samples in order if number % 2 else reversed(order):
+            taken, _ = await spent(clock_of(one), work(one))
+            if number:
+                samples.values.append(taken * share)
+    return found
+
+
+async def at_once(number: int, works: Sequence[Callable[[], Awaitable[object]]]) -> None:
+    """All of them, so many at the same time."""
+    waiting = iter(works)
+
+    async def worker() -> None:
+        for work in waiting:
+            await work()
+
+    await asyncio.gather(*(worker() for _ in range(number)))
+
+
+async def per_turn(clock: Clock, turns: int, work: Callable[[], Awaitable[object]]) -> float:
+    """CPU seconds of a turn, the mean of so many, one after the other."""
+    taken, _ = await spent(clock, at_once(1, [work] * turns))
+    return taken / turns
+
+
+async def texts(served: Served, scale: Scale, *, stream: bool, model: str = TEXT) -> None:
+    async def one() -> Answer:
+        return await served.text(model, stream=stream)
+
+    await at_once(scale.at_once, [one] * scale.requests)
+
+
+async def paced(served: Served, streams: int, chunks: int) -> None:
+    """Streams that began at different moments and go on side by side."""
+
+    async def one(number: int) -> None:
+        await asyncio.sleep(0.2 * number / streams)
+        await served.text(f"paced-{chunks}", stream=True)
+
+    await asyncio.gather(*(one(number) for number in range(streams)))
+
+
+async def burst_rows(bench: Bench) -> list[Row]:
+    """What an event costs when they come as fast as they can."""
+    scale, sides = bench.scale, (bench.ours, bench.relay, bench.joined)
+
+    async def work(served: Served) -> None:
+        await texts(served, scale, stream=True)
+
+    ours, relay, joined = await in_turns(sides, scale.rounds, work, US / scale.requests / CHUNKS)
+    title = f"CPU per streamed event, {CHUNKS} in a burst"
+    return [
+        Row("burst", title, "µs", ours, relay, {"p50": 1 / 2}, measures=("p50",), note="next goal: 0.83x"),
+        Row("burst_joined", title, "µs", ours, joined, measures=("p50",)),
+    ]
+
+
+async def paced_rows(bench: Bench) -> list[Row]:
+    """What an event costs when each comes by itself."""
+    scale = bench.scale
+
+    async def work(served: Served) -> None:
+        await paced(served, scale.streams, scale.paced_chunks)
+
+    share = US / scale.streams / scale.paced_chunks
+    ours, relay = await in_turns((bench.ours, bench.relay), scale.paced_rounds, work, share)
+    title = f"CPU per streamed event, 50/s × {scale.streams} streams"
+    goals = {"p50": 1 / 1.3}
+    return [Row("paced", title, "µs", ours, relay, goals, measures=("p50",), note="next goal: 1x")]
+
+
+async def blocking_rows(bench: Bench) -> list[Row]:
+    """What a request without a stream costs; ours is on the disk when it is answered."""
+    scale, sides = bench.scale, (bench.ours, bench.relay)
+    rounds = 4 * scale.rounds  # they are short
+    found: list[Row] = []
+    for key, model, limits in (("blocking", TEXT, {"p50": 0.7}), ("blocking_short", "burst-10", {})):
+
+        async def work(served: Served, model: str = model) -> None:
+            await texts(served, scale, stream=False, model=model)
+
+        ours, relay = await in_turns(sides, rounds, work, MS / scale.requests)
+        title = f"CPU per blocking request, stored, answer of {model.partition('-')[2]} tokens"
+        note = "next goal: ≤ 0.35 ms" if limits else ""
+        found.append(Row(key, title, "ms", ours, relay, limits=limits, measures=("p50",), note=note))
+    return found
+
+
+async def latency_rows(bench: Bench) -> list[Row]:
+    """What is added to the model server's own times when nobody else asks: one request after the other."""
+    kinds = (("first_delta", "first delta", "paced-2"), ("whole_answer", f"{CHUNKS} chunks, whole", TEXT))
+    found: list[Row] = []
+    for key, what, model in kinds:
+        bare: list[float] = []
+        sides = (bench.ours, bench.relay)
+        taken = {one: list[float]() for one in sides}
+        for number in range(bench.scale.latencies):
+            bare.append((await exchanges.completion_times(bench.model, model))[model == TEXT])
+            for one in sides if number % 2 else reversed(sides):
+                answer = await one.text(model, stream=True)
+                taken[one].append(answer.whole if model == TEXT else answer.first_delta)
+        base = statistics.median(bare)
+        ours, relay = (Samples(one.name, [value - base for value in taken[one]]) for one in sides)
+        note = f"over {base:.2f} ms of the model server alone"
+        goals = {"p50": 1 / 2, "p99": 1 / 2}
+        found.append(Row(key, f"added latency, one at a time: {what}", "ms", ours, relay, goals, note=note))
+    return found
+
+
+async def memory_rows(bench: Bench) -> list[Row]:
+    """Resident memory after the start and one request, and the most of it under load."""
+    idle, loaded = list[Samples](), list[Samples]()
+    for one in (bench.ours, bench.relay):
+        await one.text(TEXT, stream=False)
+        idle.append(Samples(one.name, [census.resident(one.pid) / MB]))
+        census.forget_peak(one.pid)
+        await paced(one, bench.scale.streams, bench.scale.paced_chunks)
+        await texts(one, bench.scale, stream=True)
+        loaded.append(Samples(one.name, [census.peak_resident(one.pid) / MB]))
+    below = sum(census.pss(pid) for pid in census.tree(bench.ours.pid) if pid != bench.ours.pid) / MB
+    note = f"below it, PSS of the sandbox server and its sandboxes: {below:.0f} MB" if below else ""
+    title, kept = "resident memory of the gateway", ("mean",)
+    load = f"{title}, at most, {bench.scale.streams} streams"
+    return [
+        Row(
+            "memory_idle",
+            f"{title}, idle",
+            "MB",
+            idle[0],
+            idle[1],
+            limits={"mean": 80},
+            measures=kept,
+            note=note,
+        ),
+        Row("memory_loaded", load, "MB", loaded[0], loaded[1], limits={"mean": 120}, measures=kept),
+    ]
+
+
+async def code_rows(bench: Bench) -> list[Row]:
+    """What a delta of code costs, apart from the turn it is in: by the difference between lengths."""
+    served, scale = bench.ours, bench.scale
+    container = (await served.interpreted(8)).response.item("code_interpreter_call").container_id
+    clock = clock_of(served)
+    code, text = list[list[float]](), list[list[float]]()
+    for number in range(scale.tool_rounds + 1):
+        codes, words = list[float](), list[float]()
+        for length in LENGTHS:
+            writing = partial(served.interpreted, length, container)
+            saying = partial(served.text, f"burst-{length}", stream=True)
+            codes.append(await per_turn(clock, scale.tool_turns, writing) * US)
+            words.append(await per_turn(clock, scale.tool_turns, saying) * US)
+        if number:
+            code.append(codes)
+            text.append(words)
+    return code_table(code, text)
+
+
+def code_table(code: Sequence[Sequence[float]], text: Sequence[Sequence[float]]) -> list[Row]:
+    """Rows of rounds, each round µs per turn by LENGTHS."""
+
+    def slopes(rounds: Sequence[Sequence[float]], low: int, high: int) -> list[float]:
+        return [(one[high] - one[low]) / (LENGTHS[high] - LENGTHS[low]) for one in rounds]
+
+    whole = statistics.median(one[-1] for one in code) / LENGTHS[-1]
+    delta = Row(
+        "code_delta",
+        "CPU per streamed code delta, in a burst",
+        "µs",
+        Samples("code", slopes(code, 0, 2)),
+        Samples("a text delta of ours", slopes(text, 0, 2)),
+        {"p50": 1 / 1.5},
+        measures=("p50",),
+        note=f"with the whole turn of {LENGTHS[-1]} deltas and its execution {whole:.1f} µs",
+    )
+    low, middle, high = LENGTHS
+    flat = Row(
+        "code_flat",
+        f"CPU per code delta between the {middle}th and the {high}th",
+        "µs",
+        Samples("late", slopes(code, 1, 2)),
+        Samples(f"between the {low}th and the {middle}th", slopes(code, 0, 1)),
+        {"p50": 1 / 1.3},
+        measures=("p50",),
+    )
+    return [delta, flat]
+
+
+async def tool_rows(bench: Bench) -> list[Row]:
+    """A turn with code in it against one with a function that the client runs."""
+    served, scale = bench.ours, bench.scale
+    container = (await served.interpreted(8)).response.item("code_interpreter_call").container_id
+    outside = [pid for pid in census.tree(served.pid) if _beside(pid, served.pid)]
+
+    def clock() -> float:
+        return sum(map(census.cpu_clock, outside))
+
+    code, function = list[float](), list[float]()
+    kinds = (
+        (partial(served.interpreted, TOOL_FRAGMENTS, container), code),
+        (partial(served.looked_up, TOOL_FRAGMENTS), function),
+    )
+    for number in range(scale.tool_rounds + 1):
+        for work, taken in kinds:
+            cost = await per_turn(clock, scale.tool_turns, work) * MS
+            if number:
+                taken.append(cost)
+    reference = Samples("two turns with a function", function)
+    ours = Samples("gateway and sandbox server", code)
+    row = Row(
+        "code_turn",
+        "CPU of a code-interpreter turn, beyond model and code",
+        "ms",
+        ours,
+        reference,
+        {"p50": 1 / 2},
+        measures=("p50",),
+        note=f"{len(outside)} processes outside of sandboxes, a container in use",
+    )
+    return [row, *await fresh_container_row(bench, reference)]
+
+
+def _beside(pid: int, root: int) -> bool:
+    """Whether it is out here with the gateway, not in a sandbox or in what sandboxes are made from."""
+    return census.pid_namespace(pid) == census.pid_namespace(root)
+
+
+async def fresh_container_row(bench: Bench, reference: Samples) -> list[Row]:
+    """The same with everything that making a container takes, and with the code."""
+    try:
+        meter = census.CpuMeter(bench.ours.pid)
+    except census.CannotMeasure as error:
+        print(f"A turn with a fresh container is left out: {error}", file=sys.stderr)
+        return []
+    try:
+        meter.adopt(census.tree(bench.ours.pid))
+        taken = list[float]()
+        for _ in range(bench.scale.fresh_containers):
+            before = meter.read()
+            await bench.ours.interpreted(TOOL_FRAGMENTS)
+            await asyncio.sleep(0.2)  # until another sandbox waits in the pool
+            taken.append((meter.read() - before) * MS)
+    finally:
+        meter.close()
+    title = "the same in a fresh container, all processes, the code too"
+    return [Row("code_turn_fresh", title, "ms", Samples("all", taken), reference, measures=("p50",))]
+
+
+async def growth_rows(bench: Bench) -> list[Row]:
+    """What a late turn of a conversation costs against an early one, in CPU time and in bytes on the disk."""
+    served, number = bench.ours, bench.scale.conversations
+    tips, sizes = await conversations(bench, number, LATE - 1)
+    clock = clock_of(served)
+    early, late = ([], []), ([], [])
+    for old in tips:
+        young = (await grown(served, [None], EARLY - 1))[0]
+        for tip, kinds in ((young, early), (old, late)):
+            for stream, values in zip((True, False), kinds, strict=True):
+                turn = served.text(TEXT, stream=stream, previous_response_id=tip)
+                taken, answer = await spent(clock, turn)
+                values.append(taken * MS)
+                tip = answer.response.id
+    found: list[Row] = []
+    kinds = (("growth", "streamed", {"p50": 1 / 1.3}), ("growth_blocking", "blocking", {}))
+    for (key, how, goals), then, now in zip(kinds, early, late, strict=True):
+        turn = int(how == "blocking")
+        title = f"CPU of turn {LATE + turn} of a conversation, {how}"
+        reference = Samples(f"turn {EARLY + turn}", then)
+        found.append(Row(key, title, "ms", Samples("late", now), reference, goals, measures=("p50",)))
+    return found + stored_row(sizes, number)
+
+
+async def grown(served: Served, tips: Sequence[str | None], turns: int) -> list[str]:
+    """Conversations so many turns longer, side by side; their last responses."""
+    found = list(tips)
+
+    async def one(index: int) -> None:
+        tip = found[index]
+        more = {} if tip is None else {"previous_response_id": tip}
+        found[index] = (await served.text(TEXT, stream=False, **more)).response.id
+
+    for _ in range(turns):
+        await at_once(8, [lambda index=index: one(index) for index in range(len(found))])
+    return [tip for tip in found if tip is not None]
+
+
+async def conversations(bench: Bench, number: int, turns: int) -> tuple[list[str], dict[int, int]]:
+    """The last responses of so many conversations, and the bytes in the database after every ten turns."""
+    tips: Sequence[str | None] = [None] * number
+    sizes: dict[int, int] = {}
+    for done in range(0, turns, 10):
+        tips = await grown(bench.ours, tips, min(10, turns - done))
+        if bench.database is not None:
+            sizes[done + 10] = bytes_in(bench.database)
+    return [tip for tip in tips if tip is not None], sizes
+
+
+def bytes_in(database: Path) -> int:
+    """Of pages in use, also those still in the write-ahead log."""
+    with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+        pages, free, size = (
+            connection.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+    return (pages - free) * size
+
+
+def stored_row(sizes: dict[int, int], number: int) -> list[Row]:
+    """Bytes a turn has added, late against early; each ten turns of all conversations are one sample."""
+    steps = [
+        (end, (sizes[end] - sizes[begin]) / 10 / number)
+        for begin, end in itertools.pairwise(sorted(sizes))
+        if end <= LATE - 10
+    ]
+    if len(steps) < 6:
+        return []
+    late, early = [size for _, size in steps[-3:]], [size for _, size in steps[:3]]
+    title = f"bytes stored per turn, turns {steps[-4][0] + 1} to {steps[-1][0]}"
+    reference = Samples(f"turns 11 to {steps[2][0]}", early)
+    goals = {"mean": 1 / 1.1}
+    return [Row("growth_bytes", title, "B", Samples("late", late), reference, goals, measures=("mean",))]
+
+
+# What is idle is measured first: everything after it has had load.
+GROUPS: dict[str, Callable[[Bench], Awaitable[list[Row]]]] = {
+    "memory": memory_rows,
+    "latency": latency_rows,
+    "burst": burst_rows,
+    "paced": paced_rows,
+    "blocking": blocking_rows,
+    "code": code_rows,
+    "tools": tool_rows,
+    "growth": growth_rows,
+}
+REHEARSED = ("memory", "latency", "burst", "paced", "blocking")  # a relay has no tools and remembers nothing
+
+
+async def measure(scale: Scale, groups: Sequence[str], *, rehearse: bool) -> list[Row]:
+    found: list[Row] = []
+    async with contextlib.AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fumehood-bench-")))
+        url, model = await stack.enter_async_context(gateways.model_server(directory))
+        relay = await stack.enter_async_context(gateways.relay(directory, url))
+        if rehearse:
+            ours = await stack.enter_async_context(gateways.relay(directory, url))
+            bench = Bench(replace(ours, name="relay again"), relay, model, scale, None)
+        else:
+            ours = await stack.enter_async_context(gateways.gateway(directory, url))
+            bench = Bench(ours, relay, model, scale, gateways.database(directory))
+        try:
+            for name in groups:
+                began = time.perf_counter()
+                found += await GROUPS[name](bench)
+                print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        except WrongAnswer as error:
+            said = (
+                "" if rehearse else f" The gateway said:\n{gateways.last_words(gateways.log_of(directory))}"
+            )
+            raise WrongAnswer(f"A wrong answer: {error}.{said}") from error
+    return found
+
+
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("uvicorn", "aiohttp", "msgspec", "uvloop")}
+
+
+def chosen_groups(told: str, *, rehearse: bool) -> list[str]:
+    able = list(REHEARSED if rehearse else GROUPS)
+    wanted = told.split(",") if told else able
+    if unknown := [name for name in wanted if name not in able]:
+        raise SystemExit(f"There are no rows {', '.join(unknown)}; there are {', '.join(able)}.")
+    return [name for name in able if name in wanted]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the gateway against a bare relay.")
+    parser.add_argument("--quick", action="store_true", help="less than a minute instead of some minutes")
+    parser.add_argument("--json", type=Path, help=f"where the result goes; default {RESULTS.name}")
+    parser.add_argument("--rows", default="", metavar="NAMES", help=f"some of {','.join(GROUPS)}")
+    parser.add_argument("--rehearse", action="store_true", help="the relay in the gateway's place")
+    chosen = parser.parse_args()
+    groups = chosen_groups(chosen.rows, rehearse=chosen.rehearse)
+    scale = QUICK if chosen.quick else FULL
+    try:
+        found = asyncio.run(measure(scale, groups, rehearse=chosen.rehearse))
+    except (gateways.CannotStart, WrongAnswer) as error:
+        sys.exit(str(error))
+    facts = rows.machine(versions())
+    rows.show("gateway", facts, found)
+    if chosen.json is not None or not (chosen.quick or chosen.rehearse or chosen.rows):
+        rows.write_json(chosen.json or RESULTS, "gateway", facts, found)
+
+
+if __name__ == "__main__":
+    main()

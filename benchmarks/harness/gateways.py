@@ -1,0 +1,163 @@
+"""The gateway as a user would start it, the bare relay and the model server behind both; imports siblings."""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.exchanges import Served
+from benchmarks.harness.rawhttp import Client
+
+_PATIENCE = 60
+_KEY = "BENCHMARK_MODEL_SERVER_KEY"
+
+
+class CannotStart(Exception):
+    """A server did not begin to serve; says which, how it ended and what it said."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A server's command and where what it says is kept."""
+
+    name: str
+    argv: Sequence[str]
+    log: Path
+
+    @contextlib.asynccontextmanager
+    async def running(
+        self, environment: dict[str, str] | None = None
+    ) -> AsyncGenerator[asyncio.subprocess.Process]:
+        with self.log.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *self.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE if environment is None else log,
+                stderr=log,
+                env=environment,
+            )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            await process.wait()
+
+    def failure(self, process: asyncio.subprocess.Process) -> CannotStart:
+        how = "does not answer" if process.returncode is None else f"ended with status {process.returncode}"
+        said = last_words(self.log)
+        return CannotStart(
+            f"{self.name} could not be started. `{' '.join(self.argv)}` {how} and said:\n{said}"
+        )
+
+
+def last_words(log: Path) -> str:
+    """The end of what a server has said."""
+    return log.read_text(errors="replace").strip()[-3000:] or "nothing"
+
+
+@contextlib.asynccontextmanager
+async def _addressed(
+    name: str, directory: Path, module: str, *arguments: str
+) -> AsyncGenerator[tuple[int, str]]:
+    """A program of the harness that prints its address: its process and that address."""
+    argv = (sys.executable, "-m", f"benchmarks.harness.{module}", *arguments)
+    program = Program(name, argv, directory / f"{module}.log")
+    async with program.running() as process:
+        assert process.stdout is not None
+        async with asyncio.timeout(_PATIENCE):
+            address = (await process.stdout.readline()).decode().strip()
+        if not address:
+            await process.wait()
+            raise program.failure(process)
+        yield process.pid, address
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+@contextlib.asynccontextmanager
+async def model_server(directory: Path) -> AsyncGenerator[tuple[str, Client]]:
+    """The model server's address and a client of it."""
+    async with _addressed("The model server", directory, "model_server") as (_, address):
+        client = Client(port=_port(address))
+        with contextlib.closing(client):
+            yield address, client
+
+
+@contextlib.asynccontextmanager
+async def relay(directory: Path, upstream: str) -> AsyncGenerator[Served]:
+    async with _addressed("The relay", directory, "relay", upstream) as (pid, address):
+        client = Client(port=_port(address))
+        with contextlib.closing(client):
+            yield Served("relay", pid, client)
+
+
+def configuration(directory: Path, upstream: str, port: int) -> dict[str, Any]:
+    """What an operator would write: storage on disk, metrics, the interpreter; room for all our streams."""
+    model = {
+        "match": "*",
+        "backend": "chat_completions",
+        "base_url": f"{upstream}/v1",
+        "api_key_env": _KEY,
+        "context_window": 1_000_000,
+    }
+    return {
+        "server": {"host": "127.0.0.1", "port": port},
+        "models": [model],
+        "storage": {"url": f"sqlite:///{database(directory)}", "blobs": str(directory / "blobs")},
+        "auth": {"required": True},
+        "providers": {"code_interpreter": {"enabled": True}},
+        "limits": {"concurrent": 256},
+        "telemetry": {"metrics": True},
+    }
+
+
+def database(directory: Path) -> Path:
+    return directory / "fumehood.db"
+
+
+def log_of(directory: Path) -> Path:
+    return directory / "gateway.log"
+
+
+@contextlib.asynccontextmanager
+async def gateway(directory: Path, upstream: str) -> AsyncGenerator[Served]:
+    """`fumehood serve` with a configuration file, once it says that it is ready."""
+    port = _free_port()
+    file = directory / "fumehood.yaml"
+    file.write_text(json.dumps(configuration(directory, upstream, port), indent=2))  # JSON is YAML
+    argv = (sys.executable, "-m", "fumehood", "serve", "--config", str(file))
+    program = Program("The gateway", argv, log_of(directory))
+    environment = {**os.environ, _KEY: secrets.token_hex(16)}
+    async with program.running(environment) as process:
+        client = Client(port=port, token=f"sk-{secrets.token_hex(16)}")  # every client sends one
+        with contextlib.closing(client):
+            if not await ready(process, client):
+                raise program.failure(process)
+            yield Served("fumehood", process.pid, client)
+
+
+async def ready(process: asyncio.subprocess.Process, client: Client) -> bool:
+    for _ in range(_PATIENCE * 20):
+        if process.returncode is not None:
+            return False
+        with contextlib.suppress(OSError):
+            if (await client.request("GET", "/readyz")).status == 200:
+                return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]

@@ -1,0 +1,407 @@
+"""Every setting of the gateway in one checked tree: file, then environment; imports pyyaml and `models.settings`.
+
+A setting is a field of one of these Structs and is described in config.example.yaml. Secrets are not settings: a
+setting whose name ends in `_env` names the variable that holds one.
+"""
+
+import difflib
+import ipaddress
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeAliasType, cast, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from fumehood.models.settings import ModelSettings
+
+type Positive = Annotated[int, Meta(ge=1)]
+type Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+type Port = Annotated[int, Meta(ge=0, le=65_535)]
+type LogLevel = Literal["debug", "info", "warning", "error"]
+
+PREFIX = "FUMEHOOD_"
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SQLITE = "sqlite:///"
+
+
+class Misconfigured(ValueError):
+    """One sentence: where, which setting, and what to do; never a value that could be a secret."""
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class ServerSettings(_Section, frozen=True):
+    """
+    hosts: names by which clients may call the server besides localhost and addresses.
+    grace: seconds that running responses have to end when the server is stopped.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port = 8080
+    hosts: tuple[str, ...] = ()
+    grace: Annotated[float, Meta(ge=0, le=3600)] = 30.0
+
+    @property
+    def private(self) -> bool:
+        """Whether only this machine can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name can mean anything
+            return False
+
+
+class StorageSettings(_Section, frozen=True):
+    """
+    url: sqlite:///FILE; four slashes make the file's path absolute.
+    blobs: the directory of produced files.
+    """
+
+    url: str = "sqlite:///fumehood.db"
+    blobs: str = "./blobs"
+
+    @property
+    def file(self) -> Path:
+        return Path(self.url.removeprefix(_SQLITE))
+
+
+class AuthSettings(_Section, frozen=True):
+    required: bool = True
+
+
+class CodeInterpreterSettings(_Section, frozen=True):
+    """
+    isolation: `container` keeps variables and files from call to call, `execution` files only.
+    execution_timeout, claim_timeout: seconds that code may run, and that a sandbox may be waited for.
+    sandbox_url, sandbox_token_env: a sandbox server that runs elsewhere, and the variable that holds its token.
+    sandbox_template, sandbox_warm_pool: pods that are claimed in a cluster.
+    sandbox_mode … sandbox_config: how the sandbox server is started that is used where neither is given; its own
+        settings are in docs/sandbox-server.md.
+    allowed_domains: the most that a request may allow its container to reach; `*` stands for every domain.
+    always_include_outputs: show outputs also to clients that did not ask for them.
+    inline_bytes: pictures up to this size are data: URLs, larger ones addresses of container files.
+    model_characters, kept_characters: how much of what code prints the model is told, and how much the item holds.
+    file_bytes, container_bytes, container_files: what is kept of the files that code writes.
+    """
+
+    isolation: Literal["container", "execution"] = "container"
+    execution_timeout: Seconds = 60.0
+    claim_timeout: Seconds = 30.0
+    sandbox_url: str | None = None
+    sandbox_token_env: str | None = None
+    sandbox_template: str | None = None
+    sandbox_warm_pool: str | None = None
+    sandbox_mode: Literal["namespaces", "unsafe-degraded"] = "namespaces"
+    sandbox_limits: Literal["enforced", "best-effort"] = "enforced"
+    sandbox_pool: Annotated[int, Meta(ge=0, le=1000)] = 4
+    sandbox_capacity: Positive = 256
+    sandbox_config: str | None = None
+    allowed_domains: tuple[str, ...] = ()
+    always_include_outputs: bool = False
+    inline_bytes: Annotated[int, Meta(ge=0)] = 1 << 20
+    model_characters: Annotated[int, Meta(ge=100)] = 20_000
+    kept_characters: Annotated[int, Meta(ge=100)] = 1 << 18
+    file_bytes: Positive = 64 << 20
+    container_bytes: Positive = 512 << 20
+    container_files: Positive = 1000
+
+
+class CodeInterpreter(_Section, frozen=True):
+    enabled: bool = True
+    settings: CodeInterpreterSettings = CodeInterpreterSettings()
+
+
+class FileSearchSettings(_Section, frozen=True):
+    pass
+
+
+class FileSearch(_Section, frozen=True):
+    enabled: bool = False
+    settings: FileSearchSettings = FileSearchSettings()
+
+
+class WebSearchSettings(_Section, frozen=True):
+    backend: Literal["searxng"] = "searxng"
+    url: str | None = None
+
+
+class WebSearch(_Section, frozen=True):
+    enabled: bool = False
+    settings: WebSearchSettings = WebSearchSettings()
+
+
+class Providers(_Section, frozen=True):
+    code_interpreter: CodeInterpreter = CodeInterpreter()
+    file_search: FileSearch = FileSearch()
+    web_search: WebSearch = WebSearch()
+
+
+class LimitSettings(_Section, frozen=True):
+    """
+    concurrent: responses in the making at once, of everybody together.
+    turns, response_seconds: how often the model may be asked for one response, and how long that may take.
+    behind_events, behind_seconds: how far a reader of a stream may fall behind, and for how long.
+    """
+
+    requests_per_minute: Positive | None = None
+    concurrent: Positive = 512
+    containers_per_tenant: Positive = 50
+    body_bytes: Positive = 32 << 20
+    turns: Positive = 64
+    response_seconds: Seconds = 1800.0
+    behind_events: Positive = 10_000
+    behind_seconds: Seconds = 30.0
+
+
+class TelemetrySettings(_Section, frozen=True):
+    metrics: bool = True
+    otlp: str | None = None
+    log_format: Literal["text", "json"] = "text"
+    log_level: LogLevel = "info"
+
+
+class Config(_Section, frozen=True):
+    """With no model named, the built-in `direct` one serves: it runs the code that it is sent."""
+
+    server: ServerSettings = ServerSettings()
+    models: tuple[ModelSettings, ...] = ()
+    storage: StorageSettings = StorageSettings()
+    auth: AuthSettings = AuthSettings()
+    providers: Providers = Providers()
+    limits: LimitSettings = LimitSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------
+
+
+def load(file: Path | None, environ: Mapping[str, str], given: Mapping[str, object] | None = None) -> Config:
+    """The file's settings, the environment's on top of them, and `given` (by dotted path) on top of both.
+
+    Raises Misconfigured.
+    """
+    tree = {} if file is None else _read(file)
+    where = "the configuration" if file is None else str(file)
+    for variable, text in sorted(environ.items()):
+        path = _path_of(variable)
+        if path is not None:
+            _put(tree, path, _from_text(_field_at(path, variable), text, variable))
+    for dotted, value in (given or {}).items():
+        _put(tree, dotted.split("."), value)
+    _check_names(tree, Config, where, "")
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise Misconfigured(f"{where}: {_readable(str(error))}") from None
+    for problem in _problems(config):
+        raise Misconfigured(f"{where}: {problem}")
+    return config
+
+
+def secret(environ: Mapping[str, str], variable: str | None, setting: str) -> str | None:
+    """What the variable that a setting names holds; raises Misconfigured if there is none."""
+    if variable is None:
+        return None
+    value = environ.get(variable, "").strip()
+    if not value or not value.isascii() or not value.isprintable():
+        raise Misconfigured(
+            f"{setting} names the variable {variable}, which holds nothing that could be a key."
+        )
+    return value
+
+
+def _read(file: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        written: object = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Misconfigured(f"{file}: {error.strerror}.") from None
+    except UnicodeError:
+        raise Misconfigured(f"{file} is not UTF-8 text.") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f" at line {mark.line + 1}"
+        raise Misconfigured(
+            f"{file} is not YAML{line}: {getattr(error, 'problem', 'it cannot be read')}."
+        ) from None
+    if written is None:
+        return {}
+    if not isinstance(written, dict):
+        raise Misconfigured(f"{file} should hold sections such as `server:` and `models:`.")
+    return cast("dict[str, Any]", written)
+
+
+def _path_of(variable: str) -> list[str] | None:
+    """The setting that a variable names; None for one that is not about settings."""
+    rest = variable.removeprefix(PREFIX)
+    if rest == variable or ("__" not in rest and rest != "MODELS"):
+        return None
+    return rest.lower().split("__")
+
+
+def _put(tree: dict[str, Any], path: Sequence[str], value: object) -> None:
+    for name in path[:-1]:
+        below: object = tree.get(name)
+        if not isinstance(below, dict):
+            below = tree[name] = {}
+        tree = cast("dict[str, Any]", below)
+    tree[path[-1]] = value
+
+
+def _field_at(path: Sequence[str], variable: str) -> Any:
+    """The type of the setting at a path."""
+    kind: Any = Config
+    for depth, name in enumerate(path):
+        if not _is_section(kind):
+            raise Misconfigured(f"{variable}: {'.'.join(path[:depth])} has no settings below it.")
+        hints = get_type_hints(kind, include_extras=True)
+        if name not in hints:
+            raise Misconfigured(f"{variable}: {_unknown(name, hints, '.'.join(path[:depth]))}")
+        kind = hints[name]
+    return kind
+
+
+def _from_text(kind: Any, text: str, variable: str) -> object:
+    """What a variable says, as the file would say it."""
+    plain, optional = _without_none(kind)
+    if optional and text.strip().lower() in ("", "null", "none"):
+        return None
+    if get_origin(plain) is tuple or _is_section(plain):
+        return _structured(plain, text, variable)
+    if plain is str or get_origin(plain) is Literal:
+        return text
+    try:
+        return msgspec.convert(text.strip(), plain, strict=False)
+    except msgspec.ValidationError as error:
+        raise Misconfigured(f"{variable}: {_readable(str(error))}") from None
+
+
+def _structured(kind: Any, text: str, variable: str) -> object:
+    if get_origin(kind) is tuple and get_args(kind)[0] is str and not text.lstrip().startswith("["):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        raise Misconfigured(f"{variable} should hold JSON.") from None
+
+
+# ---- what cannot be served --------------------------------------------------------------------------------------
+
+
+def _problems(config: Config) -> Iterator[str]:
+    """What is wrong although every single setting is well formed."""
+    for number, model in enumerate(config.models):
+        for problem in _variable_problems("api_key_env", model.api_key_env):
+            yield f"models[{number}].{problem}"
+    interpreter = config.providers.code_interpreter
+    if interpreter.enabled:
+        for problem in _interpreter_problems(interpreter.settings):
+            yield f"providers.code_interpreter.settings.{problem}"
+    if not config.storage.url.startswith(_SQLITE) or config.storage.url == _SQLITE:
+        yield "storage.url: only sqlite:///FILE is there."
+    for name, asked in (
+        ("providers.file_search.enabled", config.providers.file_search.enabled),
+        ("providers.web_search.enabled", config.providers.web_search.enabled),
+        ("limits.requests_per_minute", config.limits.requests_per_minute),
+        ("telemetry.otlp", config.telemetry.otlp),
+    ):
+        if asked:
+            yield f"{name}: this version cannot do that yet; leave it out."
+
+
+def _interpreter_problems(settings: CodeInterpreterSettings) -> Iterator[str]:
+    claims = settings.sandbox_template is not None or settings.sandbox_warm_pool is not None
+    if settings.sandbox_url is not None and claims:
+        yield "sandbox_url: it excludes sandbox_template and sandbox_warm_pool; leave one or the other out."
+    if claims:
+        yield "sandbox_template: this version claims no pods yet; give a sandbox_url, or neither."
+    if settings.sandbox_url is not None:
+        yield from _url_problems("sandbox_url", settings.sandbox_url)
+    elif settings.sandbox_token_env is not None:
+        yield "sandbox_token_env: a token goes with a sandbox_url; the embedded server needs none."
+    yield from _variable_problems("sandbox_token_env", settings.sandbox_token_env)
+
+
+def _url_problems(setting: str, url: str) -> Iterator[str]:
+    try:
+        parts = urlsplit(url)
+        ported = parts.port is None or parts.port > 0
+    except ValueError:
+        parts, ported = urlsplit(""), False
+    if parts.scheme not in ("http", "https") or not parts.hostname or not ported:
+        yield f"{setting}: that is no URL such as http://127.0.0.1:8000."
+    elif parts.username is not None or parts.password is not None:
+        yield f"{setting}: a URL with a password in it would be written down in too many places; use a variable."
+
+
+def _variable_problems(setting: str, variable: str | None) -> Iterator[str]:
+    if variable is not None and _VARIABLE_NAME.fullmatch(variable) is None:
+        yield f"{setting}: give the name of a variable, not what it holds."
+
+
+# ---- names and types --------------------------------------------------------------------------------------------
+
+
+def _resolved(kind: Any) -> Any:
+    while True:
+        if isinstance(kind, TypeAliasType):
+            kind = kind.__value__
+        elif get_origin(kind) is Annotated and _is_section(get_args(kind)[0]):
+            kind = get_args(kind)[0]
+        else:
+            return kind
+
+
+def _without_none(kind: Any) -> tuple[Any, bool]:
+    kind = _resolved(kind)
+    if isinstance(kind, UnionType) and NoneType in get_args(kind):
+        return _resolved(next(part for part in get_args(kind) if part is not NoneType)), True
+    return kind, False
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _check_names(tree: object, kind: Any, where: str, path: str) -> None:
+    """Refuse what no setting is called, with what was probably meant."""
+    if get_origin(kind) is tuple and isinstance(tree, list):
+        for number, element in enumerate(cast("list[object]", tree)):
+            _check_names(element, get_args(kind)[0], where, f"{path}[{number}]")
+    if not _is_section(kind) or not isinstance(tree, dict):
+        return
+    hints = get_type_hints(kind, include_extras=True)
+    section = cast("dict[str, object]", tree)
+    for name, value in [*section.items()]:
+        if name not in hints:
+            raise Misconfigured(f"{where}: {_unknown(str(name), hints, path)}")
+        below, _ = _without_none(hints[name])
+        if value is None and (_is_section(below) or get_origin(below) is tuple):
+            del section[name]  # a heading with nothing below it
+        else:
+            _check_names(value, below, where, f"{path}.{name}" if path else name)
+
+
+def _unknown(name: str, known: Mapping[str, Any], path: str) -> str:
+    full = f"{path}.{name}" if path else name
+    if f"{name}_env" in known:
+        return f"{full} is not written down: put it into a variable, and name that with {name}_env."
+    close = difflib.get_close_matches(name, known, n=1)
+    advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
+    return f"there is no setting {full[:200]}; {advice}"
+
+
+def _readable(text: str) -> str:
+    """msgspec's words, with the setting first."""
+    said, _, place = text.partition(" - at ")
+    setting = place.strip("`").removeprefix("$").removeprefix(".")
+    said = said.replace("`", "").replace("Expected", "expected", 1).replace("Invalid", "invalid", 1)
+    return f"{setting}: {said}." if setting else f"{said}."

@@ -1,0 +1,331 @@
+"""Turns what a model writes into items and events; imports `interfaces`, `protocol` and siblings.
+
+One `Turn` assembles one turn of the model. Items get their place when they begin, and events their number when they
+enter the log: nothing is counted anywhere else. Calls of hosted tools are handed to their sessions piece by piece;
+what those answer with is theirs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from fumehood.engine.calls import WrittenCall, WrittenCustomCall, WrittenFunctionCall, is_whole
+from fumehood.engine.output import Output
+from fumehood.engine.prose import WrittenMessage, WrittenReasoning
+from fumehood.interfaces import CallContext, CallSession, OfferedTool, ToolResult
+from fumehood.protocol.conversation import Entry, Exchange
+from fumehood.protocol.events import StreamEvent, TextDelta
+from fumehood.protocol.items import AuthoredItem, ItemStatus, OutputItem, ProducedFile
+from fumehood.protocol.models import (
+    AnyModelEvent,
+    CallArguments,
+    CallStarted,
+    Refused,
+    Text,
+    Thought,
+    TurnEnded,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toolbox:
+    """What the model may call: hosted tools, and the client's functions and custom tools, by name."""
+
+    hosted: Mapping[str, OfferedTool]
+    functions: frozenset[str] = frozenset()
+    customs: frozenset[str] = frozenset()
+
+    def without_hosted(self) -> "Toolbox":
+        return Toolbox(hosted={}, functions=self.functions, customs=self.customs)
+
+
+@dataclass(slots=True)
+class HostedCall:
+    """A call that a hosted tool answers; `result` once it has."""
+
+    index: int
+    call_id: str
+    session: CallSession
+    result: ToolResult | None = None
+
+
+@dataclass(slots=True)
+class _UnknownCall:
+    """A call of something that is not there: only the model hears of it."""
+
+    call_id: str
+    name: str
+    pieces: list[str] = field(default_factory=list[str])
+
+
+class Turn:
+    """One turn of the model.
+
+    most_hosted: how many hosted calls are still allowed; further ones are ignored.
+    one_call: only the first call of the turn counts.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        output: Output,
+        toolbox: Toolbox,
+        context: Callable[[int, str], CallContext],
+        *,
+        most_hosted: int | None = None,
+        one_call: bool = False,
+    ) -> None:
+        self.number = number
+        self.ended: TurnEnded | None = None
+        self.hosted: list[HostedCall] = []
+        self.client_calls = 0
+        self.ignored_calls = 0
+        self._output = output
+        self._toolbox = toolbox
+        self._context = context
+        self._most_hosted = most_hosted
+        self._one_call = one_call
+        self._message: WrittenMessage | None = None
+        self._reasoning: WrittenReasoning | None = None
+        self._calls: dict[int, HostedCall | WrittenCall | _UnknownCall | None] = {}
+        self._unknown: list[_UnknownCall] = []
+        self._made: dict[int, Entry] = {}
+        self._pending: list[StreamEvent] = []
+
+    # --- while the model writes ---
+
+    async def feed(self, batch: Sequence[AnyModelEvent]) -> None:
+        """Everything that one read brought; its events enter the log together."""
+        pending = self._pending
+        for event in batch:
+            if isinstance(event, Text):
+                message = self._message
+                if message is None or message.text is None:
+                    message = await self._open_text()
+                message.text.append(event.delta)  # pyright: ignore[reportOptionalMemberAccess]
+                if event.logprobs:
+                    message.note_logprobs(event.logprobs)
+                pending.append(
+                    TextDelta(
+                        item_id=message.id,
+                        output_index=message.index,
+                        content_index=message.part,
+                        delta=event.delta,
+                        logprobs=event.logprobs,
+                    )
+                )
+            elif isinstance(event, CallArguments):
+                pending.extend(self._feed_call(event))
+            elif isinstance(event, Thought):
+                pending.append((self._reasoning or await self._open_reasoning()).think(event.delta))
+            elif isinstance(event, CallStarted):
+                await self._start_call(event)
+            elif isinstance(event, Refused):
+                pending.append((await self._open_refusal()).refuse(event.delta))
+            else:
+                self.ended = event
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._output.emit(self._pending)
+            self._pending.clear()
+
+    async def _open_message(self) -> WrittenMessage:
+        if self._reasoning is not None:
+            self._close_reasoning()
+        if self._message is None:
+            self._message = WrittenMessage(self._output.place())
+            self._pending.append(self._message.begin())
+        else:
+            self._pending += await self._message.end_part(self._find_files)
+        return self._message
+
+    async def _open_text(self) -> WrittenMessage:
+        message = await self._open_message()
+        self._pending.append(message.begin_text())
+        return message
+
+    async def _open_refusal(self) -> WrittenMessage:
+        if self._message is not None and self._message.refusal is not None:
+            return self._message
+        message = await self._open_message()
+        self._pending.append(message.begin_refusal())
+        return message
+
+    async def _open_reasoning(self) -> WrittenReasoning:
+        await self._close_message("completed")
+        self._reasoning = WrittenReasoning(self._output.place())
+        self._pending += self._reasoning.begin()
+        return self._reasoning
+
+    def _close_reasoning(self) -> None:
+        reasoning, self._reasoning = self._reasoning, None
+        if reasoning is not None:
+            item, events = reasoning.end()
+            self._pending += events
+            self._finish(reasoning.index, item)
+
+    async def _close_message(self, status: ItemStatus, unlinked: Sequence[ProducedFile] = ()) -> None:
+        message, self._message = self._message, None
+        if message is not None:
+            self._pending += await message.end_part(self._find_files, unlinked)
+            item, event = message.end(status)
+            self._pending.append(event)
+            self._finish(message.index, item)
+
+    async def _find_files(self, paths: Sequence[str]) -> list[ProducedFile]:
+        """What this response produced, and what its tools know from before."""
+        wanted = set(paths)
+        known = {file.path: file for file in self._output.files if file.path in wanted}
+        missing = [path for path in paths if path not in known]
+        if missing:
+            for tool in self._toolbox.hosted.values():
+                known |= {file.path: file for file in await tool.find_files(missing)}
+        return list(known.values())
+
+    # --- calls ---
+
+    async def _start_call(self, event: CallStarted) -> None:
+        self._close_reasoning()
+        await self._close_message("completed")
+        self._close_whole_calls()
+        call = self._begin_call(event)
+        self._calls[event.key] = call
+        if call is None:
+            self.ignored_calls += 1
+
+    def _begin_call(self, event: CallStarted) -> HostedCall | WrittenCall | _UnknownCall | None:
+        if self._one_call and self._calls:
+            return None
+        tool = self._toolbox.hosted.get(event.name)
+        if tool is not None:
+            if self._most_hosted is not None and len(self.hosted) >= self._most_hosted:
+                return None
+            index = self._output.place()
+            call = HostedCall(index, event.call_id, tool.begin(self._context(index, event.call_id)))
+            self.hosted.append(call)
+            self._pending += call.session.open()
+            return call
+        if event.name in self._toolbox.customs:
+            written = WrittenCustomCall(self._output.place(), event.call_id, event.name)
+        elif event.name in self._toolbox.functions:
+            written = WrittenFunctionCall(self._output.place(), event.call_id, event.name)
+        else:
+            unknown = _UnknownCall(event.call_id, event.name)
+            self._unknown.append(unknown)
+            return unknown
+        self.client_calls += 1
+        self._pending.append(written.begin())
+        return written
+
+    def _feed_call(self, event: CallArguments) -> Sequence[StreamEvent]:
+        call = self._calls.get(event.key)
+        if isinstance(call, HostedCall):
+            return call.session.feed(event.delta)
+        if isinstance(call, _UnknownCall):
+            call.pieces.append(event.delta)
+        elif call is not None:
+            return call.feed(event.delta)
+        return ()
+
+    def _close_whole_calls(self) -> None:
+        """End the client's calls whose arguments are complete, now that another one begins."""
+        for key, call in self._calls.items():
+            if isinstance(call, WrittenCall) and is_whole(call.arguments):
+                self._close_call(call, "completed")
+                self._calls[key] = None
+
+    def _close_call(self, call: WrittenCall, status: ItemStatus) -> None:
+        item, events = call.end(status)
+        self._pending += events
+        self._finish(call.index, item)
+
+    # --- when the model has ended ---
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the model has something to read next: results of calls, with none left to the client."""
+        return bool(self.hosted or self._unknown or self.ignored_calls) and not self.client_calls
+
+    async def finish(self, status: ItemStatus) -> None:
+        """Close everything that is open, hosted calls excepted."""
+        self._close_reasoning()
+        last = status == "completed" and not self._calls
+        await self._close_message(status, self._output.files if last else ())
+        self._close_client_calls(status)
+        self._flush()
+
+    def cut_off(self, reason: str) -> None:
+        """The same in a hurry, hosted calls included: nothing is awaited."""
+        self._close_reasoning()
+        if self._message is not None:
+            self._pending += self._message.cut_off()
+            item, event = self._message.end("incomplete")
+            self._pending.append(event)
+            self._finish(self._message.index, item)
+            self._message = None
+        self._close_client_calls("incomplete")
+        self._flush()
+        for call in self.hosted:
+            if call.result is None:
+                self.settle(call, call.session.abort(reason))
+
+    def _close_client_calls(self, status: ItemStatus) -> None:
+        for call in self._calls.values():
+            if isinstance(call, WrittenCall):
+                self._close_call(call, status)
+        self._calls = dict.fromkeys(self._calls)
+
+    def settle(self, call: HostedCall, result: ToolResult) -> None:
+        """A hosted call has its result."""
+        call.result = result
+        self._output.emit(result.events)
+        self._output.files.extend(result.files)
+        self._finish(call.index, result.item, result.exchange)
+
+    def _finish(self, index: int, item: OutputItem, exchange: Exchange | None = None) -> None:
+        self._output.finish(index, item)
+        self._made[index] = _entry(self.number, item, exchange)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """What the turn made, in order."""
+        return tuple(self._made[index] for index in sorted(self._made))
+
+    @property
+    def hidden_entries(self) -> tuple[Entry, ...]:
+        """What only the model is told: that it called what is not there."""
+        return tuple(
+            Entry(
+                type="fumehood:unknown_call",
+                id=None,
+                turn=self.number,
+                raw=b"{}",
+                exchange=Exchange(
+                    call_id=call.call_id,
+                    name=call.name,
+                    arguments=arguments if is_whole(arguments := "".join(call.pieces)) else "{}",
+                    output=f"There is no tool named {call.name!r}. Use one of those that are offered, or answer.",
+                ),
+            )
+            for call in self._unknown
+        )
+
+
+class _Tag(msgspec.Struct):
+    type: str
+    id: str | None = None
+
+
+def _entry(turn: int, item: OutputItem, exchange: Exchange | None) -> Entry:
+    raw = msgspec.json.encode(item)
+    if isinstance(item, msgspec.Raw):
+        tag = msgspec.json.decode(raw, type=_Tag)
+        return Entry(type=tag.type, id=tag.id, turn=turn, raw=raw, exchange=exchange)
+    return Entry(type=_type_of(item), id=item.id, turn=turn, raw=raw, exchange=exchange)
+
+
+def _type_of(item: AuthoredItem) -> str:
+    return str(type(item).__struct_config__.tag)

@@ -1,0 +1,110 @@
+"""Calls that the client answers, as the model writes them; imports `protocol` and the standard library."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import msgspec
+
+from fumehood.protocol.events import (
+    ArgumentsDelta,
+    ArgumentsDone,
+    CustomInputDelta,
+    CustomInputDone,
+    ItemAdded,
+    ItemDone,
+    StreamEvent,
+)
+from fumehood.protocol.ids import new_id
+from fumehood.protocol.items import CustomToolCall, FunctionCall, ItemStatus, OutputItem
+from fumehood.protocol.streaming_json import StringField
+
+
+class WrittenCall(ABC):
+    """A call in the making."""
+
+    def __init__(self, prefix: str, output_index: int, call_id: str, name: str) -> None:
+        self.id = new_id(prefix)
+        self.index = output_index
+        self.call_id = call_id
+        self.name = name
+
+    @property
+    @abstractmethod
+    def arguments(self) -> str:
+        """All that the model wrote so far."""
+
+    def begin(self) -> StreamEvent:
+        return ItemAdded(output_index=self.index, item=self._item("in_progress"))
+
+    @abstractmethod
+    def feed(self, delta: str) -> Sequence[StreamEvent]: ...
+
+    def end(self, status: ItemStatus) -> tuple[OutputItem, Sequence[StreamEvent]]:
+        item = self._item(status)
+        return item, [self._done(), ItemDone(output_index=self.index, item=item)]
+
+    @abstractmethod
+    def _item(self, status: ItemStatus) -> OutputItem: ...
+
+    @abstractmethod
+    def _done(self) -> StreamEvent: ...
+
+
+class WrittenFunctionCall(WrittenCall):
+    """A call of one of the client's functions."""
+
+    def __init__(self, output_index: int, call_id: str, name: str) -> None:
+        super().__init__("fc", output_index, call_id, name)
+        self._pieces: list[str] = []
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self._pieces)
+
+    def feed(self, delta: str) -> Sequence[StreamEvent]:
+        self._pieces.append(delta)
+        return (ArgumentsDelta(item_id=self.id, output_index=self.index, delta=delta),)
+
+    def _item(self, status: ItemStatus) -> FunctionCall:
+        return FunctionCall(
+            id=self.id, call_id=self.call_id, name=self.name, arguments=self.arguments, status=status
+        )
+
+    def _done(self) -> StreamEvent:
+        return ArgumentsDone(item_id=self.id, output_index=self.index, arguments=self.arguments)
+
+
+class WrittenCustomCall(WrittenCall):
+    """A call of one of the client's custom tools, which a model calls like a function with the field `input`."""
+
+    def __init__(self, output_index: int, call_id: str, name: str) -> None:
+        super().__init__("ctc", output_index, call_id, name)
+        self._scanner = StringField("input")
+
+    @property
+    def arguments(self) -> str:
+        return self._scanner.text
+
+    def feed(self, delta: str) -> Sequence[StreamEvent]:
+        found = self._scanner.feed(delta)
+        return (CustomInputDelta(item_id=self.id, output_index=self.index, delta=found),) if found else ()
+
+    @property
+    def _input(self) -> str:
+        return self._scanner.value or ""
+
+    def _item(self, status: ItemStatus) -> CustomToolCall:
+        return CustomToolCall(
+            id=self.id, call_id=self.call_id, name=self.name, input=self._input, status=status
+        )
+
+    def _done(self) -> StreamEvent:
+        return CustomInputDone(item_id=self.id, output_index=self.index, input=self._input)
+
+
+def is_whole(arguments: str) -> bool:
+    """Whether these are complete, so that no more of them can come."""
+    try:
+        return bool(arguments.strip()) and isinstance(msgspec.json.decode(arguments), dict)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return False

@@ -1,0 +1,101 @@
+"""Finds the files that a text links to; imports `protocol` and the standard library.
+
+Models write `[table](sandbox:/mnt/data/table.csv)`. A citation spans `sandbox:/mnt/data/table.csv`, in code points.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from fumehood.protocol.items import ContainerFileCitation, ProducedFile
+
+_SCHEME = "sandbox:"
+_MARK = _SCHEME + "/"
+_MOST_LINKS = 1_000
+_TRAILING = ".,;:!?*_`"
+_CLOSING = {"(": ")", "<": ">", "[": "]", '"': '"', "'": "'", "`": "`"}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Where a link stands in a text, and the paths that it may mean, the likeliest first."""
+
+    start: int
+    paths: tuple[str, ...]
+
+    def end(self, path: str) -> int:
+        return self.start + len(_SCHEME) + len(path)
+
+
+def find_links(text: str) -> list[Link]:
+    links: list[Link] = []
+    start = text.find(_MARK)
+    while start >= 0 and len(links) < _MOST_LINKS:
+        opening = text[start - 1] if start else ""
+        target = _target(text, start + len(_SCHEME), opening)
+        links.append(Link(start, _candidates(target)))
+        start = text.find(_MARK, start + len(_MARK))
+    return links
+
+
+def _target(text: str, start: int, opening: str) -> str:
+    """From `start` to where the link must end: its closing bracket, or white space where it has none."""
+    closing = _CLOSING.get(opening, "")
+    depth = 0
+    for end in range(start, len(text)):
+        character = text[end]
+        if character == "\n" or (not closing and character.isspace()):
+            return text[start:end]
+        if character == opening and closing != opening:
+            depth += 1
+        elif character == closing:
+            if depth == 0:
+                return text[start:end]
+            depth -= 1
+    return text[start:]
+
+
+def _candidates(target: str) -> tuple[str, ...]:
+    shorter = target.rstrip(_TRAILING)
+    bare = shorter.rstrip(")]>\"'")
+    # A title may follow the address: (sandbox:/mnt/data/a.csv "The table").
+    address = target.split(' "', 1)[0]
+    return tuple(dict.fromkeys(path for path in (target, address, shorter, bare) if path))
+
+
+def paths_of(links: Sequence[Link]) -> list[str]:
+    """Every path that one of these may mean, as files are named: percent signs resolved."""
+    return list(
+        dict.fromkeys(name for link in links for path in link.paths for name in (path, unquote(path)))
+    )
+
+
+def cite_links(links: Sequence[Link], files: Mapping[str, ProducedFile]) -> list[ContainerFileCitation]:
+    """One for each link that means one of these files, which are given by path."""
+    citations: list[ContainerFileCitation] = []
+    for link in links:
+        for path in link.paths:
+            file = files.get(path) or files.get(unquote(path))
+            if file is not None:
+                citations.append(_cite(file, link.start, link.end(path)))
+                break
+    return citations
+
+
+def cite_unlinked(
+    files: Sequence[ProducedFile], cited: Sequence[ContainerFileCitation], text: str
+) -> list[ContainerFileCitation]:
+    """One at the end of the text, of no width, for each file that it does not link to."""
+    linked = {citation.file_id for citation in cited}
+    latest = {file.file_id: file for file in files if file.file_id not in linked}
+    return [_cite(file, len(text), len(text)) for file in latest.values()]
+
+
+def _cite(file: ProducedFile, start: int, end: int) -> ContainerFileCitation:
+    return ContainerFileCitation(
+        container_id=file.container_id,
+        file_id=file.file_id,
+        filename=file.filename,
+        start_index=start,
+        end_index=end,
+    )

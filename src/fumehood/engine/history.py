@@ -1,0 +1,133 @@
+"""What a response stands on: the conversation before it and the items of its request; imports `interfaces`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from fumehood.interfaces import Caller, HostedTool, Store
+from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.errors import InvalidRequest, PreviousNotFound
+from fumehood.protocol.ids import new_id
+from fumehood.protocol.items import Item, peek
+from fumehood.protocol.responses import CreateResponse
+
+_MOST_ITEMS = 10_000
+_CALLS = {"function_call": "function_call_output", "custom_tool_call": "custom_tool_call_output"}
+_OUTPUTS = frozenset(_CALLS.values())
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "code_interpreter_call": "ci"}
+
+
+class _CallTag(msgspec.Struct):
+    call_id: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+_call_tags = msgspec.json.Decoder(_CallTag)
+
+
+class History:
+    """`tools`: the hosted ones, each under every type of item that it makes."""
+
+    def __init__(self, store: Store, tools: Mapping[str, HostedTool]) -> None:
+        self._store = store
+        self._tools = tools
+
+    async def past(self, request: CreateResponse, caller: Caller) -> Sequence[Segment]:
+        """The conversation that the request continues; raises PreviousNotFound."""
+        previous = request.previous_response_id
+        if previous is None:
+            return ()
+        segments = await self._store.conversation(caller.tenant, previous)
+        if segments is None:
+            raise PreviousNotFound(
+                f"Previous response with id '{previous}' not found.", param="previous_response_id"
+            )
+        return segments
+
+    async def input(
+        self, request: CreateResponse, caller: Caller, past: Sequence[Segment]
+    ) -> tuple[Entry, ...]:
+        """The items of the request, references resolved; raises InvalidRequest."""
+        if request.input is None and not past:
+            raise InvalidRequest(
+                "Missing required parameter: 'input'.", param="input", code="missing_required_parameter"
+            )
+        if isinstance(request.input, str):
+            return (_user_message(request.input),)
+        raws = request.input or []
+        if len(raws) > _MOST_ITEMS:
+            raise InvalidRequest(f"At most {_MOST_ITEMS} items can be given.", param="input")
+        items = [peek(raw, f"input[{number}]") for number, raw in enumerate(raws)]
+        kept = await self._kept(items, caller)
+        entries = tuple(self._entry(item, kept, f"input[{number}]") for number, item in enumerate(items))
+        _check_calls(entries, past)
+        return entries
+
+    async def _kept(self, items: Sequence[Item], caller: Caller) -> Mapping[str, Entry]:
+        """What the store knows of items that are referred to, or whose results the client may have left out."""
+        ids = [
+            item.id
+            for item in items
+            if item.id and (item.type == "item_reference" or item.type in self._tools)
+        ]
+        return await self._store.entries(caller.tenant, ids) if ids else {}
+
+    def _entry(self, item: Item, kept: Mapping[str, Entry], where: str) -> Entry:
+        known = kept.get(item.id) if item.id else None
+        if item.type == "item_reference":
+            if known is None:
+                raise InvalidRequest(f"Item with id '{item.id}' not found.", param=where)
+            return msgspec.structs.replace(known, turn=0)
+        identity = item.id or new_id(_PREFIXES.get(item.type, "item"))
+        entry = Entry(type=item.type, id=identity, turn=0, raw=item.raw)
+        tool = self._tools.get(item.type)
+        if tool is None:
+            return entry
+        exchange = known.exchange if known is not None and known.exchange else tool.recall(entry)
+        return msgspec.structs.replace(entry, exchange=exchange)
+
+
+class _InputText(msgspec.Struct, tag_field="type", tag="input_text"):
+    text: str
+
+
+class _UserMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    id: str
+    role: str = "user"
+    status: str = "completed"
+    content: list[_InputText]
+
+
+def _user_message(text: str) -> Entry:
+    message = _UserMessage(id=new_id("msg"), content=[_InputText(text)])
+    return Entry(type="message", id=message.id, turn=0, raw=msgspec.json.encode(message))
+
+
+def _check_calls(entries: Sequence[Entry], past: Sequence[Segment]) -> None:
+    """Every result belongs to a call, and every call of the last turn has its result."""
+    newest = past[-1].entries if past else ()
+    results = {_call_id(entry, number) for number, entry in enumerate(entries) if entry.type in _OUTPUTS}
+    calls = {_call_id(entry, number) for number, entry in enumerate(entries) if entry.type in _CALLS}
+    calls |= {_call_id(entry) for entry in newest if entry.type in _CALLS}
+    answered = {_call_id(entry) for entry in newest if entry.type in _OUTPUTS}
+    missing = calls - results - answered
+    if missing:
+        raise InvalidRequest(f"No tool output found for function call {min(missing)}.", param="input")
+    strangers = results - calls
+    if strangers:
+        strangers -= {
+            _call_id(entry) for segment in past for entry in segment.entries if entry.type in _CALLS
+        }
+    if strangers:
+        raise InvalidRequest(
+            f"No tool call found for function call output with call_id {min(strangers)}.", param="input"
+        )
+
+
+def _call_id(entry: Entry, number: int | None = None) -> str:
+    try:
+        return _call_tags.decode(entry.raw).call_id
+    except msgspec.ValidationError as error:
+        where = "input" if number is None else f"input[{number}]"
+        raise InvalidRequest(f"{where}: {error}", param=where) from None

@@ -1,0 +1,298 @@
+"""The loop: the model's turns and the calls between them, until it has answered; imports `interfaces` and siblings.
+
+`Loop.drive` owns one response from `in_progress` to its end. It asks the model for a turn, lets a `Turn` make items
+and events of it, runs the hosted calls, and shows the model their results, until the model answers, calls something
+of the client's, or a limit is met. Then the response is committed, and only then told to be over.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from fumehood.engine.assembler import Toolbox, Turn
+from fumehood.engine.dispatch import run_calls
+from fumehood.engine.log import EventLog
+from fumehood.engine.output import Output
+from fumehood.engine.preparation import Prepared
+from fumehood.interfaces import CallContext, Clock, Fenced, Lease, ModelBackend, Store
+from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.errors import ApiError, ModelUnreachable, ServerFault, to_detail
+from fumehood.protocol.events import (
+    Completed,
+    Created,
+    ErrorOccurred,
+    Failed,
+    Incomplete,
+    InProgress,
+    StreamEvent,
+)
+from fumehood.protocol.models import ModelRequest
+from fumehood.protocol.responses import (
+    IncompleteDetails,
+    Response,
+    ResponseError,
+    ResponseStatus,
+    Usage,
+)
+from fumehood.protocol.tools import FunctionSpec
+
+logger = logging.getLogger(__name__)
+
+# What the SDK knows; another code would not pass its strict mode.
+_RESPONSE_ERROR_CODES = frozenset({"server_error", "rate_limit_exceeded", "invalid_prompt"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopLimits:
+    """
+    turns: of the model in one response; in the last one it is offered no tools, so that it has to answer.
+    seconds: that a response may take in all.
+    """
+
+    turns: int = 64
+    seconds: float = 1800.0
+
+
+class Loop:
+    """One response.
+
+    failure: what went wrong, where it is a fault that a blocking caller should get as an HTTP error.
+    lease: the right to write to the response, once it is recorded.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        backend: ModelBackend,
+        store: Store,
+        clock: Clock,
+        log: EventLog,
+        limits: LoopLimits,
+    ) -> None:
+        self.failure: ApiError | None = None
+        self._prepared = prepared
+        self._backend = backend
+        self._store = store
+        self._clock = clock
+        self._limits = limits
+        self._log = log
+        self._output = Output(log)
+        self._deadline = clock.monotonic() + limits.seconds
+        self._turn: Turn | None = None
+        self._segments: list[Segment] = []
+        self._entries: list[Entry] = []
+        self._usage: Usage | None = None
+        self._hosted_calls = 0
+        self.lease: Lease | None = None
+        self._incomplete: Literal["max_output_tokens", "content_filter"] | None = None
+        self._phase: Literal["new", "turning", "concluding"] = "new"
+        self._unwanted = False
+
+    def check(self) -> None:
+        """Raises InvalidRequest if the model cannot be shown what it would have to see first."""
+        self._backend.check(self._model_request(1, self._toolbox(1)))
+
+    def may_be_cancelled(self) -> bool:
+        """Whether cancelling the task now ends the turns. A loop that has not begun takes note instead, and one that
+        concludes is left to it.
+        """
+        self._unwanted = True
+        return self._phase == "turning"
+
+    async def drive(self) -> Response:
+        """From the first event to the last; the response as it was told and kept."""
+        opening = self._prepared.response
+        self._log.extend([Created(response=opening), InProgress(response=opening)])
+        status: ResponseStatus
+        try:
+            # Nobody knows the id of a blocking call before it has ended, so nobody can ask what became of it.
+            if self._prepared.store and self._prepared.streamed:
+                self.lease = await self._store.begin(self._prepared.caller.tenant, opening)
+            self._phase = "turning"
+            if self._unwanted:
+                raise asyncio.CancelledError
+            async with asyncio.timeout(self._limits.seconds):
+                await self._turns()
+            status = "incomplete" if self._incomplete else "completed"
+        except asyncio.CancelledError:
+            self._take_back_the_cancellation()
+            status = "cancelled"
+            self._cut_off("the response was cancelled")
+        except TimeoutError:
+            status = "failed"
+            self.failure = ServerFault(f"The response took longer than {self._limits.seconds:g} seconds.")
+            self._cut_off("the response took too long")
+        except ApiError as error:
+            status = "failed"
+            self.failure = error
+            self._cut_off("the response failed")
+        except Exception:
+            logger.exception("response %s failed", opening.id)
+            status = "failed"
+            self.failure = ServerFault("The server failed to make this response.")
+            self._cut_off("the response failed")
+        return await self._conclude(status)
+
+    def _take_back_the_cancellation(self) -> None:
+        """What is left to do is short and must not be lost."""
+        task = asyncio.current_task()
+        while task is not None and task.cancelling():
+            task.uncancel()
+
+    def _cut_off(self, reason: str) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            turn.cut_off(reason)
+            self._keep(turn)
+
+    # --- turns ---
+
+    async def _turns(self) -> None:
+        for number in range(1, self._limits.turns + 1):
+            turn = await self._one_turn(number)
+            if not self._incomplete and turn.hosted:
+                self._hosted_calls += len(turn.hosted)
+                await run_calls(turn, self._output)
+            self._turn = None
+            self._keep(turn)
+            if self._incomplete or not turn.goes_on:
+                return
+            self._segments.append(Segment((*turn.entries, *turn.hidden_entries)))
+            if self._tokens_left() == 0:
+                self._incomplete = "max_output_tokens"
+                return
+
+    async def _one_turn(self, number: int) -> Turn:
+        toolbox = self._toolbox(number)
+        turn = self._turn = Turn(
+            number,
+            self._output,
+            toolbox,
+            self._call_context,
+            most_hosted=self._hosted_left(),
+            one_call=not self._prepared.response.parallel_tool_calls,
+        )
+        async with contextlib.aclosing(self._backend.stream(self._model_request(number, toolbox))) as batches:
+            async for batch in batches:
+                await turn.feed(batch)
+        if turn.ended is None:
+            raise ModelUnreachable("The model server ended its answer in the middle.")
+        if turn.ended.usage is not None:
+            self._usage = turn.ended.usage if self._usage is None else self._usage + turn.ended.usage
+        if turn.ended.reason == "length":
+            self._incomplete = "max_output_tokens"
+        elif turn.ended.reason == "content_filter":
+            self._incomplete = "content_filter"
+        await turn.finish("incomplete" if self._incomplete else "completed")
+        if self._incomplete:
+            turn.cut_off("the model's turn was cut off")
+        return turn
+
+    def _keep(self, turn: Turn) -> None:
+        self._entries.extend(turn.entries)
+
+    def _toolbox(self, number: int) -> Toolbox:
+        """In the last turn, and with no hosted call left, the model has to answer or to call the client."""
+        over = number == self._limits.turns or self._hosted_left() == 0
+        return self._prepared.toolbox.without_hosted() if over else self._prepared.toolbox
+
+    def _hosted_left(self) -> int | None:
+        most = self._prepared.response.max_tool_calls
+        return None if most is None else max(0, most - self._hosted_calls)
+
+    def _tokens_left(self) -> int | None:
+        most = self._prepared.response.max_output_tokens
+        if most is None or self._usage is None:
+            return most
+        return max(0, most - self._usage.output_tokens)
+
+    def _model_request(self, number: int, toolbox: Toolbox) -> ModelRequest:
+        prepared = self._prepared
+        functions = [spec for spec in prepared.functions if _is_in(spec, toolbox)]
+        # Whoever forces a call forces one: with the result there, the model must be able to answer.
+        choice = prepared.choice if number == 1 or prepared.choice == "none" else "auto"
+        return ModelRequest(
+            model=prepared.response.model,
+            instructions=prepared.instructions,
+            segments=(*prepared.past, prepared.input, *self._segments),
+            functions=functions,
+            choice=choice,
+            parallel_calls=prepared.response.parallel_tool_calls,
+            sampling=msgspec.structs.replace(prepared.sampling, max_output_tokens=self._tokens_left()),
+            streamed=prepared.streamed,
+        )
+
+    def _call_context(self, output_index: int, call_id: str) -> CallContext:
+        return CallContext(
+            caller=self._prepared.caller,
+            response_id=self._prepared.response.id,
+            output_index=output_index,
+            call_id=call_id,
+            deadline=self._deadline,
+            takes_images=self._backend.profile(self._prepared.response.model).takes_images,
+        )
+
+    # --- the end ---
+
+    async def _conclude(self, status: ResponseStatus) -> Response:
+        self._phase = "concluding"
+        response = self._closing(status)
+        try:
+            await self._commit(response)
+        except Exception as error:
+            self.failure = _why_not_kept(error)
+            expected = isinstance(error, ApiError | Fenced)
+            logger.warning("response %s was not kept: %s", response.id, error, exc_info=not expected)
+            response = self._closing("failed")
+        self._log.extend(self._last_events(response))
+        return response
+
+    def _closing(self, status: ResponseStatus) -> Response:
+        return msgspec.structs.replace(
+            self._prepared.response,
+            status=status,
+            output=self._output.items,
+            usage=self._usage,
+            completed_at=int(self._clock.now()) if status == "completed" else None,
+            incomplete_details=IncompleteDetails(reason=self._incomplete)
+            if status == "incomplete" and self._incomplete
+            else None,
+            error=_response_error(self.failure) if status == "failed" and self.failure else None,
+        )
+
+    async def _commit(self, response: Response) -> None:
+        if not self._prepared.store:
+            return
+        if self.lease is None and response.status == "failed" and not response.output:
+            return  # a blocking caller gets an error and no id: there is nothing to come back to
+        entries = (*self._prepared.input.entries, *self._entries)
+        await self._store.commit(self.lease, self._prepared.caller.tenant, response, entries)
+
+    def _last_events(self, response: Response) -> Sequence[StreamEvent]:
+        if response.status == "completed":
+            return [Completed(response=response)]
+        if response.status == "failed" and self.failure is not None:
+            return [ErrorOccurred(error=to_detail(self.failure)), Failed(response=response)]
+        return [Incomplete(response=response)]
+
+
+def _is_in(spec: FunctionSpec, toolbox: Toolbox) -> bool:
+    return spec.name in toolbox.hosted or spec.name in toolbox.functions or spec.name in toolbox.customs
+
+
+def _why_not_kept(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Fenced):
+        return ServerFault("The response was taken over by another server.")
+    return ServerFault("The response could not be kept.")
+
+
+def _response_error(error: ApiError) -> ResponseError:
+    code = error.wire_code if error.wire_code in _RESPONSE_ERROR_CODES else "server_error"
+    return ResponseError(code=code, message=error.message)

@@ -1,0 +1,336 @@
+"""Checks a request and gathers what its response stands on, before anything begins; imports `interfaces` and siblings.
+
+Whatever can be refused is refused here, as an ApiError that names the parameter: after the first byte it would be too
+late for a status.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, Raw
+
+from fumehood.engine.assembler import Toolbox
+from fumehood.engine.history import History
+from fumehood.interfaces import Caller, Clock, HostedTool, OfferedTool
+from fumehood.protocol.conversation import Segment
+from fumehood.protocol.errors import InvalidRequest
+from fumehood.protocol.folding import INCLUDABLE
+from fumehood.protocol.ids import new_id
+from fumehood.protocol.models import Sampling
+from fumehood.protocol.responses import (
+    CreateResponse,
+    ReasoningConfig,
+    Response,
+    TextConfig,
+    TextFormat,
+)
+from fumehood.protocol.tools import (
+    CustomTool,
+    FunctionSpec,
+    FunctionTool,
+    ToolChoice,
+    ToolSpec,
+    read_choice,
+    read_tool,
+)
+
+type Choice = Literal["none", "auto", "required"] | FunctionSpec
+
+_NO_PARAMETERS = Raw(b'{"type":"object","properties":{}}')
+_CUSTOM_PARAMETERS = Raw(
+    b'{"type":"object","properties":{"input":{"type":"string"}},"required":["input"],"additionalProperties":false}'
+)
+_MOST_TOOLS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Everything that a loop needs, checked.
+
+    past: the conversation before this request.
+    input: what this request adds to it.
+    functions: what the model is told that it may call.
+    """
+
+    caller: Caller
+    response: Response
+    store: bool
+    streamed: bool
+    instructions: str | None
+    past: Sequence[Segment]
+    input: Segment
+    toolbox: Toolbox
+    functions: Sequence[FunctionSpec]
+    choice: Choice
+    sampling: Sampling
+
+
+class Preparation:
+    """
+    tools: the hosted ones, each under every type that it serves.
+    disabled: types of hosted tools that this server could serve and does not.
+    """
+
+    def __init__(
+        self, history: History, tools: Mapping[str, HostedTool], disabled: frozenset[str], clock: Clock
+    ) -> None:
+        self._history = history
+        self._tools = tools
+        self._disabled = disabled
+        self._clock = clock
+
+    async def prepare(self, request: CreateResponse, caller: Caller) -> Prepared:
+        """Raises ApiError."""
+        _refuse_what_is_not_served(request)
+        if request.model is None:
+            raise InvalidRequest(
+                "Missing required parameter: 'model'.", param="model", code="missing_required_parameter"
+            )
+        specs = _read_tools(request)
+        past = await self._history.past(request, caller)
+        added = Segment(await self._history.input(request, caller, past))
+        offered = await self._offer(specs, caller, (*past, added))
+        tools = _Tools.gather(specs, offered)
+        choice = read_choice(request.tool_choice) if request.tool_choice is not None else ToolChoice()
+        functions, chosen = tools.choose(choice)
+        return Prepared(
+            caller=caller,
+            response=self._opening(request, specs, choice),
+            store=request.store is not False,
+            streamed=bool(request.stream),
+            instructions=_instructions(request),
+            past=past,
+            input=added,
+            toolbox=tools.toolbox(functions),
+            functions=functions,
+            choice=chosen,
+            sampling=_sampling(request),
+        )
+
+    async def _offer(
+        self, specs: Sequence[ToolSpec], caller: Caller, past: Sequence[Segment]
+    ) -> list[tuple[ToolSpec, OfferedTool]]:
+        offered: list[tuple[ToolSpec, OfferedTool]] = []
+        for spec in specs:
+            if spec.type in self._disabled:
+                raise InvalidRequest(f"{spec.type} is not enabled on this server.", param="tools")
+            if spec.type in self._tools:
+                offered.append((spec, await self._tools[spec.type].offer(spec, caller, past)))
+        return offered
+
+    def _opening(self, request: CreateResponse, specs: Sequence[ToolSpec], choice: ToolChoice) -> Response:
+        """The response as it begins: what was asked for, with OpenAI's defaults."""
+        text = request.text or TextConfig()
+        return Response(
+            id=new_id("resp"),
+            created_at=int(self._clock.now()),
+            model=request.model or "",
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            max_tool_calls=request.max_tool_calls,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            previous_response_id=request.previous_response_id,
+            prompt_cache_key=request.prompt_cache_key,
+            prompt_cache_retention=request.prompt_cache_retention,
+            reasoning=request.reasoning or ReasoningConfig(),
+            safety_identifier=request.safety_identifier,
+            service_tier=_service_tier(request),
+            store=request.store is not False,
+            temperature=1.0 if request.temperature is None else request.temperature,
+            text=TextConfig(format=text.format or TextFormat(), verbosity=text.verbosity or "medium"),
+            tool_choice=choice.raw,
+            tools=[Raw(self._echo(spec)) for spec in specs],
+            top_logprobs=request.top_logprobs or 0,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            truncation=request.truncation or "disabled",
+            metadata=request.metadata or {},
+            user=UNSET if request.user is None else request.user,
+        )
+
+    def _echo(self, spec: ToolSpec) -> bytes:
+        if spec.type in self._tools:
+            return self._tools[spec.type].echo(spec)
+        if spec.type == "function":
+            return msgspec.json.encode(_function(spec, "tools"))
+        return spec.raw
+
+
+def _refuse_what_is_not_served(request: CreateResponse) -> None:
+    for name in ("background", "conversation", "prompt"):
+        if getattr(request, name):
+            raise InvalidRequest(f"`{name}` is not served yet.", param=name, code="unsupported_parameter")
+    for value in request.include or ():
+        if value not in INCLUDABLE:
+            raise InvalidRequest(
+                f"Invalid value: '{value}'. Supported values are: {', '.join(sorted(INCLUDABLE))}.",
+                param="include",
+                code="invalid_value",
+            )
+    form = request.text.format if request.text else None
+    if form is not None and form.type == "json_schema" and (form.name is None or form.schema is None):
+        missing = "name" if form.name is None else "schema"
+        raise InvalidRequest(
+            f"Missing required parameter: 'text.format.{missing}'.",
+            param=f"text.format.{missing}",
+            code="missing_required_parameter",
+        )
+
+
+# --- tools --------------------------------------------------------------------------------------------
+
+
+def _read_tools(request: CreateResponse) -> list[ToolSpec]:
+    raws = request.tools or []
+    if len(raws) > _MOST_TOOLS:
+        raise InvalidRequest(f"At most {_MOST_TOOLS} tools can be given.", param="tools")
+    return [read_tool(raw, f"tools[{number}]") for number, raw in enumerate(raws)]
+
+
+def _function(spec: ToolSpec, where: str) -> FunctionTool:
+    """A function of the client's; older clients put it under `function`, as for chat completions."""
+    try:
+        return msgspec.json.decode(spec.raw, type=FunctionTool)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{where} holds a function that cannot be read: {error}", param=where) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tools:
+    """The tools of a request: what the model is told of each, and who answers."""
+
+    specs: Mapping[str, FunctionSpec]
+    kinds: Mapping[str, tuple[str, str | None]]  # function name -> type and name in the request
+    hosted: Mapping[str, OfferedTool]
+    customs: frozenset[str]
+
+    @classmethod
+    def gather(cls, specs: Sequence[ToolSpec], offered: Sequence[tuple[ToolSpec, OfferedTool]]) -> "_Tools":
+        functions: dict[str, FunctionSpec] = {}
+        kinds: dict[str, tuple[str, str | None]] = {}
+
+        def add(function: FunctionSpec, kind: str, name: str | None) -> None:
+            if function.name in functions:
+                raise InvalidRequest(f"Two tools are named {function.name!r}.", param="tools")
+            functions[function.name] = function
+            kinds[function.name] = (kind, name)
+
+        for spec, tool in offered:
+            add(tool.function, spec.type, None)
+        for number, spec in enumerate(specs):
+            if spec.type == "function":
+                add(_spec_of(_function(spec, f"tools[{number}]")), "function", spec.name)
+            elif spec.type == "custom":
+                add(_custom_spec(spec, f"tools[{number}]"), "custom", spec.name)
+        return cls(
+            functions,
+            kinds,
+            {tool.function.name: tool for _, tool in offered},
+            frozenset(name for name, (kind, _) in kinds.items() if kind == "custom"),
+        )
+
+    def choose(self, choice: ToolChoice) -> tuple[list[FunctionSpec], Choice]:
+        """What the model is told of, and what it must do; raises InvalidRequest for a tool that is not there."""
+        if choice.only is None:
+            if choice.mode == "required" and not self.specs:
+                raise InvalidRequest(
+                    "Tool choice 'required' must be specified with 'tools' parameter.", param="tool_choice"
+                )
+            return list(self.specs.values()), choice.mode
+        names = [name for wanted in choice.only for name in self._named(wanted)]
+        functions = [self.specs[name] for name in dict.fromkeys(names)]
+        if choice.mode == "required" and len(functions) == 1:
+            # The others stay visible: leaving them out would spoil the model server's cache of the prompt.
+            return list(self.specs.values()) if len(choice.only) == 1 else functions, functions[0]
+        return functions, choice.mode
+
+    def _named(self, wanted: tuple[str, str | None]) -> list[str]:
+        kind, name = wanted
+        found = [
+            function
+            for function, (its_kind, its_name) in self.kinds.items()
+            if its_kind == kind and (name is None or name == its_name)
+        ]
+        if not found:
+            raise InvalidRequest(
+                f"Tool choice '{name or kind}' not found in 'tools' parameter.", param="tool_choice"
+            )
+        return found
+
+    def toolbox(self, functions: Sequence[FunctionSpec]) -> Toolbox:
+        names = {function.name for function in functions}
+        return Toolbox(
+            hosted={name: tool for name, tool in self.hosted.items() if name in names},
+            functions=frozenset(names - self.hosted.keys() - self.customs),
+            customs=self.customs & names,
+        )
+
+
+def _spec_of(function: FunctionTool) -> FunctionSpec:
+    return FunctionSpec(
+        name=function.name,
+        description=function.description or "",
+        parameters=Raw(msgspec.json.encode(function.parameters)) if function.parameters else _NO_PARAMETERS,
+        strict=bool(function.strict),
+    )
+
+
+class _Grammar(msgspec.Struct):
+    type: str = "text"
+    syntax: str | None = None
+    definition: str | None = None
+
+
+def _custom_spec(spec: ToolSpec, where: str) -> FunctionSpec:
+    """A custom tool in the shape that every model knows: a function with one string."""
+    try:
+        tool = msgspec.json.decode(spec.raw, type=CustomTool)
+        grammar = msgspec.json.decode(msgspec.json.encode(tool.format or {}), type=_Grammar)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(
+            f"{where} holds a custom tool that cannot be read: {error}", param=where
+        ) from None
+    rules = (
+        f"\n\nThe input must follow this {grammar.syntax} grammar:\n{grammar.definition}"
+        if grammar.definition
+        else ""
+    )
+    return FunctionSpec(
+        name=tool.name,
+        description=(tool.description or "") + rules,
+        parameters=_CUSTOM_PARAMETERS,
+        strict=True,
+    )
+
+
+# --- the rest -----------------------------------------------------------------------------------------
+
+
+def _instructions(request: CreateResponse) -> str | None:
+    if request.instructions is None or isinstance(request.instructions, str):
+        return request.instructions
+    raise InvalidRequest("`instructions` must be a string.", param="instructions")
+
+
+def _service_tier(request: CreateResponse) -> str:
+    return "default" if request.service_tier in {None, "auto"} else request.service_tier or "default"
+
+
+def _sampling(request: CreateResponse) -> Sampling:
+    return Sampling(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        top_logprobs=request.top_logprobs,
+        max_output_tokens=request.max_output_tokens,
+        text=request.text,
+        reasoning=request.reasoning,
+        service_tier=request.service_tier,
+        prompt_cache_key=request.prompt_cache_key,
+        safety_identifier=request.safety_identifier,
+        user=request.user,
+    )

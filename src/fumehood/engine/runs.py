@@ -1,0 +1,133 @@
+"""Runs: tasks of their own, whose logs anybody may read; imports `interfaces`, `protocol` and siblings."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from fumehood.engine.history import History
+from fumehood.engine.log import EventLog, LagLimits
+from fumehood.engine.loop import Loop, LoopLimits
+from fumehood.engine.preparation import Preparation, Prepared
+from fumehood.interfaces import Caller, Clock, HostedTool, Lease, ModelBackend, Models, Reading, Store
+from fumehood.protocol.errors import ApiError, Unavailable
+from fumehood.protocol.events import StreamEvent
+from fumehood.protocol.responses import CreateResponse, Response
+
+logger = logging.getLogger(__name__)
+
+# A good deal shorter than any store's lease, so that a slow database costs no run.
+_RENEW_SECONDS = 10.0
+
+
+class EngineRun:
+    """See `interfaces.Run`."""
+
+    def __init__(self, response_id: str, log: EventLog, loop: Loop) -> None:
+        self.id = response_id
+        self._log = log
+        self._loop = loop
+        self.task = asyncio.create_task(self._drive(), name=response_id)
+
+    async def _drive(self) -> Response:
+        try:
+            return await self._loop.drive()
+        finally:
+            self._log.close()
+
+    def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
+        return self._log.read(after)
+
+    def watch(self, wake: Callable[[], None], after: int = -1) -> Reading:
+        return self._log.watch(after, wake)
+
+    async def wait(self) -> Response:
+        # A waiter that is cancelled leaves the run alone: ending it is somebody's decision.
+        response = await asyncio.shield(self.task)
+        if self._loop.failure is not None and not response.output:
+            raise self._loop.failure
+        return response
+
+    @property
+    def lease(self) -> Lease | None:
+        return self._loop.lease
+
+    def cancel(self, reason: str) -> None:
+        if self._loop.may_be_cancelled():
+            logger.info("response %s is cancelled: %s", self.id, reason)
+            self.task.cancel(reason)
+
+
+class EngineRuns:
+    """See `interfaces.Runs`."""
+
+    def __init__(
+        self,
+        models: Models,
+        tools: Sequence[HostedTool],
+        store: Store,
+        clock: Clock,
+        *,
+        limits: LoopLimits | None = None,
+        lag: LagLimits | None = None,
+        disabled_tools: frozenset[str] = frozenset(),
+    ) -> None:
+        self._models = models
+        self._store = store
+        self._clock = clock
+        self._limits = limits or LoopLimits()
+        self._lag = lag or LagLimits()
+        self._running: set[EngineRun] = set()
+        self._draining = False
+        self._renewing: asyncio.Task[None] | None = None
+        history = History(store, {kind: tool for tool in tools for kind in tool.item_types})
+        by_type = {kind: tool for tool in tools for kind in tool.types}
+        self._preparation = Preparation(history, by_type, disabled_tools, clock)
+
+    async def start(self, request: CreateResponse, caller: Caller) -> EngineRun:
+        prepared = await self._preparation.prepare(request, caller)
+        backend = self._models.backend(prepared.response.model)
+        if self._draining:
+            raise Unavailable("The server is shutting down; try again.", retry_after=1.0)
+        return self._begin(prepared, backend)
+
+    def _begin(self, prepared: Prepared, backend: ModelBackend) -> EngineRun:
+        log = EventLog(
+            kept=prepared.streamed,
+            limits=self._lag,
+            monotonic=self._clock.monotonic,
+            on_overrun=lambda: run.cancel("its events were not read"),
+        )
+        loop = Loop(prepared, backend, self._store, self._clock, log, self._limits)
+        loop.check()
+        run = EngineRun(prepared.response.id, log, loop)
+        self._running.add(run)
+        run.task.add_done_callback(lambda _: self._running.discard(run))
+        if self._renewing is None and prepared.streamed and prepared.store:
+            self._renewing = asyncio.create_task(self._renew_leases())
+        return run
+
+    async def _renew_leases(self) -> None:
+        """Until the end: a run whose lease is lost has been given up by everybody else, and must not go on."""
+        while True:
+            await self._clock.sleep(_RENEW_SECONDS)
+            held = {run.lease: run for run in self._running if run.lease is not None}
+            try:
+                ours = set(await self._store.renew(list(held))) if held else set[Lease]()
+            except ApiError as error:
+                logger.warning("leases could not be renewed: %s", error)
+                continue
+            for lease, run in held.items():
+                if lease not in ours:
+                    run.cancel("its lease was lost")
+
+    async def drain(self, grace_seconds: float) -> None:
+        self._draining = True
+        tasks = [run.task for run in self._running]
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace_seconds)
+        for run in list(self._running):
+            run.cancel("the server is shutting down")
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._renewing is not None:
+            self._renewing.cancel()

@@ -1,0 +1,197 @@
+"""The gateway's HTTP face: which path is whose, and what becomes of errors; imports starlette's routing and siblings.
+
+It holds no logic of its own: it reads requests, asks what is behind the interfaces, writes answers.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from re import Pattern
+
+from starlette.routing import compile_path
+
+from fumehood.gateway.auth import Callers, Everybody
+from fumehood.gateway.containers import ContainerFiles
+from fumehood.gateway.exchange import CallerLeft, Exchange, Field, Receive, Scope, Send
+from fumehood.gateway.metrics import CONTENT_TYPE, Metrics
+from fumehood.gateway.models import ModelCards
+from fumehood.gateway.responses import Responses
+from fumehood.gateway.sse import SILENCE
+from fumehood.interfaces import Caller, Containers, Models, Runs, Store
+from fumehood.protocol.errors import ApiError, NotFound, ServerFault, Unavailable
+
+type Handler = Callable[[Exchange, Caller], Awaitable[None]]
+
+BODY_BYTES = 32 << 20
+CONCURRENT = 512
+
+logger = logging.getLogger(__name__)
+
+
+class MethodNotAllowed(ApiError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, allowed: str) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
+class Gateway:
+    """An ASGI application.
+
+    body_bytes: the largest body of a request.
+    concurrent: how many responses may be in the making at once.
+    always_include: what every response shows, asked for or not.
+    unready: why this gateway cannot serve now, None if it can.
+    silence: seconds after which a stream that has nothing to say shows that it is alive.
+    """
+
+    def __init__(
+        self,
+        *,
+        runs: Runs,
+        store: Store,
+        models: Models,
+        containers: Containers,
+        callers: Callers | None = None,
+        metrics: Metrics | None = None,
+        body_bytes: int = BODY_BYTES,
+        concurrent: int = CONCURRENT,
+        always_include: Collection[str] = (),
+        unready: Callable[[], str | None] = lambda: None,
+        silence: float = SILENCE,
+        show_metrics: bool = True,
+    ) -> None:
+        self.metrics = metrics or Metrics()
+        self._callers = callers or Everybody()
+        self._unready = unready
+        responses = Responses(
+            runs,
+            store,
+            self.metrics,
+            body_bytes=body_bytes,
+            concurrent=concurrent,
+            always=always_include,
+            silence=silence,
+        )
+        cards = ModelCards(models)
+        files = ContainerFiles(containers)
+        self._routes = _Routes(
+            ("POST", "/v1/responses", responses.create),
+            ("GET", "/v1/responses/{response_id}", responses.get),
+            ("DELETE", "/v1/responses/{response_id}", responses.delete),
+            ("POST", "/v1/responses/{response_id}/cancel", responses.cancel),
+            ("GET", "/v1/responses/{response_id}/input_items", responses.input_items),
+            ("GET", "/v1/models", cards.list),
+            ("GET", "/v1/models/{model:path}", cards.get),
+            ("GET", "/v1/containers/{container_id}/files", files.list),
+            ("GET", "/v1/containers/{container_id}/files/{file_id}", files.get),
+            ("GET", "/v1/containers/{container_id}/files/{file_id}/content", files.content),
+            ("GET", "/healthz", self._health),
+            ("GET", "/readyz", self._readiness),
+            *([("GET", "/metrics", self._figures)] if show_metrics else []),
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"this server does not speak {scope['type']}")
+        exchange = Exchange(scope, receive, send)
+        place = self._routes.find(exchange)
+        try:
+            caller = self._callers.identify(exchange)
+            await _handler(place, exchange)(exchange, caller)
+        except ApiError as error:
+            await self._refuse(exchange, error)
+        except CallerLeft:
+            exchange.noted["outcome"] = "the client left before its request was complete"
+        except Exception:
+            logger.exception("A request could not be served (%s).", exchange.request_id)
+            if exchange.started:
+                raise
+            await self._refuse(exchange, ServerFault("The server failed; its log says why."))
+        finally:
+            self._tell(exchange, place)
+
+    async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
+        exchange.noted["error"] = error.wire_code or error.type
+        exchange.noted["param"] = error.param
+        if exchange.started:
+            raise error
+        extra = [(b"allow", error.allowed.encode())] if isinstance(error, MethodNotAllowed) else None
+        await exchange.refuse(error, extra)
+
+    def _tell(self, exchange: Exchange, place: "_Place | None") -> None:
+        route = "(unknown)" if place is None else place.path
+        seconds = exchange.elapsed()
+        self.metrics.answered(route, exchange.status, seconds)
+        level = logging.WARNING if exchange.status >= 500 else logging.INFO
+        if logger.isEnabledFor(level):
+            fields: dict[str, Field] = {
+                "request_id": exchange.request_id,
+                "method": exchange.method,
+                "route": route,
+                "status": exchange.status,
+                "ms": round(seconds * 1000, 3),
+                **exchange.noted,
+            }
+            logger.log(level, "request", extra={"fields": fields})
+
+    # ---- the server itself ------------------------------------------------------------------------------------
+
+    async def _health(self, exchange: Exchange, caller: Caller) -> None:
+        del caller
+        await exchange.answer_json({"status": "ok"})
+
+    async def _readiness(self, exchange: Exchange, caller: Caller) -> None:
+        del caller
+        if (reason := self._unready()) is not None:
+            raise Unavailable(reason)
+        await exchange.answer_json({"status": "ready"})
+
+    async def _figures(self, exchange: Exchange, caller: Caller) -> None:
+        del caller
+        await exchange.answer(self.metrics.text(), content_type=CONTENT_TYPE)
+
+
+class _Place:
+    """All handlers of one path."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.handlers: dict[str, Handler] = {}
+
+
+class _Routes:
+    """Paths without parameters are looked up, the others are tried one after another."""
+
+    def __init__(self, *routes: tuple[str, str, Handler]) -> None:
+        places: dict[str, _Place] = {}
+        for method, path, handler in routes:
+            places.setdefault(path, _Place(path)).handlers[method] = handler
+        self._places = {path: place for path, place in places.items() if "{" not in path}
+        self._patterns: list[tuple[Pattern[str], _Place]] = [
+            (compile_path(path)[0], place) for path, place in places.items() if "{" in path
+        ]
+
+    def find(self, exchange: Exchange) -> _Place | None:
+        place = self._places.get(exchange.path)
+        if place is not None:
+            return place
+        for pattern, place in self._patterns:
+            if (found := pattern.match(exchange.path)) is not None:
+                exchange.parameters = found.groupdict()
+                return place
+        return None
+
+
+def _handler(place: _Place | None, exchange: Exchange) -> Handler:
+    if place is None:
+        raise NotFound(
+            f"Unknown request URL: {exchange.method} {exchange.path[:200]}. What there is begins with /v1."
+        )
+    handler = place.handlers.get(exchange.method)
+    if handler is None:
+        allowed = ", ".join(sorted(place.handlers))
+        raise MethodNotAllowed(f"Not allowed to {exchange.method} on {place.path}; try {allowed}.", allowed)
+    return handler

@@ -1,0 +1,52 @@
+"""Pages of a list: `after`, `before`, `limit` and `order` as OpenAI's lists have them; imports `protocol`, siblings."""
+
+from collections.abc import Sequence
+
+from msgspec import Raw
+
+from fumehood.gateway.exchange import Exchange
+from fumehood.protocol.errors import InvalidRequest
+from fumehood.protocol.responses import Page
+
+_USUAL = 20
+_MOST = 100
+
+
+def page(exchange: Exchange, rows: Sequence[tuple[str, Raw]]) -> Page:
+    """The page that the query asks for, of rows that come oldest first with their ids; newest first by default."""
+    limit = _limit(exchange.query("limit"))
+    order = exchange.query("order") or "desc"
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("'order' is 'asc' or 'desc'.", param="order", code="invalid_value")
+    ordered = rows if order == "asc" else rows[::-1]
+    ids = [row[0] for row in ordered]
+    start = _place(ids, exchange.query("after"), "after")
+    end = _place(ids, exchange.query("before"), "before")
+    first = 0 if start is None else start + 1
+    rest = ordered[first:end]
+    chosen = rest[:limit]
+    return Page(
+        data=[row[1] for row in chosen],
+        first_id=chosen[0][0] if chosen else None,
+        last_id=chosen[-1][0] if chosen else None,
+        has_more=len(rest) > limit,
+    )
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return _USUAL
+    if not (text.isascii() and text.isdecimal()) or len(text) > 6 or not 1 <= int(text) <= _MOST:
+        raise InvalidRequest(f"'limit' is a number from 1 to {_MOST}.", param="limit", code="invalid_value")
+    return int(text)
+
+
+def _place(ids: Sequence[str], wanted: str | None, param: str) -> int | None:
+    if not wanted:
+        return None
+    try:
+        return ids.index(wanted)
+    except ValueError:
+        raise InvalidRequest(
+            f"'{param}' names nothing in this list.", param=param, code="invalid_value"
+        ) from None

@@ -1,0 +1,95 @@
+"""Decodes request bodies, and says in OpenAI's words what is wrong with one; imports msgspec and `protocol`."""
+
+import re
+
+import msgspec
+
+from fumehood.gateway.exchange import Exchange
+from fumehood.protocol.errors import InvalidRequest
+from fumehood.protocol.folding import INCLUDABLE
+from fumehood.protocol.responses import CreateResponse
+
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_GOT = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`")
+_ABSENT = re.compile(r"^Object missing required field `([^`]*)`")
+
+_requests = msgspec.json.Decoder(CreateResponse)
+
+
+async def read_request(exchange: Exchange, limit: int) -> CreateResponse:
+    """The body of POST /v1/responses; raises InvalidRequest, BodyTooLarge."""
+    check_json(exchange)
+    request = decode(_requests, await exchange.body(limit))
+    check_include(request.include or ())
+    _check_texts(request)
+    return request
+
+
+def check_json(exchange: Exchange) -> None:
+    """A web page may post plain text to any address without asking first, but not JSON."""
+    kind = exchange.content_type.partition(b";")[0].strip().lower()
+    if kind != b"application/json" and not kind.endswith(b"+json"):
+        shown = kind.decode("latin-1")[:100]
+        raise InvalidRequest(f"Unsupported content type: {shown!r}. Send Content-Type: application/json.")
+    if exchange.content_encoding.lower() not in (b"", b"identity"):
+        raise InvalidRequest("A compressed body is not understood; send it as it is.")
+
+
+def decode[T](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """Raises InvalidRequest, whose `param` names what is at fault."""
+    try:
+        if not body.isascii():
+            body.decode()  # what stays Raw is passed on as it came, so it has to be text
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _refused(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"The body is not JSON: {error}.", code="invalid_json") from None
+    except UnicodeError:
+        raise InvalidRequest("The body is not UTF-8 text.", code="invalid_json") from None
+    except RecursionError:
+        raise InvalidRequest("The body is nested too deeply.", code="invalid_json") from None
+
+
+def check_include(include: list[str] | tuple[str, ...]) -> None:
+    for number, value in enumerate(include):
+        if value not in INCLUDABLE:
+            known = ", ".join(f"'{name}'" for name in sorted(INCLUDABLE))
+            raise InvalidRequest(
+                f"Invalid value: {value[:100]!r}. Supported values are: {known}.",
+                param=f"include[{number}]",
+                code="invalid_value",
+            )
+
+
+def _check_texts(request: CreateResponse) -> None:
+    """No database keeps a NUL in a name; what the model is told may hold one."""
+    for name in ("model", "previous_response_id", "user", "safety_identifier", "prompt_cache_key"):
+        value: str | None = getattr(request, name)
+        if value is not None and "\0" in value:
+            raise InvalidRequest(f"'{name}' holds a NUL character.", param=name, code="invalid_value")
+    for key, value in (request.metadata or {}).items():
+        if "\0" in key or "\0" in value:
+            raise InvalidRequest("'metadata' holds a NUL character.", param="metadata", code="invalid_value")
+
+
+def _refused(text: str) -> InvalidRequest:
+    place = _PLACE.search(text)
+    param = place[1].replace("[...]", "") or None if place else None
+    text = text if place is None else text[: place.start()]
+    subject = f"'{param}'" if param else "the body"
+    if (got := _GOT.match(text)) is not None:
+        wanted = got[1].replace(" | null", "").replace(" | ", " or ")
+        return InvalidRequest(
+            f"Invalid type for {subject}: expected {wanted}, but got {got[2]} instead.",
+            param=param,
+            code="invalid_type",
+        )
+    if (absent := _ABSENT.match(text)) is not None:
+        full = f"{param}.{absent[1]}" if param else absent[1]
+        return InvalidRequest(
+            f"Missing required parameter: '{full}'.", param=full, code="missing_required_parameter"
+        )
+    return InvalidRequest(
+        f"Invalid value for {subject}: {text.replace('`', '')}.", param=param, code="invalid_value"
+    )

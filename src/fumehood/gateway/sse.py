@@ -1,0 +1,178 @@
+"""Sends the events of a run as server-sent events; imports msgspec, `interfaces`, `protocol` and siblings.
+
+Every event is whole in one write, and those that are there at once share one. This is the path that every streamed
+token takes: no task is woken, nothing is awaited and nothing projected for an event that does not need it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from fumehood.gateway.exchange import Exchange, Vigil
+from fumehood.interfaces import Run
+from fumehood.protocol.errors import ApiError, ServerFault, to_detail
+from fumehood.protocol.events import (
+    Completed,
+    ErrorOccurred,
+    Failed,
+    Incomplete,
+    ItemEvent,
+    PartDone,
+    ResponseEvent,
+    StreamEvent,
+    TextDelta,
+    TextDone,
+)
+from fumehood.protocol.folding import project
+from fumehood.protocol.responses import Response
+
+SILENCE = 15.0
+DONE = b"data: [DONE]\n\n"
+GONE = "the client has gone"
+_SIGN_OF_LIFE = b": still here\n\n"
+_HEADERS: tuple[tuple[bytes, bytes], ...] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache, no-transform"),
+    (b"x-accel-buffering", b"no"),
+)
+_END = b"\n\n"
+_TERMINAL = (Completed, Failed, Incomplete)
+# Only these can hold what the client did not ask for, or bytes that somebody else has written.
+_DELICATE = (ItemEvent, ResponseEvent, TextDone, PartDone)
+# A line break between two tokens of JSON is as good as a space; inside a string there is none.
+_ONE_LINE = bytes.maketrans(b"\r\n", b"  ")
+# Some readers take these for the end of a line.
+_BREAKS = (("\u0085".encode(), rb"\u0085"), ("\u2028".encode(), rb"\u2028"), ("\u2029".encode(), rb"\u2029"))
+
+logger = logging.getLogger(__name__)
+
+_encoder = msgspec.json.Encoder()
+_encode = _encoder.encode
+_encode_into = _encoder.encode_into
+
+
+class _Forms(dict[type[StreamEvent], tuple[bytes, bool]]):
+    """By the class of an event: what stands before its JSON, and whether it has to be looked at closely."""
+
+    def __missing__(self, kind: type[StreamEvent]) -> tuple[bytes, bool]:
+        name = str(kind.__struct_config__.tag)
+        form = self[kind] = (f"event: {name}\ndata: ".encode(), issubclass(kind, _DELICATE))
+        return form
+
+
+_forms = _Forms()
+
+
+def encode_events(events: Sequence[StreamEvent], include: Collection[str]) -> bytearray:
+    """The events as they go over the wire, projected, in one piece."""
+    buffer = bytearray()
+    for event in events:
+        head, delicate = _forms[type(event)]
+        buffer += head
+        if delicate or (isinstance(event, TextDelta) and event.logprobs):
+            buffer += _encode(project(event, include)).translate(_ONE_LINE)
+        else:
+            _encode_into(event, buffer, -1)
+        buffer += _END
+    if not buffer.isascii():
+        for written, escaped in _BREAKS:
+            if written in buffer:
+                buffer = buffer.replace(written, escaped)
+    return buffer
+
+
+async def stream(
+    exchange: Exchange, run: Run, include: Collection[str], silence: float = SILENCE
+) -> tuple[int, Response | None]:
+    """Send the run to its end; how many events that were, and how it ended, None if the client did not stay for it.
+
+    A client that goes away takes its run with it.
+    """
+    await exchange.begin(200, [*_HEADERS])
+    following = _Following(exchange, run, include)
+    with Vigil(exchange, following.leave, sign_of_life=_SIGN_OF_LIFE, every=silence):
+        await following.to_the_end()
+    return following.sent, following.response
+
+
+class _Following:
+    """One reader of a run, at whose hands events go out before the run goes on: nobody has to be woken for each.
+
+    Only where somebody has to wait, for a slow reader or for the end, does the request's own task take over.
+    """
+
+    def __init__(self, exchange: Exchange, run: Run, include: Collection[str]) -> None:
+        self.sent = 0
+        self.response: Response | None = None
+        self._exchange = exchange
+        self._run = run
+        self._include = include
+        self._last = -1
+        self._left = False
+        self._obstacle: Coroutine[Any, Any, None] | None = None
+        self._ending: bytearray | None = None
+        self._turn = asyncio.Event()
+        self._reading = run.watch(self._pass_on)
+
+    def leave(self) -> None:
+        """The client has gone."""
+        self._left = True
+        self._run.cancel(GONE)
+        self._turn.set()
+
+    async def to_the_end(self) -> None:
+        try:
+            self._pass_on()
+            while not self._left:
+                await self._turn.wait()
+                self._turn.clear()
+                if self._obstacle is not None:
+                    await self._obstacle
+                    self._obstacle = None
+                    self._pass_on()
+                if self._ending is not None:
+                    await self._exchange.send(self._ending, more=False)
+                    return
+        finally:
+            self._reading.close()
+
+    def _pass_on(self) -> None:
+        """Send what is there, unless what was sent before is still on its way."""
+        if self._obstacle is not None or self._ending is not None:
+            return
+        try:
+            self._send(self._reading.take())
+        except ApiError as error:
+            self._break_off(error)
+        except Exception:
+            logger.exception("The stream of %s broke off (%s).", self._run.id, self._exchange.request_id)
+            self._break_off(ServerFault("The server failed; its log says why."))
+
+    def _send(self, events: Sequence[StreamEvent]) -> None:
+        if not events:
+            if self._reading.over:
+                self._break_off(ServerFault("The response broke off."))
+            return
+        body = encode_events(events, self._include)
+        last = events[-1]
+        self.sent += len(events)
+        self._last = last.sequence_number
+        if isinstance(last, _TERMINAL):
+            self.response = last.response
+            self._end(body)
+            return
+        self._obstacle = self._exchange.send_now(body)
+        if self._obstacle is not None:
+            self._turn.set()
+
+    def _break_off(self, error: ApiError) -> None:
+        """Tell in the stream what can no longer be told by a status."""
+        event = ErrorOccurred(sequence_number=self._last + 1, error=to_detail(error))
+        self._end(encode_events([event], ()))
+
+    def _end(self, body: bytearray) -> None:
+        self._ending = body + DONE
+        self._turn.set()

@@ -1,0 +1,380 @@
+"""Reads the answer of a chat completions server, whatever its habits; imports msgspec, siblings and `protocol`."""
+
+import json
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import msgspec
+from msgspec import Raw
+
+from fumehood.models.chat_calls import CallDelta, CallReader, FunctionDelta, StrangeCall
+from fumehood.models.repeats import Repeats
+from fumehood.models.upstream_errors import UpstreamErrors
+from fumehood.protocol.errors import ModelError
+from fumehood.protocol.ids import new_id
+from fumehood.protocol.models import AnyModelEvent, CallArguments, Refused, Text, Thought, TurnEnd, TurnEnded
+from fumehood.protocol.responses import InputTokensDetails, OutputTokensDetails, Usage
+
+LONGEST_LINE = 1 << 25  # and the longest answer that is not streamed
+
+_BOM = b"\xef\xbb\xbf"
+_ENDS: dict[str, TurnEnd] = {
+    "length": "length",
+    "max_tokens": "length",
+    "model_length": "length",
+    "content_filter": "content_filter",
+}
+_TRIALS = 8  # how often in a row to look for repetition before giving it up
+
+
+class _Part(msgspec.Struct):
+    type: str = ""
+    text: str = ""
+    thinking: "str | list[_Part]" = ""
+
+
+class _Delta(msgspec.Struct):
+    content: str | list[_Part] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[CallDelta] | None = None
+    function_call: FunctionDelta | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[Raw] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int | None = None
+    delta: _Delta | None = None
+    message: _Delta | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+    cache_write_tokens: int | None = None
+
+
+class _CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    total_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+    completion_tokens_details: _CompletionDetails | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: str | dict[str, Raw] | None = None
+
+
+_chunks = msgspec.json.Decoder(_Chunk)
+
+
+def _new_call_id() -> str:
+    return new_id("call")
+
+
+class ChatParser:
+    """One turn. Give it what each read brought, then `finish` at the end of the body; take the events.
+
+    failure: set once the answer cannot go on; the events before it were given. ended: `TurnEnded` was given.
+    closing: the model has said why it stopped, and at most the usage is still to come.
+    in_runs: whether to look for what repeats; it makes no difference but to the time.
+    """
+
+    def __init__(
+        self,
+        errors: UpstreamErrors,
+        functions: Iterable[str] = (),
+        *,
+        new_call_id: Callable[[], str] = _new_call_id,
+        longest: int = LONGEST_LINE,
+        in_runs: bool = True,
+    ) -> None:
+        self.failure: ModelError | None = None
+        self.ended = False
+        self._errors = errors
+        self._longest = longest
+        self._calls = CallReader(functions, new_call_id)
+        self._held: list[bytes] = []  # an unfinished line, or an answer that is not a stream
+        self._held_bytes = 0
+        self._begun = False
+        self._is_document = False
+        self._data: list[bytes] = []  # lines of an event that goes on over several
+        self._heard = False
+        self._is_over = False
+        self._reason: str | None = None
+        self._usage: Usage | None = None
+        self._repeats: Repeats | None = None
+        self._repeated: Callable[[str], AnyModelEvent] = Text
+        self._trials = _TRIALS if in_runs else 0
+
+    @property
+    def closing(self) -> bool:
+        return self._reason is not None
+
+    @property
+    def over(self) -> bool:
+        return self.ended or self.failure is not None
+
+    def feed(self, piece: bytes) -> list[AnyModelEvent]:
+        """What one read brought, as far as its lines are complete."""
+        events: list[AnyModelEvent] = []
+        if self.over:
+            return events
+        if not self._begun:
+            piece = self._begin(piece)
+        cut = 0 if self._is_document else piece.rfind(b"\n") + 1
+        if not cut:
+            self._hold(piece)
+            return events
+        block = piece[:cut] if cut < len(piece) else piece
+        if self._held:
+            block = b"".join([*self._held, block])
+            self._held.clear()
+            self._held_bytes = 0
+        if cut < len(piece):
+            self._hold(piece[cut:])
+        self._read(block, events)
+        return events
+
+    def finish(self) -> list[AnyModelEvent]:
+        """The body is over: the rest, and the end of the turn if it may be one."""
+        events: list[AnyModelEvent] = []
+        if self.over:
+            return events
+        self._is_over = True
+        rest = b"".join(self._held)
+        if self._is_document:
+            self._chunk_of(rest, events)
+        else:
+            self._read_lines(rest + b"\n\n", events)
+        if not self.over:
+            if self._reason is not None or (self._is_document and self._heard):
+                self._end(events)
+            elif self._heard:
+                self.failure = self._errors.broke()
+            else:
+                self.failure = self._errors.unreadable("its answer is empty, or not an answer to this")
+        return events
+
+    # ---- lines ------------------------------------------------------------------------------------------------
+
+    def _begin(self, piece: bytes) -> bytes:
+        """The very first bytes tell a stream from an answer in one piece."""
+        start = b"".join([*self._held, piece])
+        self._held.clear()
+        self._held_bytes = 0
+        if _BOM.startswith(start) and start != _BOM:
+            return start
+        start = start.removeprefix(_BOM)
+        if start.strip():
+            self._begun = True
+            self._is_document = start.lstrip().startswith(b"{")
+        return start
+
+    def _hold(self, piece: bytes) -> None:
+        self._held.append(piece)
+        self._held_bytes += len(piece)
+        if self._held_bytes > self._longest:
+            self._held.clear()
+            self.failure = self._errors.unreadable(f"it sent a line of more than {self._longest} bytes")
+
+    def _read(self, block: bytes, events: list[AnyModelEvent]) -> None:
+        """Complete lines: those that repeat in runs, the others one by one."""
+        while block:
+            if self._repeats is not None and not self._data:
+                run = self._repeats.read(block)
+                if run is not None:
+                    strings, taken = run
+                    self._trials = _TRIALS
+                    make = self._repeated
+                    events += [make(string) for string in strings if string]
+                    if taken == len(block):
+                        return
+                    block = block[taken:]
+            block = self._read_lines(block, events)
+
+    def _read_lines(self, block: bytes, events: list[AnyModelEvent]) -> bytes:
+        """Read until the end, or until something begins to repeat; the rest."""
+        known = self._repeats
+        lines = block.split(b"\n")
+        for number, line in enumerate(lines):
+            if line.startswith(b"data:"):
+                self._read_data(line[5:], events)
+                if self.over:
+                    break
+                if self._repeats is not known and self._repeats is not None:
+                    return b"\n".join(lines[number + 1 :]).lstrip(b"\n")
+            elif self._data and not line.strip() and number + 1 < len(lines):
+                data, self._data = b"\n".join(self._data), []
+                self._chunk_of(data, events)
+        return b""
+
+    def _read_data(self, payload: bytes, events: list[AnyModelEvent]) -> None:
+        if self._data:
+            self._data.append(payload)
+            return
+        try:
+            chunk = _chunks.decode(payload)
+        except (ValueError, RecursionError):  # also every error of msgspec
+            if payload.strip() == b"[DONE]":
+                self._end(events)
+            else:
+                self._data.append(payload)  # more of it may be on the next line
+            return
+        self._take(chunk, payload, events)
+
+    def _chunk_of(self, payload: bytes, events: list[AnyModelEvent]) -> None:
+        """A payload that was not easy to read."""
+        try:
+            chunk = _decode_anyhow(payload)
+        except (ValueError, RecursionError) as error:
+            if not self._is_over:  # else it may have been cut off
+                self.failure = self._errors.unreadable(str(error))
+            return
+        self._take(chunk, b"", events)
+
+    # ---- what they say ----------------------------------------------------------------------------------------
+
+    def _take(self, chunk: _Chunk, payload: bytes, events: list[AnyModelEvent]) -> None:
+        self._heard = True
+        if chunk.usage is not None:
+            self._usage = _usage_of(chunk.usage)
+        if chunk.error is not None:
+            self.failure = self._errors.from_event(msgspec.json.encode(chunk.error))
+            return
+        for choice in chunk.choices or ():
+            if choice.index:
+                continue  # one answer was asked for
+            try:
+                self._take_choice(choice, chunk, payload, events)
+            except StrangeCall as error:
+                self.failure = self._errors.unreadable(str(error))
+
+    def _take_choice(
+        self, choice: _Choice, chunk: _Chunk, payload: bytes, events: list[AnyModelEvent]
+    ) -> None:
+        told = len(events)
+        delta = choice.delta or choice.message
+        if delta is not None:
+            if thought := delta.reasoning_content or delta.reasoning:
+                events.append(Thought(thought))
+            if content := delta.content:
+                self._take_content(content, choice, events)
+            if delta.refusal:
+                events.append(Refused(delta.refusal))
+            if delta.tool_calls or delta.function_call:
+                self._repeats = None  # whose arguments the same bytes are may change now
+                for call in delta.tool_calls or [CallDelta(index=0, function=delta.function_call)]:
+                    self._calls.add(call, events)
+        if choice.finish_reason:
+            if choice.finish_reason == "error":
+                self.failure = self._errors.unreadable(
+                    "it ended the turn with an error that it does not name"
+                )
+            self._reason = choice.finish_reason
+        elif payload and self._trials and len(events) == told + 1:
+            self._learn(chunk, payload, events[-1])
+
+    def _take_content(self, content: str | list[_Part], choice: _Choice, events: list[AnyModelEvent]) -> None:
+        if isinstance(content, str):
+            logprobs = None if choice.logprobs is None else choice.logprobs.content
+            events.append(Text(content, logprobs) if logprobs else Text(content))
+            return
+        for part in content:
+            if part.type == "thinking":
+                if thought := _plain(part.thinking):
+                    events.append(Thought(thought))
+            elif part.text:
+                events.append(Text(part.text))
+
+    def _end(self, events: list[AnyModelEvent]) -> None:
+        try:
+            self._calls.end(events)
+        except StrangeCall as error:
+            self.failure = self._errors.unreadable(str(error))
+            return
+        reason = _ENDS.get(self._reason or "")
+        events.append(TurnEnded(reason or ("calls" if self._calls.any else "stop"), self._usage))
+        self.ended = True
+
+    # ---- what repeats -----------------------------------------------------------------------------------------
+
+    def _learn(self, chunk: _Chunk, payload: bytes, event: AnyModelEvent) -> None:
+        """Expect more events like this one, if it says nothing but one string."""
+        self._trials -= 1
+        self._repeats = None
+        name, holder = _only_string(chunk)
+        if holder is None:
+            return
+
+        def same(other: bytes, string: str) -> bool:
+            setattr(holder, name, string)
+            try:
+                return _chunks.decode(other) == chunk
+            except ValueError:
+                return False
+
+        match event:
+            case CallArguments():
+                self._repeated = partial(CallArguments, event.key)
+            case Text() | Thought() | Refused():
+                self._repeated = type(event)
+            case _:
+                return
+        self._repeats = Repeats.learn(payload, name.encode(), same)
+
+
+def _only_string(chunk: _Chunk) -> tuple[str, _Delta | FunctionDelta | None]:
+    """The one field that a chunk consists of, and what it is a field of."""
+    choice = chunk.choices[0] if chunk.choices and len(chunk.choices) == 1 else _Choice()
+    delta = choice.delta
+    if delta is None or choice.logprobs is not None or chunk.usage is not None:
+        return "", None
+    said = [name for name in _Delta.__struct_fields__ if getattr(delta, name)]
+    if said == ["tool_calls"] and delta.tool_calls and len(delta.tool_calls) == 1:
+        function = delta.tool_calls[0].function
+        plain = function is not None and not function.name and isinstance(function.arguments, str)
+        return "arguments", function if plain else None
+    plain = len(said) == 1 and isinstance(getattr(delta, said[0]), str)
+    return (said[0], delta) if plain else ("", None)
+
+
+def _decode_anyhow(payload: bytes) -> _Chunk:
+    """Odd types, bytes that are not UTF-8, halves of surrogate pairs: what can be read is read; raises ValueError."""
+    try:
+        return _chunks.decode(payload)
+    except (ValueError, RecursionError):
+        value = json.loads(payload.decode(errors="replace"))
+        whole = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+        return msgspec.json.decode(whole, type=_Chunk, strict=False)
+
+
+def _plain(thinking: str | list[_Part]) -> str:
+    return thinking if isinstance(thinking, str) else "".join(part.text for part in thinking)
+
+
+def _usage_of(usage: _Usage) -> Usage:
+    prompt, completion = usage.prompt_tokens or 0, usage.completion_tokens or 0
+    read = usage.prompt_tokens_details or _PromptDetails()
+    written = usage.completion_tokens_details or _CompletionDetails()
+    return Usage(
+        input_tokens=prompt,
+        input_tokens_details=InputTokensDetails(
+            cached_tokens=read.cached_tokens or 0, cache_write_tokens=read.cache_write_tokens or 0
+        ),
+        output_tokens=completion,
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=written.reasoning_tokens or 0),
+        total_tokens=usage.total_tokens or prompt + completion,
+    )

@@ -1,0 +1,131 @@
+"""What an operator says about a model, checked before it is used; imports msgspec and the standard library."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+
+type Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+
+
+class Secret:
+    """A value that shows itself only when it is asked to."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    def reveal(self) -> str:
+        return self._value
+
+    def __repr__(self) -> str:
+        return "Secret(…)"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a Secret does not leave its process")
+
+
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of `models`: the names it serves, and by whom.
+
+    match: names that clients use, with `*`, `?` and `[…]` as in a shell.
+    backend: `chat_completions`, or `direct`, which runs the code of the user's message and needs no model.
+    base_url: of the server, up to what comes before `/chat/completions`.
+    name: the server's own name for it; without it, the client's is passed on.
+    api_key_env: the environment variable that holds the key; api_key_header: where the server wants it, `Bearer` being
+        put before it in `Authorization` alone.
+    headers: more of them, for every request.
+    context_window: in tokens.
+    takes_images: whether pictures that code made are shown to it. Those in a user's message always are.
+    developer_role: whether it knows that role; else developers' messages are sent as the system's.
+    replay_reasoning: whether it is shown its earlier reasoning, as `reasoning_content`.
+    max_tokens_field: by which name it knows a limit of tokens.
+    connect_timeout, read_timeout: seconds until there is a connection, and seconds of silence.
+    retries: how often a turn that has not begun is asked for again.
+    extra_body: fields of the request, over those that would be sent; null leaves one out.
+    """
+
+    match: Annotated[str, Meta(min_length=1, max_length=256)] = "*"
+    backend: Literal["chat_completions", "direct"] = "chat_completions"
+    base_url: str | None = None
+    name: Annotated[str, Meta(min_length=1)] | None = None
+    api_key_env: str | None = None
+    api_key_header: str = "Authorization"
+    headers: dict[str, str] = {}
+    context_window: Annotated[int, Meta(gt=0)] | None = None
+    takes_images: bool = False
+    developer_role: bool = False
+    replay_reasoning: bool = False
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    connect_timeout: Seconds = 10.0
+    read_timeout: Seconds = 300.0
+    retries: Annotated[int, Meta(ge=0, le=10)] = 2
+    extra_body: dict[str, object] = {}
+
+    def __post_init__(self) -> None:
+        if self.backend == "direct":
+            if self.base_url or self.api_key_env or self.name:
+                raise ValueError(
+                    "the backend `direct` has no server: base_url, api_key_env and name mean nothing to it"
+                )
+            return
+        _check_url(self.base_url)
+        for name, value in [*self.headers.items(), (self.api_key_header, "")]:
+            if not _TOKEN.fullmatch(name) or not _is_header_value(value):
+                raise ValueError(f"{name!r} is not a header that can be sent")
+        if "messages" in self.extra_body or "stream" in self.extra_body:
+            raise ValueError("extra_body cannot set `messages` or `stream`")
+
+    def __repr__(self) -> str:
+        return f"<ModelSettings {self.match!r} {self.backend} {self.base_url or ''}>"
+
+    @property
+    def is_pattern(self) -> bool:
+        return any(mark in self.match for mark in "*?[")
+
+    def read_key(self, environment: Mapping[str, str]) -> Secret | None:
+        """The key; raises ValueError, which does not show it."""
+        if self.api_key_env is None:
+            return None
+        key = environment.get(self.api_key_env, "").strip()
+        if not key:
+            raise ValueError(
+                f"the environment variable {self.api_key_env} for the models {self.match!r} is not set"
+            )
+        if not _is_header_value(key):
+            raise ValueError(
+                f"the environment variable {self.api_key_env} does not hold a key: it is not printable ASCII"
+            )
+        return Secret(key)
+
+
+def _is_header_value(value: str) -> bool:
+    return value.isascii() and value.isprintable()
+
+
+def _check_url(url: str | None) -> None:
+    if url is None:
+        raise ValueError(
+            "base_url is missing: it says where the model server is, as http://127.0.0.1:8000/v1"
+        )
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("base_url holds a user or a password: give the key in api_key_env instead")
+    sendable = url.isascii() and url.isprintable() and " " not in url
+    if (
+        not sendable
+        or parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.query
+        or parts.fragment
+    ):
+        raise ValueError(
+            f"base_url {url!r} is not the address of a model server: http://HOST:PORT/v1 or https://HOST/v1"
+        )
+    _ = parts.port  # raises ValueError if it is none

@@ -1,0 +1,111 @@
+"""Requests to model servers, and what goes wrong with them as ModelError; imports siblings and `protocol`."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+
+from fumehood.models.http_client import (
+    Address,
+    Broken,
+    HttpAnswer,
+    HttpClient,
+    HttpTrouble,
+    NotConnected,
+    Patience,
+    Silent,
+)
+from fumehood.models.upstream_errors import UpstreamErrors
+from fumehood.protocol.errors import ModelError
+
+_LONGEST_ERROR = 1 << 16
+_LONGEST_WAIT = 86_400.0
+
+
+class Upstream:
+    """The connections of all models."""
+
+    def __init__(self) -> None:
+        self._client = HttpClient()
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    @asynccontextmanager
+    async def request(
+        self,
+        address: Address,
+        path: str,
+        headers: Mapping[str, str],
+        patience: Patience,
+        errors: UpstreamErrors,
+        *,
+        body: bytes | None = None,
+    ) -> AsyncGenerator["Answer"]:
+        """A POST with that body, or a GET; the answer, if it is a success. Raises ModelError. Leaving it before its
+        end tells the server to stop.
+        """
+        try:
+            async with self._client.request(address, path, headers, patience, body) as response:
+                answer = Answer(response)
+                if response.status != 200:
+                    raise await _refusal(answer, errors)
+                if response.header("content-encoding") not in ("", "identity"):
+                    raise errors.unreadable("its answer is compressed, which was not asked for")
+                yield answer
+        except HttpTrouble as trouble:
+            raise _translated(trouble, patience, errors) from trouble
+
+
+class Answer:
+    """The body of an answer, as it comes. What it raises is translated where it was asked for."""
+
+    def __init__(self, response: HttpAnswer) -> None:
+        self.response = response
+        self.read = response.read
+
+    async def read_rest(self, seconds: float) -> bytes:
+        """The next piece where the body may as well be over: nothing if nothing comes in time, or ever."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.read()
+        except (HttpTrouble, TimeoutError):
+            return b""
+
+    async def read_all(self, longest: int) -> bytes:
+        """The whole body, or its beginning if it is longer than that."""
+        pieces: list[bytes] = []
+        size = 0
+        while size < longest and (piece := await self.read()):
+            pieces.append(piece)
+            size += len(piece)
+        return b"".join(pieces)
+
+
+async def _refusal(answer: Answer, errors: UpstreamErrors) -> ModelError:
+    try:
+        body = await answer.read_all(_LONGEST_ERROR)
+    except HttpTrouble:
+        body = b""
+    wait = _retry_after(answer.response.header("retry-after"))
+    return errors.from_status(answer.response.status, body, wait)
+
+
+def _translated(trouble: HttpTrouble, patience: Patience, errors: UpstreamErrors) -> ModelError:
+    match trouble:
+        case NotConnected():
+            return errors.unreachable(str(trouble))
+        case Silent():
+            return errors.silent(patience.silence)
+        case Broken():
+            return errors.broke()
+        case _:
+            return errors.unreadable("its answer is not HTTP")
+
+
+def _retry_after(value: str) -> float | None:
+    """Seconds; a date is not worth the trouble."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds <= _LONGEST_WAIT else None

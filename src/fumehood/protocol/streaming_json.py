@@ -1,0 +1,202 @@
+"""One string out of a JSON object that is still being written, piece by piece; imports the standard library.
+
+A model writes the arguments of a call in fragments. Parsing them again with every fragment would cost the square of
+their length, so each character is looked at once, in runs, and nothing grows but two lists that are joined at the end.
+"""
+
+import re
+from collections.abc import Callable
+from json import decoder
+
+_NOT_SPACE = re.compile(r"[^ \t\n\r]")
+_KEY_OR_END = re.compile(r'["}]')
+_SCALAR_END = re.compile(r"[,}]")
+_NESTING = re.compile(r'["\[\]{}]')
+# As far as whole escapes reach; what stops it is a quotation mark, an escape that is cut off, or one that is none.
+_STRING = re.compile(r'[^"\\]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\]*+)*+')
+# What may become more with the next fragment: half of a pair, the beginning of an escape, or both.
+_CUT_OFF = re.compile(r"(?:\\u[dD][89abAB][0-9a-fA-F]{2})?(?:\\(?:u[0-9a-fA-F]{0,3})?)?")
+_ESCAPE = 6  # characters of \uXXXX
+
+# In C: the text from a position to the next quotation mark that ends it, and where that was; raises ValueError.
+_read_string: Callable[[str, int, bool], tuple[str, int]] = vars(decoder)["scanstring"]
+
+
+class StringField:
+    """The string under one name of the object, while its text comes in.
+
+    It is lenient: what it gives for text that is not JSON is what could be made of it, and whoever uses it checks the
+    whole (`text`) at the end. If the name comes twice, the first string counts: what was shown is what is meant.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._fragments: list[str] = []
+        self._pieces: list[str] = []
+        self._key: list[str] = []
+        self._held = ""  # an escape whose rest has not come
+        self._depth = 0
+        self._inside = False
+        self._found = False
+        self._complete = False
+        self._step: Callable[[str, int], int] = self._opening
+
+    @property
+    def text(self) -> str:
+        """Everything that was fed."""
+        return "".join(self._fragments)
+
+    @property
+    def value(self) -> str | None:
+        """The string so far; None if it has not begun."""
+        return "".join(self._pieces) if self._found else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the string has come to its end."""
+        return self._complete
+
+    def feed(self, fragment: str) -> str:
+        """Take the next fragment; what it adds to the string."""
+        self._fragments.append(fragment)
+        if self._inside and not self._held:
+            piece = _whole_piece(fragment)
+            if piece is not None:
+                self._pieces.append(piece)
+                return piece
+        text = self._held + fragment
+        self._held = ""
+        known = len(self._pieces)
+        position = 0
+        while position < len(text):
+            position = self._step(text, position)
+        return "".join(self._pieces[known:])
+
+    # ---- steps: each takes what it can from a position on, and says where the next one begins ----------------------
+
+    def _opening(self, text: str, position: int) -> int:
+        found = _NOT_SPACE.search(text, position)
+        if found is None:
+            return len(text)
+        self._step = self._before_key if found.group() == "{" else self._ignore
+        return found.end()
+
+    def _before_key(self, text: str, position: int) -> int:
+        found = _KEY_OR_END.search(text, position)
+        if found is None:
+            return len(text)
+        self._key = []
+        self._step = self._in_key if found.group() == '"' else self._ignore
+        return found.end()
+
+    def _in_key(self, text: str, position: int) -> int:
+        end = self._string_end(text, position)
+        self._key.append(text[position:end])
+        if text[end : end + 1] == '"':
+            self._step = self._before_value
+            return end + 1
+        return self._hold(text, end)
+
+    def _before_value(self, text: str, position: int) -> int:
+        found = _NOT_SPACE.search(text, position)
+        if found is None:
+            return len(text)
+        match found.group():
+            case ":":
+                return found.end()
+            case '"' if _unescaped("".join(self._key)) == self._name:
+                self._inside = self._found = True
+                self._step = self._in_field
+            case '"':
+                self._step = self._in_string
+            case "{" | "[":
+                self._depth = 1
+                self._step = self._nested
+            case _:
+                self._step = self._in_scalar
+                return found.start()
+        return found.end()
+
+    def _in_field(self, text: str, position: int) -> int:
+        end = self._string_end(text, position)
+        over = text[end : end + 1] == '"'
+        piece = _unescaped(text[position:end])
+        if not over and "\ud800" <= piece[-1:] <= "\udbff":
+            end -= _ESCAPE  # half of a pair: the other half may follow
+            piece = piece[:-1]
+        if piece:
+            self._pieces.append(_without_halves(piece))
+        if over:
+            self._inside = False
+            self._complete = True
+            self._step = self._ignore
+            return end + 1
+        return self._hold(text, end)
+
+    def _in_string(self, text: str, position: int) -> int:
+        end = self._string_end(text, position)
+        if text[end : end + 1] == '"':
+            self._step = self._nested if self._depth else self._before_key
+            return end + 1
+        return self._hold(text, end)
+
+    def _nested(self, text: str, position: int) -> int:
+        found = _NESTING.search(text, position)
+        if found is None:
+            return len(text)
+        match found.group():
+            case '"':
+                self._step = self._in_string
+            case "{" | "[":
+                self._depth += 1
+            case _:
+                self._depth -= 1
+                if not self._depth:
+                    self._step = self._before_key
+        return found.end()
+
+    def _in_scalar(self, text: str, position: int) -> int:
+        found = _SCALAR_END.search(text, position)
+        if found is None:
+            return len(text)
+        self._step = self._before_key
+        return found.start()
+
+    def _ignore(self, text: str, _position: int) -> int:
+        return len(text)
+
+    def _string_end(self, text: str, position: int) -> int:
+        found = _STRING.match(text, position)
+        return position if found is None else found.end()
+
+    def _hold(self, text: str, position: int) -> int:
+        """Keep an escape that is cut off for the next fragment; one that is none makes an end of it."""
+        if _CUT_OFF.fullmatch(text, position):
+            self._held = text[position:]
+        else:
+            self._inside = False
+            self._step = self._ignore
+        return len(text)
+
+
+def _whole_piece(fragment: str) -> str | None:
+    """What nearly every fragment is: text without escapes or with simple ones. None for what needs a closer look."""
+    if '"' not in fragment and "\\" not in fragment:
+        return fragment
+    if "\\u" in fragment:
+        return None
+    try:
+        piece, end = _read_string(fragment + '"', 0, False)
+    except ValueError:  # an escape that is cut off, or none
+        return None
+    return piece if end > len(fragment) else None
+
+
+def _unescaped(text: str) -> str:
+    """Of whole escapes only; halves of pairs stay as they are."""
+    return _read_string(text + '"', 0, False)[0] if "\\" in text else text
+
+
+def _without_halves(text: str) -> str:
+    """Nothing that UTF-8 cannot say may leave here."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

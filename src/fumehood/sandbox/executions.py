@@ -1,0 +1,83 @@
+"""A call of a sandbox followed to its end, whatever breaks on the way; imports `interfaces` and `protocol`."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+
+from fumehood.interfaces import Clock, Sandbox
+from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest
+from fumehood.protocol.sandbox_errors import (
+    ExecutionNotFound,
+    SandboxError,
+    SandboxGone,
+    SandboxNotFound,
+    Unreachable,
+)
+
+logger = logging.getLogger(__name__)
+
+_RECONNECTS = 4
+_PAUSE_SECONDS = 0.25
+_INTERRUPT_SECONDS = 10.0
+
+
+async def followed(
+    sandbox: Sandbox, request: ExecuteRequest, execution_id: str, clock: Clock
+) -> AsyncGenerator[AnyOutput]:
+    """The events of a call, and an `End` in any case; nothing runs twice. Leaving it interrupts the code.
+
+    A provider may have mended broken connections already; one that gives up is asked again a few times.
+    """
+    seen = failures = 0
+    ended = False
+    events = sandbox.execute(request)
+    try:
+        while True:
+            try:
+                async with aclosing(events):
+                    async for event in events:
+                        seen += 1
+                        failures = 0
+                        ended = isinstance(event, End)
+                        yield event
+                if ended:
+                    return
+                trouble: SandboxError = Unreachable("The events of a call ended before their end.")
+            except SandboxError as error:
+                trouble = error
+            failures += 1
+            if failures > _RECONNECTS or not _worth_another_try(trouble, seen):
+                ended = not isinstance(trouble, Unreachable)
+                yield lost(trouble)
+                return
+            await clock.sleep(_PAUSE_SECONDS * 2**failures)
+            # What never arrived is sent again; what the server has forgotten it refuses to run.
+            missing = isinstance(trouble, ExecutionNotFound)
+            events = sandbox.execute(request) if missing else sandbox.follow(execution_id, after=seen - 1)
+    finally:
+        if not ended:
+            await _interrupt(sandbox, execution_id)
+
+
+def _worth_another_try(trouble: SandboxError, seen: int) -> bool:
+    return isinstance(trouble, Unreachable) or (isinstance(trouble, ExecutionNotFound) and not seen)
+
+
+async def _interrupt(sandbox: Sandbox, execution_id: str) -> None:
+    with suppress(SandboxError, TimeoutError):
+        async with asyncio.timeout(_INTERRUPT_SECONDS):
+            await sandbox.interrupt(execution_id)
+
+
+def lost(trouble: SandboxError) -> End:
+    """The end of a call that was not to be had, or was lost. What servers are called is not for models to know."""
+    gone = isinstance(trouble, SandboxGone | SandboxNotFound)
+    if gone:
+        reason = "The sandbox was lost; variables are gone."
+    elif trouble.status >= 500:
+        reason = "The sandboxes cannot be reached at the moment; try again later."
+    else:
+        reason = f"The sandbox refused: {trouble.message}"
+    logger.warning("A call of code was lost: %s: %s", type(trouble).__name__, trouble.message)
+    return End(status="lost", exit_code=-1, duration_ms=0, state_kept=not gone, reason=reason)

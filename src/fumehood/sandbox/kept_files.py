@@ -1,0 +1,395 @@
+"""The files of containers: what changed, what is kept of it, how it comes back; imports `interfaces`, `protocol`.
+
+Names and sizes are told by a sandbox and trusted by nobody: names are checked, bytes are counted on their way.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+import msgspec
+
+from fumehood.interfaces import BlobStore, Clock, Sandbox, Store
+from fumehood.protocol.containers import ContainerFileRecord
+from fumehood.protocol.errors import Unavailable
+from fumehood.protocol.names import clean_name
+from fumehood.protocol.sandbox import FileEntry, FileListing
+from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PATH = 4096
+_IN_ONE_PIECE = 1 << 20  # a request with these bytes can be repeated
+_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileLimits:
+    """
+    file_bytes: the largest file that outlives its sandbox.
+    container_bytes: all of them together, of one container.
+    files: how many files of one container are recorded.
+    seconds: how long one look may copy; what is not done by then, the next one finds.
+    """
+
+    file_bytes: int = 64 << 20
+    container_bytes: int = 512 << 20
+    files: int = 1000
+    seconds: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A file as a sandbox had it at the last look."""
+
+    bytes: int
+    modified_ns: int
+    blob: str
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one look found: `mark` names the state that was seen, `notes` tell what could not be kept."""
+
+    mark: str
+    changed: Sequence[ContainerFileRecord] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a fresh sandbox was given; `missing` are the names of what could not be."""
+
+    mark: str
+    placed: dict[str, Placed]
+    missing: list[str]
+
+
+def is_produced(path: str) -> bool:
+    """Whether a file counts as something that code made: neither hidden, nor cached, nor somebody's temporary file.
+
+    docs/code-interpreter.md tells users the rule.
+    """
+    parts = path.split("/")
+    if len(path) > _LONGEST_PATH or "\0" in path or any(not part or part.startswith(".") for part in parts):
+        return False
+    return "__pycache__" not in parts and not path.endswith(("~", ".pyc", ".swp", ".tmp"))
+
+
+def file_id(container_id: str, path: str) -> str:
+    """The same for the same path of the same container; nobody can guess it who does not know the container's id."""
+    return f"cfile_{hashlib.sha256(f'{container_id}\0{path}'.encode()).hexdigest()[:48]}"
+
+
+class KeptFiles:
+    """Records in a store and content in blobs, for all containers of one process."""
+
+    def __init__(self, store: Store, blobs: BlobStore, clock: Clock, limits: FileLimits) -> None:
+        self._store = store
+        self._blobs = blobs
+        self._clock = clock
+        self._limits = limits
+        # Blobs that are there and in no record yet: nobody may take them for unused.
+        self._arriving: Counter[str] = Counter()
+
+    # ---- out of a sandbox -----------------------------------------------------------------------------------------
+
+    async def look(
+        self, container_id: str, sandbox: Sandbox, mark: str, began: Mapping[str, Placed] | None = None
+    ) -> Look:
+        """Record and keep what changed since the mark. Raises SandboxError, and then nothing was recorded.
+
+        began: what this sandbox began with, where others may have changed the records meanwhile. What it wrote wins;
+            what it deleted goes, unless somebody else has changed it.
+        """
+        listing = await sandbox.list(mark or None)
+        if not (listing.complete or listing.files or listing.deleted):
+            return Look(listing.mark)
+        known = {record.path: record for record in await self._store.files(container_id)}
+        before = _as_placed(known.values()) if began is None else began
+        gone = [known.pop(path) for path in _deleted(listing, before) if _same(known.get(path), before[path])]
+        fresh = [file for file in listing.files if is_produced(file.path) and _differs(file, before)]
+        harvest = _Harvest(container_id, known, {file.path for file in fresh}, self._limits)
+        with self._arrivals() as arrived:
+            try:
+                async with asyncio.timeout(self._limits.seconds):
+                    for file in fresh:
+                        await self._take(sandbox, file, harvest, arrived)
+            except (SandboxError, TimeoutError) as error:
+                harvest.cut_short = True
+                logger.warning("Files of %s could not all be kept: %s", container_id, error or "out of time")
+            await self._store.put_files(harvest.changed, [record.id for record in gone])
+        replaced = [known[record.path] for record in harvest.changed if record.path in known]
+        await self._drop(record.blob for record in (*gone, *replaced))
+        return Look(mark if harvest.cut_short else listing.mark, harvest.changed, harvest.notes())
+
+    async def _take(self, sandbox: Sandbox, file: FileEntry, harvest: "_Harvest", arrived: list[str]) -> None:
+        if not harvest.has_place_for(file.path):
+            return
+        blob, size = "", max(file.size, 0)
+        try:
+            counted = _Counted(sandbox.read(file.path), min(self._limits.file_bytes, harvest.room))
+            if size > counted.most:
+                raise TooLarge(file.path)
+            blob = await self._put(counted, arrived)
+            size = counted.bytes
+        except (FileNotFound, FileRefused):  # not there any more, or not a file any more
+            return
+        except (TooLarge, Unavailable):  # too much for one file, for the container, or for the disk
+            harvest.unkept.append(file.path)
+        harvest.add(file, size, blob, self._clock.now())
+
+    async def _put(self, content: bytes | AsyncIterable[bytes], arrived: list[str]) -> str:
+        name = await self._blobs.put(content)
+        self._arriving[name] += 1
+        arrived.append(name)
+        return name
+
+    @contextmanager
+    def _arrivals(self) -> Generator[list[str]]:
+        arrived: list[str] = []
+        try:
+            yield arrived
+        finally:
+            self._arriving.subtract(arrived)
+            self._arriving += Counter()  # without those that count nothing
+
+    async def _drop(self, blobs: Iterable[str]) -> None:
+        """Let go of what no record refers to any more."""
+        named = sorted({name for name in blobs if name})
+        for name in await self._store.unused_blobs(named) if named else ():
+            if not self._arriving[name]:
+                await self._blobs.delete(name)
+
+    # ---- into a sandbox -------------------------------------------------------------------------------------------
+
+    async def restore(self, container_id: str, sandbox: Sandbox) -> Restored:
+        """Put into a fresh sandbox what is kept of the container; raises SandboxError."""
+        placed: dict[str, Placed] = {}
+        missing: list[str] = []
+        for record in await self._store.files(container_id):
+            try:
+                if not record.blob:
+                    raise KeyError(record.path)
+                entry = await sandbox.write(record.path, await self._content(record))
+            except (KeyError, FileRefused, TooLarge) as error:
+                logger.warning("%s of %s cannot be put back: %s", record.id, container_id, error)
+                missing.append(clean_name(record.path))
+                continue
+            placed[record.path] = Placed(record.bytes, entry.modified_ns, record.blob)
+        return Restored((await sandbox.list()).mark if placed else "", placed, missing)
+
+    async def settle(self, container_id: str, restored: Restored) -> None:
+        """Let the records say what the container's one sandbox has now."""
+        records = await self._store.files(container_id)
+        moved = [
+            msgspec.structs.replace(record, modified_ns=restored.placed[record.path].modified_ns)
+            for record in records
+            if record.path in restored.placed
+        ]
+        lost = [record for record in records if record.path not in restored.placed]
+        if moved or lost:
+            await self._store.put_files(moved, [record.id for record in lost])
+            await self._drop(record.blob for record in lost)
+
+    async def _content(self, record: ContainerFileRecord) -> bytes | AsyncGenerator[bytes]:
+        """Raises KeyError if it is not there, before anybody waits for the rest."""
+        pieces = self._blobs.read(record.blob)
+        if record.bytes <= _IN_ONE_PIECE:
+            async with aclosing(pieces):
+                return b"".join([piece async for piece in pieces])
+        return _chained(await anext(pieces, b""), pieces)
+
+    # ---- besides --------------------------------------------------------------------------------------------------
+
+    async def add(
+        self, container_id: str, path: str, content: bytes, sandbox: Sandbox | None
+    ) -> ContainerFileRecord:
+        """A file of the assistant's under a name that is free, in the sandbox too if it lives. Raises TooLarge."""
+        known = {record.path: record for record in await self._store.files(container_id)}
+        room = min(self._limits.file_bytes, self._limits.container_bytes - _kept_bytes(known.values()))
+        if len(content) > room or len(known) >= self._limits.files:
+            raise TooLarge("The container has as many files as it may keep.")
+        free = _free_name(path, known)
+        modified_ns = 0
+        if sandbox is not None:
+            try:
+                modified_ns = (await sandbox.write(free, content)).modified_ns
+            except SandboxError as error:  # the copy is what counts
+                logger.warning("A file could not be put into the sandbox of %s: %s", container_id, error)
+        with self._arrivals() as arrived:
+            record = ContainerFileRecord(
+                id=file_id(container_id, free),
+                container_id=container_id,
+                path=free,
+                bytes=len(content),
+                created_at=self._clock.now(),
+                modified_ns=modified_ns,
+                source="assistant",
+                blob=await self._put(content, arrived),
+            )
+            await self._store.put_files([record])
+        return record
+
+    async def read(
+        self, record: ContainerFileRecord, find_sandbox: Callable[[], Awaitable[Sandbox | None]]
+    ) -> AsyncGenerator[bytes]:
+        """The copy, or else what the sandbox has; raises KeyError before the first piece."""
+        try:
+            if record.blob:
+                async with aclosing(self._blobs.read(record.blob)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                return
+        except KeyError:
+            logger.warning("The copy of %s is not there.", record.id)
+        sandbox = await find_sandbox()
+        if sandbox is None:
+            raise KeyError(record.id)
+        try:
+            async with aclosing(sandbox.read(record.path)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        except (FileNotFound, FileRefused) as error:
+            raise KeyError(record.id) from error
+
+    async def forget(self, container_id: str) -> None:
+        """Every file of a container that is no more."""
+        records = await self._store.files(container_id)
+        if records:
+            await self._store.put_files([], [record.id for record in records])
+            await self._drop(record.blob for record in records)
+
+
+@dataclass(slots=True)
+class _Harvest:
+    """One look in the making.
+
+    unkept: what is recorded without a copy; left_out: how many are not even that.
+    """
+
+    container_id: str
+    known: Mapping[str, ContainerFileRecord]
+    changing: set[str]
+    limits: FileLimits
+    changed: list[ContainerFileRecord] = field(default_factory=list[ContainerFileRecord])
+    unkept: list[str] = field(default_factory=list[str])
+    left_out: int = 0
+    cut_short: bool = False
+    room: int = field(init=False)
+    places: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        staying = [record for path, record in self.known.items() if path not in self.changing]
+        self.room = self.limits.container_bytes - _kept_bytes(staying)
+        self.places = self.limits.files - len(self.known)
+
+    def has_place_for(self, path: str) -> bool:
+        if path in self.known:
+            return True
+        self.places -= 1
+        self.left_out += self.places < 0
+        return self.places >= 0
+
+    def add(self, file: FileEntry, size: int, blob: str, now: float) -> None:
+        old = self.known.get(file.path)
+        if blob:
+            self.room -= size
+        self.changed.append(
+            ContainerFileRecord(
+                id=file_id(self.container_id, file.path),
+                container_id=self.container_id,
+                path=file.path,
+                bytes=size,
+                created_at=now if old is None else old.created_at,
+                modified_ns=file.modified_ns,
+                source="assistant",
+                blob=blob,
+            )
+        )
+
+    def notes(self) -> list[str]:
+        notes: list[str] = []
+        if self.unkept:
+            names = in_words([clean_name(path) for path in self.unkept])
+            notes.append(f"There is no room to keep these when the sandbox ends: {names}.")
+        if self.left_out:
+            notes.append(
+                f"{self.left_out} files are not listed: a container has at most {self.limits.files}."
+            )
+        return notes
+
+
+class _Counted:
+    """Bytes on their way; more than `most` raises TooLarge."""
+
+    def __init__(self, pieces: AsyncGenerator[bytes], most: int) -> None:
+        self.bytes = 0
+        self.most = most
+        self._pieces = pieces
+
+    async def __aiter__(self) -> AsyncGenerator[bytes]:
+        async with aclosing(self._pieces) as pieces:
+            async for piece in pieces:
+                self.bytes += len(piece)
+                if self.bytes > self.most:
+                    raise TooLarge("A file is larger than was announced.")
+                yield piece
+
+
+async def _chained(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    async with aclosing(rest):
+        yield first
+        async for piece in rest:
+            yield piece
+
+
+def _as_placed(records: Iterable[ContainerFileRecord]) -> dict[str, Placed]:
+    return {record.path: Placed(record.bytes, record.modified_ns, record.blob) for record in records}
+
+
+def _differs(file: FileEntry, before: Mapping[str, Placed]) -> bool:
+    old = before.get(file.path)
+    return old is None or (old.bytes, old.modified_ns) != (file.size, file.modified_ns)
+
+
+def _deleted(listing: FileListing, before: Mapping[str, Placed]) -> list[str]:
+    if not listing.complete:
+        return [path for path in listing.deleted if path in before]
+    there = {file.path for file in listing.files}
+    return [] if listing.truncated else [path for path in before if path not in there]
+
+
+def _same(record: ContainerFileRecord | None, placed: Placed) -> bool:
+    return record is not None and record.blob == placed.blob
+
+
+def _kept_bytes(records: Iterable[ContainerFileRecord]) -> int:
+    return sum(record.bytes for record in records if record.blob)
+
+
+def _free_name(path: str, taken: Mapping[str, ContainerFileRecord]) -> str:
+    wanted = PurePosixPath(path)
+    numbers = range(2, len(taken) + 2)
+    others = (str(wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}")) for number in numbers)
+    return path if path not in taken else next(name for name in others if name not in taken)
+
+
+def in_words(names: Sequence[str]) -> str:
+    """A few names, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

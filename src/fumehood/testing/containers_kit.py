@@ -1,0 +1,316 @@
+"""What every implementation of `Containers` and `Container` must pass; imports pytest, `interfaces`, `protocol`.
+
+Give a test class the fixture `subject` and inherit from `ContainersKit`; docs/testing.md has an example.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from fumehood.interfaces import Caller, Container, Containers
+from fumehood.protocol.containers import ContainerFileRecord, ContainerSpec
+from fumehood.protocol.errors import ContainerExpired, NotFound
+from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest, Note, Raised, Stdout
+
+type Program = Literal[
+    "prints hello",
+    "raises ValueError",
+    "waits to be interrupted",
+    "writes out.txt",
+    "changes out.txt",
+    "deletes out.txt",
+    "prints out.txt",
+    "writes hidden files",
+]
+
+PYTHON_PROGRAMS: Mapping[Program, str] = {
+    "prints hello": "print('hello')",
+    "raises ValueError": "raise ValueError('no')",
+    "waits to be interrupted": "import time\nprint('waiting', flush=True)\nwhile True: time.sleep(0.01)",
+    "writes out.txt": "open('out.txt', 'w').write('made')\nNone",
+    "changes out.txt": "open('out.txt', 'w').write('changed')\nNone",
+    "deletes out.txt": "import os\nos.remove('out.txt')",
+    "prints out.txt": "print(open('out.txt').read())",
+    "writes hidden files": (
+        "import os\nos.makedirs('__pycache__', exist_ok=True)\n"
+        "for name in ('.hidden', '__pycache__/x.pyc', 'backup~', 'half.tmp'): open(name, 'w').write('x')"
+    ),
+}
+"""What is run, where sandboxes run Python."""
+
+SOMEBODY = Caller("somebody")
+STRANGER = Caller("stranger")
+_SECONDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The implementation under test.
+
+    programs: the code that behaves as named.
+    keeps_variables: whether one sandbox serves all calls; else each has its own, and only files are carried on.
+    end_sandbox: ends the sandbox that a container has now; without it loss is not tested.
+    let_pass: lets so many seconds pass for the containers; without it expiry is not tested.
+    """
+
+    containers: Containers
+    programs: Mapping[Program, str] = field(default_factory=lambda: PYTHON_PROGRAMS)
+    keeps_variables: bool = True
+    end_sandbox: Callable[[str], Awaitable[None]] | None = None
+    let_pass: Callable[[float], Awaitable[None]] | None = None
+
+    async def open(self, container_id: str | None = None, spec: ContainerSpec | None = None) -> Container:
+        name = self.containers.reserve() if container_id is None else container_id
+        return await self.containers.open(SOMEBODY, name, spec or ContainerSpec())
+
+    def start(self, container: Container, program: Program) -> AsyncGenerator[AnyOutput]:
+        return container.execute(ExecuteRequest(code=self.programs[program]))
+
+    async def run(self, container: Container, program: Program) -> list[AnyOutput]:
+        """All events; fails unless one `End` comes, and comes last."""
+        async with asyncio.timeout(_SECONDS):
+            seen = [event async for event in self.start(container, program)]
+        assert [isinstance(event, End) for event in seen] == [False] * (len(seen) - 1) + [True], seen
+        return seen
+
+    async def run_for_files(self, container: Container, *programs: Program) -> dict[str, ContainerFileRecord]:
+        """What the last of the programs left."""
+        records: Sequence[ContainerFileRecord] = ()
+        for program in programs:
+            await self.run(container, program)
+            records = await container.collect()
+        return {record.path: record for record in records}
+
+    async def content(self, container_id: str, file_id: str, caller: Caller = SOMEBODY) -> bytes:
+        async with asyncio.timeout(_SECONDS):
+            return b"".join([piece async for piece in self.containers.read(caller, container_id, file_id)])
+
+
+def end_of(events: list[AnyOutput]) -> End:
+    last = events[-1]
+    assert isinstance(last, End)
+    return last
+
+
+def printed(events: list[AnyOutput]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Stdout))
+
+
+class IdentityKit:
+    """Containers begin when they are opened, belong to one tenant, and end when nobody uses them."""
+
+    async def test_ids(self, subject: Subject) -> None:
+        ids = {subject.containers.reserve() for _ in range(20)}
+        assert len(ids) == 20
+        assert all(name.startswith("cntr_") and len(name) <= 64 for name in ids)
+
+    async def test_what_is_only_reserved_is_not_there(self, subject: Subject) -> None:
+        name = subject.containers.reserve()
+        with pytest.raises(NotFound):
+            await subject.containers.check(SOMEBODY, name)
+        with pytest.raises(NotFound):
+            await subject.containers.files(SOMEBODY, name)
+
+    @pytest.mark.parametrize("name", ["cntr_" + 48 * "0", "cntr_", "", "x", "cntr_\N{SNOWMAN}", "a" * 10_000])
+    async def test_what_was_never_reserved_cannot_be_opened(self, subject: Subject, name: str) -> None:
+        with pytest.raises(NotFound):
+            await subject.containers.check(SOMEBODY, name)
+        with pytest.raises(NotFound):
+            await subject.open(name)
+
+    async def test_opening_begins_it(self, subject: Subject) -> None:
+        container = await subject.open(spec=ContainerSpec(name="mine", memory="4g"))
+        record = await subject.containers.check(SOMEBODY, container.id)
+        assert (record.id, record.tenant, record.status) == (container.id, "somebody", "running")
+        assert record.spec == ContainerSpec(name="mine", memory="4g")
+        assert (await subject.open(container.id)).id == container.id
+        assert await subject.containers.files(SOMEBODY, container.id) == []
+
+    async def test_nothing_of_it_exists_for_another_tenant(self, subject: Subject) -> None:
+        container = await subject.open()
+        files = await subject.run_for_files(container, "writes out.txt")
+        with pytest.raises(NotFound):
+            await subject.containers.check(STRANGER, container.id)
+        with pytest.raises(NotFound):
+            await subject.containers.open(STRANGER, container.id, ContainerSpec())
+        with pytest.raises(NotFound):
+            await subject.containers.files(STRANGER, container.id)
+        with pytest.raises(NotFound):
+            await subject.containers.file(STRANGER, container.id, files["out.txt"].id)
+        with pytest.raises(NotFound):
+            await subject.content(container.id, files["out.txt"].id, STRANGER)
+
+    async def test_one_that_nobody_uses_expires(self, subject: Subject) -> None:
+        if subject.let_pass is None:
+            pytest.skip("the adapter cannot let time pass")
+        container = await subject.open(spec=ContainerSpec(idle_minutes=20))
+        files = await subject.run_for_files(container, "writes out.txt")
+        await subject.let_pass(19 * 60)
+        await subject.run(await subject.open(container.id), "prints hello")
+        await subject.let_pass(19 * 60)
+        assert (await subject.containers.check(SOMEBODY, container.id)).status == "running"
+        await subject.let_pass(61)
+        for _ in range(2):
+            with pytest.raises(ContainerExpired):
+                await subject.containers.check(SOMEBODY, container.id)
+        with pytest.raises(ContainerExpired):
+            await subject.open(container.id)
+        with pytest.raises(NotFound):
+            await subject.containers.files(SOMEBODY, container.id)
+        with pytest.raises(NotFound):
+            await subject.content(container.id, files["out.txt"].id)
+        assert end_of(await subject.run(container, "prints hello")).status == "lost"
+
+
+class CallsKit:
+    """Code runs; whatever becomes of its sandbox, the next call has one."""
+
+    async def test_events_and_their_end(self, subject: Subject) -> None:
+        container = await subject.open()
+        events = await subject.run(container, "prints hello")
+        assert printed(events) == "hello\n"
+        assert (end_of(events).status, end_of(events).exit_code) == ("ok", 0)
+
+    async def test_code_that_raises(self, subject: Subject) -> None:
+        container = await subject.open()
+        events = await subject.run(container, "raises ValueError")
+        assert [event.name for event in events if isinstance(event, Raised)] == ["ValueError"]
+        assert (end_of(events).status, end_of(events).exit_code) == ("error", 1)
+
+    async def test_closing_the_events_interrupts_the_code(self, subject: Subject) -> None:
+        container = await subject.open()
+        async with asyncio.timeout(_SECONDS):
+            async with aclosing(subject.start(container, "waits to be interrupted")) as events:
+                async for event in events:
+                    if isinstance(event, Stdout):
+                        break
+            # It would wait behind the first one for ever.
+            again = await subject.open(container.id)
+            assert end_of(await subject.run(again, "prints hello")).status == "ok"
+
+    async def test_calls_at_once(self, subject: Subject) -> None:
+        container = await subject.open()
+        handles = [await subject.open(container.id) for _ in range(3)]
+        done = await asyncio.gather(*(subject.run(handle, "prints hello") for handle in handles))
+        assert [printed(events) for events in done] == ["hello\n"] * 3
+
+    async def test_after_a_lost_sandbox_comes_another_one_with_the_files(self, subject: Subject) -> None:
+        if subject.end_sandbox is None or not subject.keeps_variables:
+            pytest.skip("there is no sandbox between calls, or the adapter cannot end it")
+        container = await subject.open()
+        await subject.run(container, "writes out.txt")
+        await subject.end_sandbox(container.id)
+        events = await subject.run(await subject.open(container.id), "prints out.txt")
+        (note,) = [event.text for event in events if isinstance(event, Note)]
+        assert "variables" in note
+        assert printed(events) == "made\n"
+        events = await subject.run(await subject.open(container.id), "prints out.txt")
+        assert not [event for event in events if isinstance(event, Note)]
+
+    async def test_a_sandbox_lost_while_code_runs_ends_the_call(self, subject: Subject) -> None:
+        if subject.end_sandbox is None:
+            pytest.skip("the adapter cannot end a sandbox")
+        container = await subject.open()
+        ended = False
+        seen: list[AnyOutput] = []
+        async with asyncio.timeout(_SECONDS):
+            async for event in subject.start(container, "waits to be interrupted"):
+                seen.append(event)
+                if not ended:
+                    ended = True
+                    await subject.end_sandbox(container.id)
+        end = end_of(seen)
+        assert (end.status, end.exit_code, end.state_kept) == ("lost", -1, False)
+        assert end.reason
+        assert end_of(await subject.run(container, "prints hello")).status == "ok"
+
+
+class FilesKit:
+    """What code writes is found once, keeps its id, and can be read."""
+
+    async def test_files_are_carried_from_call_to_call(self, subject: Subject) -> None:
+        container = await subject.open()
+        await subject.run(container, "writes out.txt")
+        assert printed(await subject.run(await subject.open(container.id), "prints out.txt")) == "made\n"
+
+    async def test_a_file_is_found_once(self, subject: Subject) -> None:
+        container = await subject.open()
+        assert await container.collect() == ()
+        files = await subject.run_for_files(container, "writes out.txt")
+        record = files["out.txt"]
+        assert list(files) == ["out.txt"]
+        assert record.id.startswith("cfile_")
+        assert len(record.id) <= 64
+        assert (record.container_id, record.bytes, record.source) == (container.id, 4, "assistant")
+        assert not await container.collect()
+        assert await subject.run_for_files(container, "prints hello") == {}
+        assert await subject.containers.files(SOMEBODY, container.id) == [record]
+        assert await subject.containers.file(SOMEBODY, container.id, record.id) == record
+        assert await subject.content(container.id, record.id) == b"made"
+
+    async def test_a_file_that_changes_keeps_its_id(self, subject: Subject) -> None:
+        container = await subject.open()
+        old = (await subject.run_for_files(container, "writes out.txt"))["out.txt"]
+        new = (await subject.run_for_files(container, "changes out.txt"))["out.txt"]
+        assert (new.id, new.created_at, new.bytes) == (old.id, old.created_at, 7)
+        assert await subject.content(container.id, new.id) == b"changed"
+
+    async def test_a_file_that_is_deleted_is_gone(self, subject: Subject) -> None:
+        container = await subject.open()
+        record = (await subject.run_for_files(container, "writes out.txt"))["out.txt"]
+        assert await subject.run_for_files(container, "deletes out.txt") == {}
+        assert await subject.containers.files(SOMEBODY, container.id) == []
+        with pytest.raises(NotFound):
+            await subject.containers.file(SOMEBODY, container.id, record.id)
+        with pytest.raises(NotFound):
+            await subject.content(container.id, record.id)
+        again = (await subject.run_for_files(container, "writes out.txt"))["out.txt"]
+        assert again.id == record.id
+
+    async def test_the_same_path_elsewhere_is_another_file(self, subject: Subject) -> None:
+        one, other = await subject.open(), await subject.open()
+        mine = (await subject.run_for_files(one, "writes out.txt"))["out.txt"]
+        theirs = (await subject.run_for_files(other, "changes out.txt"))["out.txt"]
+        assert mine.id != theirs.id
+        with pytest.raises(NotFound):
+            await subject.containers.file(SOMEBODY, one.id, theirs.id)
+        assert await subject.content(one.id, mine.id) == b"made"
+        assert await subject.content(other.id, theirs.id) == b"changed"
+
+    async def test_the_same_content_twice_is_deleted_once(self, subject: Subject) -> None:
+        one, other = await subject.open(), await subject.open()
+        await subject.run_for_files(one, "writes out.txt", "deletes out.txt")
+        record = (await subject.run_for_files(other, "writes out.txt"))["out.txt"]
+        await subject.run_for_files(one, "writes out.txt", "deletes out.txt")
+        assert await subject.content(other.id, record.id) == b"made"
+
+    async def test_hidden_and_temporary_files_do_not_count(self, subject: Subject) -> None:
+        container = await subject.open()
+        assert await subject.run_for_files(container, "writes hidden files") == {}
+
+    async def test_what_is_saved_is_a_file_of_the_container(self, subject: Subject) -> None:
+        container = await subject.open()
+        await subject.run(container, "prints hello")
+        first = await container.save("figure.png", b"one")
+        second = await container.save("figure.png", b"two")
+        assert (first.path, second.path) == ("figure.png", "figure-2.png")
+        assert first.id != second.id
+        assert {first.source, second.source} == {"assistant"}
+        assert await subject.content(container.id, first.id) == b"one"
+        assert await subject.content(container.id, second.id) == b"two"
+        # Nobody takes it for something that the next call made.
+        assert await subject.run_for_files(container, "prints hello") == {}
+
+    async def test_what_is_saved_is_there_for_the_code(self, subject: Subject) -> None:
+        container = await subject.open()
+        await subject.run(container, "prints hello")
+        await container.save("out.txt", b"saved")
+        assert printed(await subject.run(container, "prints out.txt")) == "saved\n"
+
+
+class ContainersKit(IdentityKit, CallsKit, FilesKit):
+    """Every promise of the two seams; a subclass has a fixture `subject` that gives a `Subject`."""

@@ -1,0 +1,168 @@
+"""A hosted tool that answers as a test says; imports `interfaces` and `protocol`."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import Raw
+
+from fumehood.interfaces import CallContext, Caller, ToolResult, ToolStep
+from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.events import ItemAdded, ItemDone, StreamEvent
+from fumehood.protocol.ids import new_id
+from fumehood.protocol.items import ProducedFile
+from fumehood.protocol.tools import FunctionSpec, ToolSpec
+
+_PARAMETERS = Raw(b'{"type":"object","properties":{},"additionalProperties":true}')
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One call: what it says, or `error` that it raises, after `wait` was set; and the files that it leaves.
+
+    arguments: what is expected, as the model writes it; None for anything.
+    """
+
+    output: str = ""
+    arguments: str | None = None
+    wait: asyncio.Event | None = None
+    error: Exception | None = None
+    files: Sequence[ProducedFile] = ()
+
+    def fits(self, arguments: str) -> bool:
+        return self.arguments in (None, arguments)
+
+
+class ScriptedTool:
+    """A `HostedTool` whose calls get the answers, in the order in which they run; its items are of a type of its own.
+
+    always: answers that may be given any number of times, when the next one does not fit. files: what `find_files`
+    knows. calls: the arguments of the calls that ran; interrupted: of those that were left before they had answered.
+    A call that is not expected raises AssertionError, there and in `assert_done`, which also fails when answers are
+    left over.
+    """
+
+    def __init__(
+        self,
+        *answers: Answer,
+        name: str = "scripted",
+        always: Sequence[Answer] = (),
+        files: Sequence[ProducedFile] = (),
+    ) -> None:
+        self.name = name
+        self.files = files
+        self.calls: list[str] = []
+        self.interrupted: list[str] = []
+        self._answers = deque(answers)
+        self._always = tuple(always)
+        self._failures: list[str] = []
+
+    @property
+    def types(self) -> frozenset[str]:
+        return frozenset({self.name})
+
+    @property
+    def item_types(self) -> frozenset[str]:
+        return frozenset({f"{self.name}_call"})
+
+    async def offer(self, spec: ToolSpec, caller: Caller, past: Sequence[Segment]) -> "OfferedScriptedTool":  # noqa: ARG002
+        return OfferedScriptedTool(self)
+
+    def echo(self, spec: ToolSpec) -> bytes:
+        return spec.raw
+
+    def recall(self, entry: Entry) -> Exchange | None:
+        return Exchange(
+            call_id=entry.id or "call_recalled", name=self.name, arguments="{}", output="(recalled)"
+        )
+
+    def take_answer(self, arguments: str) -> Answer:
+        self.calls.append(arguments)
+        if self._answers and self._answers[0].fits(arguments):
+            return self._answers.popleft()
+        for answer in self._always:
+            if answer.fits(arguments):
+                return answer
+        expected = repr(self._answers[0].arguments) if self._answers else "nothing more"
+        failure = f"{self.name} was called with {arguments!r}; expected was {expected}."
+        self._failures.append(failure)
+        raise AssertionError(failure)
+
+    def assert_done(self) -> None:
+        """Fail unless every answer was given and nothing else was asked."""
+        left = [f"Nobody asked for the answer {answer.output!r}." for answer in self._answers]
+        if problems := [*self._failures, *left]:
+            raise AssertionError("\n".join(problems))
+
+
+class OfferedScriptedTool:
+    def __init__(self, tool: ScriptedTool) -> None:
+        self._tool = tool
+
+    @property
+    def function(self) -> FunctionSpec:
+        return FunctionSpec(
+            name=self._tool.name, description="Does what a test says.", parameters=_PARAMETERS
+        )
+
+    def begin(self, context: CallContext) -> "ScriptedCall":
+        return ScriptedCall(self._tool, context)
+
+    async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
+        return [file for file in self._tool.files if file.path in paths]
+
+
+class ScriptedCall:
+    def __init__(self, tool: ScriptedTool, context: CallContext) -> None:
+        self._tool = tool
+        self._context = context
+        self._id = new_id("st")
+        self._fragments: list[str] = []
+
+    def open(self) -> Sequence[StreamEvent]:
+        return (ItemAdded(output_index=self._context.output_index, item=self._item("in_progress")),)
+
+    def feed(self, arguments: str) -> Sequence[StreamEvent]:
+        self._fragments.append(arguments)
+        return ()
+
+    async def run(self) -> AsyncGenerator[ToolStep]:
+        arguments = "".join(self._fragments)
+        answer = self._tool.take_answer(arguments)
+        finished = False
+        try:
+            if answer.wait is not None:
+                await answer.wait.wait()
+            finished = True
+        finally:
+            if not finished:
+                self._tool.interrupted.append(arguments)
+        if answer.error is not None:
+            raise answer.error
+        yield self._result("completed", answer.output, answer.files)
+
+    def abort(self, reason: str) -> ToolResult:
+        return self._result("incomplete", reason, ())
+
+    def _result(self, status: str, output: str, files: Sequence[ProducedFile]) -> ToolResult:
+        item = self._item(status, output)
+        exchange = Exchange(
+            call_id=self._context.call_id, name=self._tool.name, arguments=self._arguments(), output=output
+        )
+        done = ItemDone(output_index=self._context.output_index, item=item)
+        return ToolResult(events=(done,), item=item, exchange=exchange, files=files)
+
+    def _item(self, status: str, output: str | None = None) -> Raw:
+        (kind,) = self._tool.item_types
+        fields = {"type": kind, "id": self._id, "status": status, "output": output}
+        return Raw(msgspec.json.encode(fields))
+
+    def _arguments(self) -> str:
+        text = "".join(self._fragments)
+        try:
+            msgspec.json.decode(text, type=dict[str, Raw])
+        except msgspec.DecodeError:
+            return "{}"
+        return text

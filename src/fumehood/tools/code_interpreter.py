@@ -1,0 +1,189 @@
+"""The hosted tool `code_interpreter`: Python in containers, for any model; imports `interfaces`, `protocol`, siblings.
+
+docs/code-interpreter.md tells what the model is offered and what clients see.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Raw
+
+from fumehood.interfaces import CallContext, Caller, Clock, Containers
+from fumehood.protocol.containers import DATA_DIRECTORY, ContainerSpec
+from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.errors import ContainerExpired, NotFound
+from fumehood.protocol.items import ProducedFile
+from fumehood.protocol.names import clean_name
+from fumehood.protocol.sandbox import NetworkAllowlist
+from fumehood.protocol.tools import FunctionSpec, ToolSpec
+from fumehood.tools.code_session import NAME, NOTHING, CodeSession, InterpreterSettings, Workplace
+from fumehood.tools.container_config import echoed, read_container
+from fumehood.tools.produced import produced_file
+
+_ITEM = "code_interpreter_call"
+_PARAMETERS = Raw(
+    msgspec.json.encode(
+        {
+            "type": "object",
+            "properties": {
+                "code": {"type": "string", "description": "The Python code to run."},
+                "requirements": {
+                    "type": "array",
+                    "items": {"type": "string"},
+                    "description": 'Packages to install first, e.g. ["humanize", "polars>=1.0"].',
+                },
+            },
+            "required": ["code"],
+            "additionalProperties": False,
+        }
+    )
+)
+_GONE = "The container of the earlier calls is gone, with their variables and files; this call began in a new one."
+_NOT_KEPT = "(the output was not kept)"
+
+
+class _ReplayedOutput(msgspec.Struct):
+    type: str = ""
+    logs: str | None = None
+    url: str | None = None
+
+
+class _Replayed(msgspec.Struct):
+    """An item that a client gives back, with whatever it has left of it."""
+
+    id: str | None = None
+    code: str | None = None
+    container_id: str | None = None
+    outputs: list[_ReplayedOutput] | None = None
+
+
+_replayed = msgspec.json.Decoder(_Replayed)
+
+
+class CodeInterpreter:
+    """A `HostedTool`."""
+
+    types = frozenset({NAME})
+    item_types = frozenset({_ITEM})
+
+    def __init__(
+        self, containers: Containers, clock: Clock, settings: InterpreterSettings | None = None
+    ) -> None:
+        self._containers = containers
+        self._clock = clock
+        self._settings = settings or InterpreterSettings()
+
+    async def offer(self, spec: ToolSpec, caller: Caller, past: Sequence[Segment]) -> "OfferedInterpreter":
+        choice = read_container(spec, self._settings.allowed_domains)
+        container_id, news = choice.container_id, ""
+        if container_id is not None:
+            await self._check_named(caller, container_id)
+        else:
+            container_id, news = await self._automatic(caller, past)
+        place = Workplace(self._containers, self._clock, self._settings, container_id, choice.spec, news)
+        function = FunctionSpec(name=NAME, description=self._describe(choice.spec), parameters=_PARAMETERS)
+        return OfferedInterpreter(place, caller, function)
+
+    async def _check_named(self, caller: Caller, container_id: str) -> None:
+        try:
+            await self._containers.check(caller, container_id)
+        except (NotFound, ContainerExpired) as error:
+            raise type(error)(error.message, param="tools") from None
+
+    async def _automatic(self, caller: Caller, past: Sequence[Segment]) -> tuple[str, str]:
+        """The container that the conversation used last, or the name of a new one; and what there is to tell."""
+        earlier = _newest_container(past)
+        if earlier is None:
+            return self._containers.reserve(), ""
+        try:
+            await self._containers.check(caller, earlier)
+        except (NotFound, ContainerExpired):
+            return self._containers.reserve(), _GONE
+        return earlier, ""
+
+    def _describe(self, spec: ContainerSpec) -> str:
+        settings = self._settings
+        state = (
+            "Variables, imports and files are kept from call to call."
+            if settings.keeps_variables
+            else "Files are kept from call to call; variables and imports are not."
+        )
+        network = "There is no network."
+        if isinstance(spec.network, NetworkAllowlist):
+            domains = ", ".join(clean_name(domain) for domain in spec.network.allowed_domains)
+            network = f"There is no network but HTTP and HTTPS to {domains}."
+        return (
+            f"Runs Python {settings.python} in an isolated container and returns what it prints, the value of the "
+            "last expression and the names of the files it wrote. The user sees the figures it shows.\n"
+            f"- {state}\n"
+            f"- The working directory is {DATA_DIRECTORY}. Files of the user are there. Files that you write there can "
+            f"be downloaded: link them in your answer as [name](sandbox:{DATA_DIRECTORY}/name).\n"
+            f"- Installed: {', '.join(settings.libraries)} and more; name other packages in `requirements`.\n"
+            f"- {network}\n"
+            f"- Code may run for {settings.execution_timeout:g} seconds."
+        )
+
+    def echo(self, spec: ToolSpec) -> bytes:
+        return echoed(spec)
+
+    def recall(self, entry: Entry) -> Exchange | None:
+        try:
+            item = _replayed.decode(entry.raw)
+        except msgspec.DecodeError:
+            return None
+        urls = [output.url for output in item.outputs or () if output.url is not None]
+        return Exchange(
+            call_id=item.id or f"call_{hashlib.sha256(entry.raw).hexdigest()[:24]}",
+            name=NAME,
+            arguments=msgspec.json.encode({"code": item.code or ""}).decode(),
+            output=_NOT_KEPT if item.outputs is None else _as_text(item.outputs),
+            images=tuple(url for url in urls if url.startswith("data:image/")),
+        )
+
+
+class OfferedInterpreter:
+    """An `OfferedTool`: one container for all calls of a request."""
+
+    def __init__(self, workplace: Workplace, caller: Caller, function: FunctionSpec) -> None:
+        self._place = workplace
+        self._caller = caller
+        self._function = function
+
+    @property
+    def function(self) -> FunctionSpec:
+        return self._function
+
+    def begin(self, context: CallContext) -> CodeSession:
+        return CodeSession(self._place, context)
+
+    async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
+        try:
+            records = await self._place.containers.files(self._caller, self._place.container_id)
+        except NotFound:  # it has not begun, or is over
+            return ()
+        wanted = frozenset(paths)
+        return [file for file in map(produced_file, records) if file.path in wanted]
+
+
+def _newest_container(past: Sequence[Segment]) -> str | None:
+    for segment in reversed(past):
+        for entry in reversed(segment.entries):
+            if entry.type == _ITEM:
+                try:
+                    return _replayed.decode(entry.raw).container_id
+                except msgspec.DecodeError:
+                    return None
+    return None
+
+
+def _as_text(outputs: Sequence[_ReplayedOutput]) -> str:
+    figures = 0
+    parts: list[str] = []
+    for output in outputs:
+        if output.url is not None:
+            figures += 1
+            parts.append(f"[figure {figures}]")
+        elif output.logs:
+            parts.append(output.logs)
+    return "\n".join(parts) or NOTHING

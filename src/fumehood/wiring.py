@@ -1,0 +1,212 @@
+"""Puts a gateway together from its configuration, and takes it apart again; imports everything below it."""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fumehood.config import CodeInterpreterSettings, Config, Misconfigured, secret
+from fumehood.engine.log import LagLimits
+from fumehood.engine.loop import LoopLimits
+from fumehood.engine.runs import EngineRuns
+from fumehood.gateway.app import Gateway
+from fumehood.gateway.auth import Everybody
+from fumehood.gateway.server import Server
+from fumehood.interfaces import BlobStore, Clock, Containers, HostedTool, Runs, SandboxProvider, Store
+from fumehood.models.registry import open_models
+from fumehood.protocol.folding import OUTPUTS
+from fumehood.protocol.sandbox_errors import SandboxError
+from fumehood.sandbox.container import ContainerSettings
+from fumehood.sandbox.containers import SandboxContainers
+from fumehood.sandbox.kept_files import FileLimits
+from fumehood.sandbox.local import LocalSandboxes, LocalSettings
+from fumehood.sandbox.remote import RemoteSandboxes
+from fumehood.store.blobs import DiskBlobs
+from fumehood.store.sqlite import SqliteStore, StoreRefused
+from fumehood.tools.code_interpreter import CodeInterpreter
+from fumehood.tools.code_output import OutputLimits
+from fumehood.tools.code_session import InterpreterSettings
+
+CODE_INTERPRETER = "code_interpreter"
+
+logger = logging.getLogger(__name__)
+
+
+class CannotServe(Exception):
+    """Something that the configuration asks for cannot be had here; says what, and what to do."""
+
+
+class SystemClock:
+    """A `Clock` that tells the time of this machine."""
+
+    def now(self) -> float:
+        return time.time()
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A gateway with everything behind it, ready to be served."""
+
+    gateway: Gateway
+    runs: Runs
+
+
+async def serve(
+    config: Config, environ: Mapping[str, str], sock: socket.socket, on_ready: Callable[[], None]
+) -> None:
+    """Until a signal comes; raises Misconfigured, CannotServe."""
+    async with assembled(config, environ) as parts:
+        server = Server(parts.gateway, sock, lambda: parts.runs.drain(config.server.grace))
+        await server.run(on_ready)
+
+
+@asynccontextmanager
+async def assembled(config: Config, environ: Mapping[str, str]) -> AsyncGenerator[Assembled]:
+    """Everything that the configuration asks for, until the block is left; then it is closed, last things first.
+
+    Raises Misconfigured, CannotServe.
+    """
+    clock = SystemClock()
+    async with AsyncExitStack() as stack:
+        store = await _store(config, stack)
+        blobs = DiskBlobs(Path(config.storage.blobs))
+        try:
+            models = open_models(config.models, clock, environ)
+        except ValueError as error:
+            raise Misconfigured(f"models: {error}.") from None
+        stack.push_async_callback(models.close)
+        containers, tools = await _interpreter(config, environ, store, blobs, clock, stack)
+        limits = config.limits
+        runs = EngineRuns(
+            models,
+            tools,
+            store,
+            clock,
+            limits=LoopLimits(turns=limits.turns, seconds=limits.response_seconds),
+            lag=LagLimits(events=limits.behind_events, seconds=limits.behind_seconds),
+            disabled_tools=frozenset() if tools else frozenset({CODE_INTERPRETER}),
+        )
+        always = config.providers.code_interpreter.settings.always_include_outputs
+        gateway = Gateway(
+            runs=runs,
+            store=store,
+            models=models,
+            containers=containers,
+            callers=Everybody(config.server.hosts),
+            body_bytes=limits.body_bytes,
+            concurrent=limits.concurrent,
+            always_include=(OUTPUTS,) if always else (),
+            show_metrics=config.telemetry.metrics,
+        )
+        yield Assembled(gateway, runs)
+
+
+async def _store(config: Config, stack: AsyncExitStack) -> SqliteStore:
+    try:
+        store = await SqliteStore.open(config.storage.file)
+    except StoreRefused as error:
+        raise CannotServe(str(error)) from error
+    stack.push_async_callback(store.close)
+    if lost := await store.recover():
+        logger.warning("responses_lost", extra={"fields": {"number": lost}})
+    return store
+
+
+async def _interpreter(
+    config: Config,
+    environ: Mapping[str, str],
+    store: Store,
+    blobs: BlobStore,
+    clock: Clock,
+    stack: AsyncExitStack,
+) -> tuple[Containers, list[HostedTool]]:
+    """Containers of earlier days keep their files, also where no more code is run."""
+    chosen = config.providers.code_interpreter
+    settings = chosen.settings
+    provider = await _sandboxes(settings, environ, stack, start=chosen.enabled)
+    containers = SandboxContainers(
+        provider,
+        store,
+        blobs,
+        clock,
+        ContainerSettings(
+            isolation=settings.isolation,
+            claim_timeout=settings.claim_timeout,
+            containers_per_tenant=config.limits.containers_per_tenant,
+            files=FileLimits(
+                file_bytes=settings.file_bytes,
+                container_bytes=settings.container_bytes,
+                files=settings.container_files,
+            ),
+        ),
+    )
+    await stack.enter_async_context(containers)
+    if not chosen.enabled:
+        return containers, []
+    interpreter = CodeInterpreter(
+        containers,
+        clock,
+        InterpreterSettings(
+            execution_timeout=settings.execution_timeout,
+            keeps_variables=settings.isolation == "container",
+            allowed_domains=frozenset(settings.allowed_domains),
+            inline_bytes=settings.inline_bytes,
+            output=OutputLimits(
+                model_characters=settings.model_characters, kept_characters=settings.kept_characters
+            ),
+        ),
+    )
+    return containers, [interpreter]
+
+
+async def _sandboxes(
+    settings: CodeInterpreterSettings, environ: Mapping[str, str], stack: AsyncExitStack, *, start: bool
+) -> SandboxProvider:
+    """A server elsewhere, or one of our own, started at once: if code cannot be isolated, nothing is served."""
+    if settings.sandbox_url is not None:
+        token = secret(
+            environ, settings.sandbox_token_env, "providers.code_interpreter.settings.sandbox_token_env"
+        )
+        remote = RemoteSandboxes(settings.sandbox_url, token=token)
+        stack.push_async_callback(remote.close)
+        return remote
+    local = LocalSandboxes(_local_settings(settings))
+    stack.push_async_callback(local.close)
+    if start:
+        try:
+            await local.start()
+        except SandboxError as error:
+            raise CannotServe(f"{error.message} `fumehood doctor` says what to do.") from error
+    return local
+
+
+def _local_settings(settings: CodeInterpreterSettings) -> LocalSettings:
+    variables: dict[str, str] = {}
+    for name in ("FUMEHOOD_INDEX_URL",):  # where packages come from; it may hold a password
+        if name in os.environ:
+            variables[name] = os.environ[name]
+    if settings.allowed_domains:
+        variables["FUMEHOOD_SANDBOX_EGRESS"] = "allowlist"
+        if "*" not in settings.allowed_domains:
+            variables["FUMEHOOD_SANDBOX_EGRESS_DOMAINS"] = ",".join(settings.allowed_domains)
+    return LocalSettings(
+        mode=settings.sandbox_mode,
+        limits=settings.sandbox_limits,
+        pool=settings.sandbox_pool,
+        capacity=settings.sandbox_capacity,
+        options=()
+        if settings.sandbox_config is None
+        else ("--config", str(Path(settings.sandbox_config).absolute())),
+        environment=variables,
+    )

@@ -1,0 +1,67 @@
+"""The conformance kit of hosted tools on the code interpreter and on the double; imports pytest and fumehood."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from fumehood.protocol.sandbox import Stdout
+from fumehood.sandbox.containers import SandboxContainers
+from fumehood.testing import (
+    Answer,
+    FakeClock,
+    MemoryBlobs,
+    MemoryStore,
+    ScriptedSandboxes,
+    ScriptedTool,
+    Step,
+    WriteFile,
+)
+from fumehood.testing.tool_kit import Subject, ToolKit
+from fumehood.tools.code_interpreter import CodeInterpreter
+
+BROKEN = [
+    "",
+    "{",
+    "[]",
+    "null",
+    "{}",
+    '{"code": 1}',
+    '{"code": "x", "requirements": "y"}',
+    '{"code": "\\ud800"}',
+    "print(1)",
+]
+
+
+class TestCodeInterpreter(ToolKit):
+    @pytest.fixture
+    async def subject(self) -> AsyncGenerator[Subject]:
+        clock = FakeClock()
+        steps = [
+            Step("print(1)", [Stdout("1\n"), WriteFile("a.csv", b"x")]),
+            Step("wait()", [Stdout("waiting\n"), asyncio.Event()]),
+        ]
+        async with ScriptedSandboxes(always=steps) as provider:
+            containers = SandboxContainers(provider, MemoryStore(clock), MemoryBlobs(), clock)
+            yield Subject(
+                CodeInterpreter(containers, clock),
+                '{"type": "code_interpreter", "container": {"type": "auto"}}',
+                works='{"requirements": ["x"], "code": "print(1)"}',
+                broken=BROKEN,
+                waits=('{"code": "wait()"}', lambda: bool(provider.requests)),
+                now=clock.monotonic(),
+            )
+
+
+class TestScriptedTool(ToolKit):
+    @pytest.fixture
+    async def subject(self) -> Subject:
+        waits = '{"wait": true}'
+        always = [Answer(arguments=waits, wait=asyncio.Event()), Answer("done")]
+        tool = ScriptedTool(always=always)
+        return Subject(
+            tool,
+            '{"type": "scripted"}',
+            works='{"x": 1}',
+            waits=(waits, lambda: bool(tool.calls)),
+        )

@@ -1,0 +1,328 @@
+"""The OpenAI SDK against `fumehood serve`, over a socket, with real sandboxes; imports the support."""
+
+import base64
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from inline_snapshot import snapshot
+from pydantic import BaseModel
+
+from tests.e2e.conftest import House
+from tests.support.served import answer, call, calls, runs
+
+INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
+OUTPUTS: Any = ["code_interpreter_call.outputs"]
+
+PLOT = """
+import matplotlib.pyplot as plt
+values = [1, 4, 9]
+plt.plot(values)
+plt.savefig("squares.png")
+open("squares.csv", "w").write("1,4,9")
+plt.show()
+print("plotted", len(values))
+"""
+
+
+def order(events: list[Any]) -> list[str]:
+    """The types of the events, with runs of deltas as one."""
+    types: list[str] = []
+    for event in events:
+        if not (types and event.type.endswith(".delta") and types[-1] == event.type):
+            types.append(event.type)
+    return types
+
+
+def test_a_streamed_turn_that_plots_and_the_next_one(house: House) -> None:
+    linked = "Here: [the chart](sandbox:/mnt/data/squares.png)."
+    house.model.script(runs(PLOT), answer("Here: [the chart]", "(sandbox:/mnt/data/squares.png)."))
+    client = house.strict
+    with client.responses.create(
+        model="scripted", input="Plot squares", tools=[INTERPRETER], include=OUTPUTS, stream=True
+    ) as stream:
+        events: list[Any] = list(stream)
+    assert order(events) == snapshot(
+        [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.code_interpreter_call.in_progress",
+            "response.code_interpreter_call_code.delta",
+            "response.code_interpreter_call_code.done",
+            "response.code_interpreter_call.interpreting",
+            "response.code_interpreter_call.completed",
+            "response.output_item.done",
+            "response.output_item.added",
+            "response.content_part.added",
+            "response.output_text.delta",
+            "response.output_text.annotation.added",
+            "response.output_text.annotation.added",
+            "response.output_text.annotation.added",
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.completed",
+        ]
+    )
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    code = "".join(event.delta for event in events if event.type.endswith("_code.delta"))
+    assert code == PLOT
+    assert sum(event.type.endswith("_code.delta") for event in events) > 3
+    response = events[-1].response
+    ran, message = response.output
+    assert ran.status == "completed"
+    assert ran.code == PLOT
+    logs = [output.logs for output in ran.outputs if output.type == "logs"]
+    pictures = [output.url for output in ran.outputs if output.type == "image"]
+    assert "plotted 3" in "".join(logs)
+    assert pictures
+    for picture in pictures:
+        kind, _, content = picture.partition(",")
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(content).startswith(b"\x89PNG")
+    notes = {note.filename: note for note in message.content[0].annotations}
+    assert {"squares.png", "squares.csv"} <= notes.keys()
+    cited = notes["squares.png"]
+    assert message.content[0].text == linked
+    assert linked[cited.start_index : cited.end_index] == "sandbox:/mnt/data/squares.png"
+    assert cited.container_id == ran.container_id
+    content = client.containers.files.content.retrieve(cited.file_id, container_id=cited.container_id)
+    assert content.read().startswith(b"\x89PNG")
+
+    house.model.script(runs("print(sum(values), open('squares.csv').read())"), answer("14"))
+    after = client.responses.create(
+        model="scripted",
+        input="Add them",
+        tools=[INTERPRETER],
+        include=OUTPUTS,
+        previous_response_id=response.id,
+    )
+    again: Any = after.output[0]
+    assert again.container_id == ran.container_id
+    assert again.outputs[0].logs == "14 1,4,9\n"
+    assert after.output_text == "14"
+    messages = house.model.asked[0].json["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "user"]
+    assert "plotted 3" in messages[2]["content"]
+    assert house.model.unasked == 0
+
+
+def test_a_blocking_call_has_every_field(house: House) -> None:
+    house.model.script(runs("6 * 7"), answer("42"))
+    response = house.strict.responses.create(model="scripted", input="6 * 7?", tools=[INTERPRETER])
+    assert response.status == "completed"
+    assert response.output_text == "42"
+    ran: Any = response.output[0]
+    assert ran.outputs is None
+    assert response.usage is not None
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (22, 14)
+    assert house.model.asked[1].json["messages"][-1]["content"] == snapshot("42")
+
+
+def test_kept_read_and_deleted(house: House) -> None:
+    house.model.script(runs("print('kept')"), answer("Done"))
+    client = house.strict
+    made = client.responses.create(model="scripted", input="Go", tools=[INTERPRETER], metadata={"a": "b"})
+    read = client.responses.retrieve(made.id, include=OUTPUTS)
+    ran: Any = read.output[0]
+    assert ran.outputs[0].logs == "kept\n"
+    assert read.metadata == {"a": "b"}
+    assert client.responses.retrieve(made.id) == made
+    items = client.responses.input_items.list(made.id)
+    assert [item.type for item in items] == ["message"]
+    client.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model="scripted", input="?", previous_response_id=made.id)
+    assert refused.value.code == "previous_response_not_found"
+
+
+def test_not_stored(house: House) -> None:
+    house.model.script(answer("x"))
+    client = house.strict
+    made = client.responses.create(model="scripted", input="Go", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
+
+
+def test_functions_beside_the_interpreter(house: House) -> None:
+    function: Any = {
+        "type": "function",
+        "name": "rate",
+        "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+        "strict": True,
+    }
+    client = house.strict
+    house.model.script(
+        calls(
+            call("rate", {}, call_id="call_a"),
+            call("code_interpreter", {"code": "x = 2"}, call_id="call_b", index=1),
+        )
+    )
+    first = client.responses.create(model="scripted", input="Both", tools=[INTERPRETER, function])
+    asked: Any = first.output[0]
+    assert [item.type for item in first.output] == ["function_call", "code_interpreter_call"]
+    house.model.script(runs("print(x * 3)"), answer("6"))
+    second = client.responses.create(
+        model="scripted",
+        input=[{"type": "function_call_output", "call_id": asked.call_id, "output": "3"}],
+        tools=[INTERPRETER, function],
+        previous_response_id=first.id,
+        include=OUTPUTS,
+    )
+    ran: Any = second.output[0]
+    assert ran.outputs[0].logs == "6\n"
+    messages = house.model.asked[0].json["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
+    assert [message["tool_call_id"] for message in messages[2:]] == ["call_a", "call_b"]
+
+
+class Answer(BaseModel):
+    total: int
+
+
+def test_structured_output_with_the_interpreter(house: House) -> None:
+    house.model.script(runs("print(sum(range(5)))"), answer('{"total"', ": 10}"))
+    parsed = house.strict.responses.parse(
+        model="scripted", input="Add", tools=[INTERPRETER], text_format=Answer
+    )
+    assert parsed.output_parsed == Answer(total=10)
+    for asked in house.model.asked:
+        assert asked.json["response_format"]["json_schema"]["schema"]["required"] == ["total"]
+
+
+def test_the_stream_helper_of_the_sdk(house: House) -> None:
+    house.model.script(runs("print(1)"), answer("One", "!"))
+    with house.strict.responses.stream(model="scripted", input="?", tools=[INTERPRETER]) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == final.output_text == "One!"
+
+
+def test_python_that_raises_is_a_completed_call(house: House) -> None:
+    house.model.script(runs("1 / 0"), answer("Oh"))
+    response = house.strict.responses.create(
+        model="scripted", input="?", tools=[INTERPRETER], include=OUTPUTS
+    )
+    ran: Any = response.output[0]
+    assert ran.status == "completed"
+    assert "ZeroDivisionError" in ran.outputs[0].logs
+
+
+def test_a_lost_sandbox_is_a_failed_call_and_the_loop_goes_on(house: House) -> None:
+    house.model.script(runs("import os; os.kill(os.getpid(), 9)"), answer("It died"))
+    response = house.strict.responses.create(model="scripted", input="?", tools=[INTERPRETER])
+    ran: Any = response.output[0]
+    assert ran.status == "failed"
+    assert response.output_text == "It died"
+    house.model.script(runs("import os; os.kill(os.getpid(), 9)"), answer("It died"))
+    events: list[Any] = list(
+        house.client.responses.create(model="scripted", input="?", tools=[INTERPRETER], stream=True)
+    )
+    assert "response.code_interpreter_call.failed" in [event.type for event in events]
+    assert events[-1].response.status == "completed"
+
+
+def test_execution_details_on_request(house: House) -> None:
+    house.model.script(runs("import sys; print('o'); print('e', file=sys.stderr); sys.exit(3)"), answer("x"))
+    include: Any = ["fumehood:execution"]
+    response = house.client.responses.create(
+        model="scripted", input="?", tools=[INTERPRETER], include=include
+    )
+    ran: Any = response.output[0]
+    details = ran.to_dict()["fumehood:execution"]
+    assert (details["stdout"], details["stderr"], details["exit_code"]) == ("o\n", "e\n", 3)
+    assert ran.outputs is None
+
+
+def test_replayed_items_find_their_container(house: House) -> None:
+    house.model.script(runs("secret = 5"), answer("ok"))
+    client = house.strict
+    first = client.responses.create(model="scripted", input="Keep 5", tools=[INTERPRETER], store=False)
+    replay: Any = [{"role": "user", "content": "Keep 5"}]
+    for item in first.output:
+        plain = item.to_dict()
+        for name in ("outputs", "status"):
+            plain.pop(name, None)
+        replay.append(plain)
+    house.model.script(runs("print(secret)"), answer("5"))
+    second = client.responses.create(
+        model="scripted",
+        input=[*replay, {"role": "user", "content": "Show it"}],
+        tools=[INTERPRETER],
+        include=OUTPUTS,
+        store=False,
+    )
+    ran: Any = second.output[0]
+    assert ran.outputs[0].logs == "5\n"
+
+
+def test_pictures_of_the_user_reach_the_model(house: House) -> None:
+    house.model.script(answer("A dot"))
+    url = "data:image/png;base64,iVBORw0KGgo="
+    content: Any = [{"type": "input_text", "text": "What?"}, {"type": "input_image", "image_url": url}]
+    house.strict.responses.create(model="scripted", input=[{"role": "user", "content": content}])
+    sent = house.model.asked[0].json["messages"][0]["content"]
+    assert sent[1]["image_url"]["url"] == url
+
+
+def test_models(house: House) -> None:
+    names = [card.id for card in house.strict.models.list()]
+    assert "direct" in names
+
+
+def test_direct_runs_fenced_python(house: House) -> None:
+    response = house.strict.responses.create(
+        model="direct", input="```python\nprint(6 * 7)\n```", tools=[INTERPRETER]
+    )
+    assert "42" in response.output_text
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"model": "unknown"}, "model"),
+        ({"tools": [{"type": "code_interpreter", "container": "cntr_none"}]}, None),
+        (
+            {"tools": [{"type": "code_interpreter", "container": {"type": "auto", "memory_limit": "8g"}}]},
+            "tools",
+        ),
+        ({"temperature": 9}, "temperature"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input"),
+        ({"include": ["everything"]}, "include"),
+    ],
+)
+def test_what_is_refused(house: House, body: dict[str, Any], param: str | None) -> None:
+    house.model.script()
+    create: Any = house.strict.responses.create
+    with pytest.raises(openai.APIStatusError) as refused:
+        create(**({"model": "scripted", "input": "x"} | body))
+    assert 400 <= refused.value.status_code < 500
+    assert json.loads(refused.value.response.content)["error"].keys() == {"message", "type", "param", "code"}
+    if param:
+        assert refused.value.param is not None
+        assert refused.value.param.startswith(param)
+
+
+def test_the_example_of_the_readme(house: House) -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert "http://127.0.0.1:8080/v1" in example
+    done = subprocess.run(
+        [sys.executable, "-c", example.replace("http://127.0.0.1:8080/v1", house.served.url)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ran, *said = done.stdout.splitlines()
+    assert re.match(r"cntr_\w+ \[OutputLogs\(logs='6\\n', type='logs'\)\]", ran)
+    assert "6" in said[0]

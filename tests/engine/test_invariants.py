@@ -1,0 +1,87 @@
+"""What holds for every stream, whatever the model does; imports the engine over doubles."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fumehood.protocol.errors import ModelUnreachable
+from fumehood.protocol.models import (
+    AnyModelEvent,
+    CallArguments,
+    CallStarted,
+    Refused,
+    Text,
+    Thought,
+    TurnEnded,
+)
+from fumehood.protocol.responses import Usage
+from fumehood.testing import ScriptedModel
+from tests.support.engines import Engine
+from tests.support.streams import check_invariants
+from tests.support.tools import Echo
+
+TOOLS = [
+    {"type": "echo"},
+    {"type": "function", "name": "f", "parameters": {"type": "object"}},
+    {"type": "custom", "name": "c"},
+]
+
+words = st.text(max_size=8)
+keys = st.integers(0, 3)
+pieces = st.sampled_from(['{"input": "a', '\\n"', "}", "{}", " ", '"', '{"text": 1}', "\\u00e9"])
+
+
+@st.composite
+def events(draw: st.DrawFn) -> list[AnyModelEvent]:
+    """A turn of a server that may interleave everything, but starts a call before it writes to it."""
+    drawn: list[AnyModelEvent] = []
+    started: set[int] = set()
+    for _ in range(draw(st.integers(0, 12))):
+        kind = draw(st.integers(0, 5))
+        if kind <= 2:
+            drawn.append(draw(st.sampled_from([Text, Refused, Thought]))(draw(words)))
+        else:
+            key = draw(keys)
+            if key not in started:
+                started.add(key)
+                name = draw(st.sampled_from(["echo", "f", "c", "nobody"]))
+                drawn.append(CallStarted(key, f"call_{key}_{draw(st.integers(0, 999))}", name))
+            drawn.append(CallArguments(key, draw(pieces)))
+    return drawn
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> list[object]:
+    beats: list[object] = []
+    drawn = draw(events())
+    while drawn:
+        size = draw(st.integers(1, len(drawn)))
+        beats.append(drawn[:size])
+        drawn = drawn[size:]
+    ending = draw(st.sampled_from(["stop", "calls", "length", "content_filter", "error"]))
+    if ending == "error":
+        beats.append(ModelUnreachable("gone"))
+    else:
+        beats.append(TurnEnded(ending, draw(st.none() | st.just(Usage(output_tokens=1)))))  # pyright: ignore[reportArgumentType]
+    return beats
+
+
+@given(
+    st.lists(turns(), min_size=1, max_size=3),
+    st.booleans(),
+    st.none() | st.integers(1, 3),
+    st.sampled_from([None, "none", "required"]),
+)
+@settings(max_examples=300, deadline=None)
+async def test_every_stream_adds_up(
+    script: list[list[object]], parallel: bool, most: int | None, choice: str | None
+) -> None:
+    # Whatever comes after the script is an answer.
+    model = ScriptedModel(*script, *([Text("end")] for _ in range(8)))  # pyright: ignore[reportArgumentType]
+    engine = Engine(model, [Echo()])
+    streamed = await engine.stream(
+        tools=TOOLS, parallel_tool_calls=parallel, max_tool_calls=most, tool_choice=choice
+    )
+    response = check_invariants(streamed)
+    assert await engine.store.response("", response.id) == response
+    hosted = [item for item in response.output if type(item).__name__ == "CodeInterpreterCall"]
+    assert most is None or len(hosted) <= most

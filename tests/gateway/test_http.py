@@ -1,0 +1,534 @@
+"""Every endpoint but streams: answers, headers, refusals, pages, files; imports `fumehood.gateway`."""
+
+import asyncio
+import json
+import logging
+import re
+from typing import Any
+
+import pytest
+from inline_snapshot import snapshot
+
+from fumehood import __version__
+from fumehood.protocol.errors import ModelRateLimited, ModelUnreachable, PreviousNotFound, RateLimited
+from fumehood.protocol.responses import Response
+from tests.support.gateway import Served, raw_items, serving_gateway, text_events
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+JSON_TYPE = {"content-type": "application/json"}
+
+
+# --- making a response --------------------------------------------------------------------------------
+
+
+async def test_a_response_comes_whole(gateway: Served) -> None:
+    answer = await gateway.create()
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json["output"][0]["content"][0]["text"] == "Hello, world"
+    assert answer.json["text"] == {"format": {"type": "text"}, "verbosity": None}
+    request = gateway.runs.requests[0]
+    assert (request.model, request.input, request.stream) == ("small", "hi", None)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/healthz", "/nowhere", "/v1/responses"])
+async def test_every_answer_says_who_made_it(gateway: Served, path: str) -> None:
+    answers = [await gateway.ask("GET", path) for _ in range(2)]
+    for answer in answers:
+        assert answer.headers["fumehood-version"] == __version__
+        assert answer.headers["openai-processing-ms"].isdecimal()
+    assert answers[0].headers["x-request-id"] != answers[1].headers["x-request-id"]
+
+
+async def test_a_key_is_accepted_and_ignored(gateway: Served) -> None:
+    answer = await gateway.ask("GET", "/v1/models", headers={"authorization": "Bearer whatever"})
+    assert answer.status == 200
+
+
+async def test_what_newer_clients_send_is_tolerated(gateway: Served) -> None:
+    answer = await gateway.create(
+        client_metadata={"a": 1},
+        metadata=None,
+        tools=[{"type": "namespace", "x": []}],
+        stream=None,
+        user=None,
+    )
+    assert answer.status == 200
+
+
+async def test_several_requests_on_one_connection(gateway: Served) -> None:
+    async with gateway.connected() as (reader, writer):
+        writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n" * 3)
+        for _ in range(3):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(15) == b'{"status":"ok"}'
+
+
+# --- what cannot be served ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"model": 1}, "invalid_type", "model"),
+        ({"model": ""}, "invalid_value", "model"),
+        ({"input": 3}, "invalid_type", "input"),
+        ({"include": ["nonsense"]}, "invalid_value", "include[0]"),
+        ({"include": ["code_interpreter_call.outputs", 7]}, "invalid_type", "include[1]"),
+        ({"temperature": 3}, "invalid_value", "temperature"),
+        ({"max_tool_calls": 0}, "invalid_value", "max_tool_calls"),
+        ({"text": {"format": {"type": "xml"}}}, "invalid_value", "text.format.type"),
+        ({"metadata": {"a": 1}}, "invalid_type", "metadata"),
+        ({"metadata": {"k" * 65: "v"}}, "invalid_value", "metadata"),
+        ({"metadata": {"a": "\0"}}, "invalid_value", "metadata"),
+        ({"model": "a\0b"}, "invalid_value", "model"),
+        ([], "invalid_type", None),
+        ("text", "invalid_type", None),
+        (b"", "invalid_json", None),
+        (b"{", "invalid_json", None),
+        (b"{} {}", "invalid_json", None),
+        (b'{"input":"\xff"}', "invalid_json", None),
+        (b'{"tools":[{"type":"x","a":"\xff"}]}', "invalid_json", None),
+        (b'{"input":"\\ud800"}', "invalid_json", None),
+        (b'{"tools":["\\ud800 "]}', "invalid_json", None),
+        (b'{"input":"\x00"}', "invalid_json", None),
+        (b'{"input":' + b"[" * 20_000 + b"]" * 20_000 + b"}", "invalid_json", None),
+        (b'{"other":' + b'{"a":' * 15_000, "invalid_json", None),
+    ],
+)
+async def test_a_bad_body_is_refused_with_the_name_of_what_is_wrong(
+    gateway: Served, body: Any, code: str, param: str | None
+) -> None:
+    answer = await gateway.ask("POST", "/v1/responses", body)
+    assert answer.error == (400, code, param)
+    assert answer.json["error"]["type"] == "invalid_request_error"
+    assert gateway.runs.requests == []
+
+
+async def test_a_refusal_reads_like_openais(gateway: Served) -> None:
+    answer = await gateway.ask("POST", "/v1/responses", {"model": "m", "input": 3})
+    assert answer.json == snapshot(
+        {
+            "error": {
+                "message": "Invalid type for 'input': expected str or array, but got int instead.",
+                "type": "invalid_request_error",
+                "param": "input",
+                "code": "invalid_type",
+            }
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
+async def test_a_body_that_a_web_page_could_send_unasked_is_refused(gateway: Served, kind: str) -> None:
+    answer = await gateway.ask("POST", "/v1/responses", {"model": "m"}, headers={"content-type": kind})
+    assert answer.status == 400
+    assert "Content-Type: application/json" in answer.json["error"]["message"]
+
+
+async def test_a_compressed_body_is_refused(gateway: Served) -> None:
+    answer = await gateway.ask("POST", "/v1/responses", b"x", headers={"content-encoding": "zstd"})
+    assert answer.error == (400, None, None)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:1", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:80", 200),
+        ("a.localhost", 200),
+        ("Known.Example:80", 200),
+        ("evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost.evil.example:8080", 403),
+    ],
+)
+async def test_a_name_that_is_not_ours_is_refused(host: str, status: int) -> None:
+    from fumehood.gateway.auth import Everybody
+
+    async with serving_gateway(callers=Everybody(("known.example",))) as served:
+        for _ in range(2):
+            assert (await served.ask("GET", "/v1/models", headers={"host": host})).status == status
+
+
+async def test_a_large_body_is_refused_by_its_length(gateway: Served) -> None:
+    async with gateway.connected() as (reader, writer):
+        writer.write(
+            b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: 100001\r\n\r\n"
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 413")
+    assert b"connection: close" in head
+
+
+async def test_a_large_body_is_refused_while_it_comes(gateway: Served) -> None:
+    async def endless() -> Any:
+        for _ in range(1000):
+            yield b" " * 10_000
+
+    answer = await gateway.session.post(gateway.url("/v1/responses"), data=endless(), headers=JSON_TYPE)
+    assert answer.status == 413
+    assert json.loads(await answer.read())["error"]["code"] == "request_too_large"
+    answer.close()
+
+
+async def test_a_caller_who_leaves_early_is_no_error(
+    gateway: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "fumehood.gateway"):
+        async with gateway.connected() as (_, writer):
+            writer.write(
+                b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+                b"content-length: 10\r\n\r\n{"
+            )
+            await writer.drain()
+        async with asyncio.timeout(30):
+            while not caplog.records:
+                await asyncio.sleep(0.01)
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "expected", "retry"),
+    [
+        (PreviousNotFound("no", param="previous_response_id"), (400, "previous_response_not_found", "previous_response_id"), None),
+        (RateLimited("later", retry_after=7), (429, "rate_limit_exceeded", None), "7"),
+        (ModelRateLimited("busy"), (429, "rate_limit_exceeded", None), None),
+        (ModelUnreachable("gone"), (502, "server_error", None), None),
+    ],
+)  # fmt: skip
+async def test_what_the_engine_refuses(
+    gateway: Served, refusal: Exception, expected: Any, retry: str | None
+) -> None:
+    gateway.runs.refusal = refusal
+    for streamed in (False, True):
+        answer = await gateway.create(stream=streamed)
+        assert answer.error == expected
+        assert answer.headers.get("retry-after") == retry
+
+
+async def test_a_fault_of_ours_is_a_500_that_tells_nothing_and_is_logged_once(
+    gateway: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway.runs.refusal = RuntimeError("a secret")
+    answer = await gateway.create()
+    assert answer.error == (500, "server_error", None)
+    assert b"secret" not in answer.body
+    errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(errors) == 1
+    assert answer.headers["x-request-id"] in errors[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allow"),
+    [
+        ("GET", "/", 404, None),
+        ("GET", "/responses", 404, None),
+        ("POST", "/v1/responses/", 404, None),
+        ("GET", "/v1/responses", 405, "POST"),
+        ("PUT", "/v1/responses/resp_1", 405, "DELETE, GET"),
+        ("POST", "/v1/models", 405, "GET"),
+        ("OPTIONS", "/v1/responses", 405, "POST"),
+        ("GET", "/v1/responses/{response_id}", 404, None),
+        ("GET", "/%ff", 404, None),
+        ("GET", "/v1/responses/%00", 404, None),
+    ],
+)
+async def test_where_nothing_is(
+    gateway: Served, method: str, path: str, status: int, allow: str | None
+) -> None:
+    answer = await gateway.ask(method, path)
+    assert answer.status == status
+    assert answer.headers.get("allow") == allow
+    assert answer.json["error"]["type"] == "invalid_request_error"
+
+
+async def test_what_is_not_http_gets_openais_body_too(gateway: Served) -> None:
+    async with gateway.connected() as (reader, writer):
+        writer.write(b"nonsense\r\n\r\n")
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_head_without_end_is_refused(gateway: Served) -> None:
+    async with gateway.connected() as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % n for n in range(20_000)))
+        answer = await reader.read(1000)
+    assert answer.startswith(b"HTTP/1.1 400")
+
+
+async def test_more_responses_at_once_than_allowed() -> None:
+    async with serving_gateway(concurrent=1) as served:
+        served.runs.script = lambda response: [text_events(response)[:2]]
+        async with served.posted(stream=True) as (reader, _):
+            await reader.readuntil(b"\r\n\r\n")
+            refused = await served.create()
+            run = served.runs.runs[0]
+            run.say(*text_events(run.response)[2:])
+            await reader.readuntil(b"0\r\n\r\n")
+        served.runs.script = lambda response: [text_events(response)]
+        assert (await served.create()).status == 200
+    assert refused.error == (429, "rate_limit_exceeded", None)
+    assert refused.headers["retry-after"] == "1"
+
+
+# --- responses that are kept --------------------------------------------------------------------------
+
+
+def keep(gateway: Served, response_id: str = "resp_1") -> Response:
+    response = Response(id=response_id, created_at=1, model="m", status="completed")
+    gateway.store.kept[response_id] = response
+    return response
+
+
+async def test_a_response_is_read_and_deleted(gateway: Served) -> None:
+    keep(gateway)
+    answer = await gateway.ask("GET", "/v1/responses/resp_1")
+    assert (answer.status, answer.json["id"]) == (200, "resp_1")
+    answer = await gateway.ask("DELETE", "/v1/responses/resp_1")
+    assert answer.json == {"id": "resp_1", "object": "response", "deleted": True}
+    for method in ("GET", "DELETE"):
+        assert (await gateway.ask(method, "/v1/responses/resp_1")).error == (404, None, "response_id")
+
+
+async def test_include_of_a_query(gateway: Served) -> None:
+    keep(gateway)
+    path = "/v1/responses/resp_1?include[]=code_interpreter_call.outputs&include=fumehood:execution"
+    assert (await gateway.ask("GET", path)).status == 200
+    assert (await gateway.ask("GET", "/v1/responses/resp_1?include=x")).error == (
+        400,
+        "invalid_value",
+        "include[0]",
+    )
+
+
+async def test_a_foreground_response_can_be_neither_streamed_again_nor_cancelled(gateway: Served) -> None:
+    keep(gateway)
+    assert (await gateway.ask("GET", "/v1/responses/resp_1?stream=true")).error == (400, None, "stream")
+    answer = await gateway.ask("POST", "/v1/responses/resp_1/cancel")
+    assert answer.status == 400
+    assert "Cannot cancel a synchronous response" in answer.json["error"]["message"]
+    assert (await gateway.ask("POST", "/v1/responses/resp_2/cancel")).status == 404
+
+
+async def test_input_items_in_pages(gateway: Served) -> None:
+    gateway.store.inputs["resp_1"] = raw_items(
+        *({"type": "message", "id": f"msg_{number}", "role": "user"} for number in range(5))
+    )
+    path = "/v1/responses/resp_1/input_items"
+    newest = (await gateway.ask("GET", f"{path}?limit=2")).json
+    assert [item["id"] for item in newest["data"]] == ["msg_4", "msg_3"]
+    assert {key: newest[key] for key in ("object", "first_id", "last_id", "has_more")} == {
+        "object": "list",
+        "first_id": "msg_4",
+        "last_id": "msg_3",
+        "has_more": True,
+    }
+    rest = (await gateway.ask("GET", f"{path}?after=msg_3")).json
+    assert [item["id"] for item in rest["data"]] == ["msg_2", "msg_1", "msg_0"]
+    assert not rest["has_more"]
+    oldest = (await gateway.ask("GET", f"{path}?order=asc&after=msg_1&before=msg_4")).json
+    assert [item["id"] for item in oldest["data"]] == ["msg_2", "msg_3"]
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("limit=0", "limit"), ("limit=101", "limit"), ("limit=x", "limit"), ("limit=%C2%B2", "limit"), ("order=up", "order"), ("after=msg_9", "after"), ("include=x", "include[0]")],
+)  # fmt: skip
+async def test_a_bad_page_is_refused(gateway: Served, query: str, param: str) -> None:
+    gateway.store.inputs["resp_1"] = []
+    answer = await gateway.ask("GET", f"/v1/responses/resp_1/input_items?{query}")
+    assert answer.error == (400, "invalid_value", param)
+
+
+async def test_input_items_of_nothing(gateway: Served) -> None:
+    assert (await gateway.ask("GET", "/v1/responses/resp_1/input_items")).status == 404
+    gateway.store.inputs["resp_1"] = []
+    assert (await gateway.ask("GET", "/v1/responses/resp_1/input_items")).json == {
+        "object": "list",
+        "data": [],
+        "first_id": None,
+        "last_id": None,
+        "has_more": False,
+    }
+
+
+async def test_input_items_show_outputs_to_those_who_ask(gateway: Served) -> None:
+    call = {
+        "type": "code_interpreter_call",
+        "id": "ci_1",
+        "status": "completed",
+        "code": "1",
+        "container_id": "cntr_1",
+        "outputs": [{"type": "logs", "logs": "1"}],
+        "fumehood:execution": {"exit_code": 0},
+        "unknown": [1],
+    }
+    gateway.store.inputs["resp_1"] = raw_items(call)
+    path = "/v1/responses/resp_1/input_items"
+    hidden = {key: value for key, value in call.items() if key != "fumehood:execution"} | {"outputs": None}
+    assert (await gateway.ask("GET", path)).json["data"] == [hidden]
+    asked = f"{path}?include[]=code_interpreter_call.outputs&include[]=fumehood:execution"
+    assert (await gateway.ask("GET", asked)).json["data"] == [call]
+
+
+# --- models -------------------------------------------------------------------------------------------
+
+
+async def test_models(gateway: Served) -> None:
+    listed = (await gateway.ask("GET", "/v1/models")).json
+    assert [card["id"] for card in listed["data"]] == ["small", "org/large"]
+    assert listed["object"] == "list"
+    for path in ("org/large", "org%2Flarge"):
+        assert (await gateway.ask("GET", f"/v1/models/{path}")).json == {
+            "id": "org/large",
+            "created": 1,
+            "owned_by": "tests",
+            "object": "model",
+        }
+    assert (await gateway.ask("GET", "/v1/models/none")).error == (404, "model_not_found", "model")
+
+
+# --- files of containers ------------------------------------------------------------------------------
+
+
+async def test_a_file_is_described_listed_and_fetched(gateway: Served) -> None:
+    gateway.files.add("cfile_1", "plots/a.png", b"\x89PNG", b"...")
+    gateway.files.add("cfile_2", "b.csv", b"a,b\n")
+    described = {
+        "id": "cfile_1",
+        "object": "container.file",
+        "bytes": 7,
+        "container_id": "cntr_1",
+        "created_at": 1,
+        "path": "/mnt/data/plots/a.png",
+        "source": "assistant",
+    }
+    base = "/v1/containers/cntr_1/files"
+    assert (await gateway.ask("GET", f"{base}/cfile_1")).json == described
+    listed = (await gateway.ask("GET", base)).json
+    assert [file["id"] for file in listed["data"]] == ["cfile_2", "cfile_1"]
+    assert listed["data"][1] == described
+    content = await gateway.ask("GET", f"{base}/cfile_1/content")
+    assert (content.status, content.body) == (200, b"\x89PNG...")
+    assert content.headers["content-type"] == "image/png"
+    assert content.headers["content-disposition"] == 'attachment; filename="a.png"'
+    assert content.headers["x-content-type-options"] == "nosniff"
+    small = await gateway.ask("GET", f"{base}/cfile_2/content")
+    assert small.headers["content-type"] == "text/csv; charset=utf-8"
+    assert (small.headers["content-length"], small.body) == ("4", b"a,b\n")
+
+
+async def test_an_empty_file(gateway: Served) -> None:
+    gateway.files.add("cfile_1", "empty")
+    content = await gateway.ask("GET", "/v1/containers/cntr_1/files/cfile_1/content")
+    assert (content.status, content.body) == (200, b"")
+    assert content.headers["content-type"] == "application/octet-stream"
+
+
+@pytest.mark.parametrize("suffix", ["", "/content"])
+async def test_a_file_that_is_not_there(gateway: Served, suffix: str) -> None:
+    for container, file in (("cntr_1", "cfile_9"), ("cntr_9", "cfile_1")):
+        assert (await gateway.ask("GET", f"/v1/containers/{container}/files/{file}{suffix}")).status == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "disposition"),
+    [
+        ("a b (1).txt", 'attachment; filename="a b (1).txt"'),
+        ('q"uote\\.txt', "attachment; filename=\"q_uote_.txt\"; filename*=UTF-8''q%22uote%5C.txt"),
+        ("größe.csv", "attachment; filename=\"gr__e.csv\"; filename*=UTF-8''gr%C3%B6%C3%9Fe.csv"),
+        (
+            "a\r\nset-cookie: x",
+            "attachment; filename=\"a__set-cookie_ x\"; filename*=UTF-8''a%EF%BF%BD%EF%BF%BDset-cookie%3A%20x",
+        ),
+        ("\u202egnp.exe", "attachment; filename=\"_gnp.exe\"; filename*=UTF-8''%EF%BF%BDgnp.exe"),
+        ("directory/", 'attachment; filename="file"'),
+    ],
+)
+async def test_a_name_that_code_has_chosen_cannot_break_a_header(
+    gateway: Served, path: str, disposition: str
+) -> None:
+    gateway.files.add("cfile_1", path, b"x")
+    content = await gateway.ask("GET", "/v1/containers/cntr_1/files/cfile_1/content")
+    assert content.status == 200
+    assert content.headers["content-disposition"] == disposition
+    assert "set-cookie" not in content.headers
+
+
+async def test_a_long_name_keeps_its_ending(gateway: Served) -> None:
+    gateway.files.add("cfile_1", "ä" * 250 + ".html", b"<script>")
+    content = await gateway.ask("GET", "/v1/containers/cntr_1/files/cfile_1/content")
+    name = re.search(r'filename="([^"]*)"', content.headers["content-disposition"])
+    assert name is not None
+    assert len(name[1]) == 200
+    assert name[1].endswith(".html")
+    assert content.headers["content-security-policy"].startswith("sandbox")
+
+
+# --- the server itself --------------------------------------------------------------------------------
+
+
+async def test_health_readiness_and_figures() -> None:
+    reason: str | None = "It still starts."
+    async with serving_gateway(unready=lambda: reason) as served:
+        assert (await served.ask("GET", "/healthz")).json == {"status": "ok"}
+        refused = await served.ask("GET", "/readyz")
+        assert (refused.status, refused.json["error"]["message"]) == (503, reason)
+        reason = None
+        assert (await served.ask("GET", "/readyz")).json == {"status": "ready"}
+        await served.create()
+        await served.ask("GET", "/v1/responses/resp_very_secret")
+        figures = await served.ask("GET", "/metrics")
+    text = figures.body.decode()
+    assert figures.headers["content-type"].startswith("text/plain")
+    assert 'fumehood_requests_total{route="/v1/responses",status="200"} 1.0' in text
+    assert 'fumehood_requests_total{route="/v1/responses/{response_id}",status="404"} 1.0' in text
+    assert 'fumehood_responses_total{status="completed"} 1.0' in text
+    assert 'fumehood_tokens_total{direction="output"} 3.0' in text
+    assert "very_secret" not in text
+
+
+async def test_one_line_a_request_without_content(gateway: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "fumehood.gateway"):
+        for streamed in (False, True):
+            answer = await gateway.create(input="the secret plan", stream=streamed)
+            fields: dict[str, Any] = getattr(caplog.records[-1], "fields")  # noqa: B009
+            assert fields.pop("ms") > 0
+            assert fields.pop("request_id") == answer.headers["x-request-id"]
+            assert fields.pop("response_id") == gateway.runs.runs[-1].id
+            assert fields == {
+                "method": "POST",
+                "route": "/v1/responses",
+                "status": 200,
+                "model": "small",
+                "outcome": "completed",
+                "input_tokens": 0,
+                "output_tokens": 3,
+            } | ({"events": 11} if streamed else {})
+    assert len(caplog.records) == 2
+    assert "secret" not in caplog.text
+
+
+async def test_a_stopped_server_lets_streams_end() -> None:
+    async with serving_gateway() as served:
+        served.runs.script = lambda response: [text_events(response)[:2]]
+        async with served.posted(stream=True) as (reader, _):
+            await reader.readuntil(b"\r\n\r\n")
+            served.server.stop()
+            body = await reader.readuntil(b"0\r\n\r\n")
+        await served.task
+        assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert served.runs.drained == 1.0
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", served.port)
+
+
+async def test_figures_may_be_hidden() -> None:
+    async with serving_gateway(show_metrics=False) as served:
+        assert (await served.ask("GET", "/metrics")).status == 404

@@ -1,0 +1,48 @@
+"""Events as bytes; imports `fumehood.gateway.sse`."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from inline_snapshot import snapshot
+from msgspec import Raw
+
+from fumehood.gateway.sse import encode_events
+from fumehood.protocol.events import Created, ItemDone, TextDelta
+from fumehood.protocol.folding import LOGPROBS
+from fumehood.protocol.responses import Response
+from tests.support.sse import parse
+
+DELTA = {"item_id": "msg_1", "output_index": 0, "content_index": 0}
+
+
+def test_one_event_byte_by_byte() -> None:
+    event = TextDelta(sequence_number=4, delta="42", **DELTA)
+    assert bytes(encode_events([event], ())) == snapshot(
+        b"""\
+event: response.output_text.delta
+data: {"type":"response.output_text.delta","sequence_number":4,"item_id":"msg_1","output_index":0,"content_index":0,"delta":"42","logprobs":[]}
+
+"""
+    )
+
+
+@given(st.lists(st.text(), min_size=1))
+def test_any_text_stays_on_its_line(deltas: list[str]) -> None:
+    events = [TextDelta(sequence_number=n, delta=delta, **DELTA) for n, delta in enumerate(deltas)]
+    encoded = bytes(encode_events(events, ()))
+    assert [value["delta"] for _, value in parse(encoded + b"data: [DONE]\n\n")] == deltas
+    # Also for readers who take other characters for the end of a line.
+    assert len(encoded.decode().splitlines()) == 3 * len(deltas)
+
+
+def test_bytes_of_others_cannot_break_a_line() -> None:
+    response = Response(id="resp_1", created_at=1, model="m")
+    response.tools = [Raw(b'{"type":"x",\r\n"a" :\n[1,\r2]}')]
+    for event in (
+        Created(sequence_number=0, response=response),
+        ItemDone(sequence_number=1, output_index=0, item=Raw(b'{"type":\n"program"\r}')),
+        TextDelta(sequence_number=2, delta="x", logprobs=[Raw(b'{"a":\n1}')], **DELTA),
+    ):
+        encoded = bytes(encode_events([event], (LOGPROBS,)))
+        assert encoded.count(b"\n") == 3
+        assert b"\r" not in encoded
+        assert len(parse(encoded + b"data: [DONE]\n\n")) == 1

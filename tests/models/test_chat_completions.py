@@ -1,0 +1,476 @@
+"""The chat completions backend against a server on a real socket; imports pytest and fumehood."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+from inline_snapshot import snapshot
+from msgspec import Raw
+
+from fumehood.models.chat_completions import ChatCompletions
+from fumehood.models.settings import ModelSettings, Secret
+from fumehood.models.upstream import Upstream
+from fumehood.protocol.errors import (
+    InvalidRequest,
+    ModelError,
+    ModelRateLimited,
+    ModelRefused,
+    ModelTimeout,
+    ModelUnreachable,
+)
+from fumehood.protocol.models import AnyModelEvent, ModelRequest, Sampling, Text, TurnEnded
+from fumehood.protocol.responses import ReasoningConfig, TextConfig, TextFormat, Usage
+from fumehood.protocol.tools import FunctionSpec
+from tests.support.chat_server import (
+    CUT,
+    DONE,
+    Answer,
+    ChatServer,
+    chat_server,
+    chunk,
+    data,
+    document,
+    error,
+    hang_up,
+    says,
+    stream,
+)
+from tests.support.conversations import entry, message, segment
+
+KEY = "sk-upstream-secret-0123456789"
+REQUEST = ModelRequest(model="small", segments=[segment(message("hi"))])
+FUNCTION = FunctionSpec(name="f", description="Does f.", parameters=Raw(b'{"type":"object"}'))
+
+
+@asynccontextmanager
+async def upstream(
+    *answers: Answer, **settings: object
+) -> AsyncGenerator[tuple[ChatCompletions, ChatServer]]:
+    async with chat_server(*answers) as server:
+        connections = Upstream()
+        chosen = ModelSettings(base_url=server.url, **settings)  # pyright: ignore[reportArgumentType]
+        try:
+            yield ChatCompletions(chosen, connections, Secret(KEY)), server
+        finally:
+            await connections.close()
+
+
+async def turn(backend: ChatCompletions, request: ModelRequest = REQUEST) -> list[AnyModelEvent]:
+    return [event async for batch in backend.stream(request) for event in batch]
+
+
+async def failure(*answers: Answer, **settings: object) -> ModelError:
+    async with upstream(*answers, **settings) as (backend, _):
+        with pytest.raises(ModelError) as caught:
+            await turn(backend)
+    assert KEY not in repr(caught.value) + str(caught.value.__cause__) + caught.value.message
+    return caught.value
+
+
+# --- what is sent -------------------------------------------------------------------------------------
+
+
+async def test_the_least_that_is_sent() -> None:
+    async with upstream(stream(says("a")), headers={"x-team": "blue"}) as (backend, server):
+        assert await turn(backend) == [Text("a"), TurnEnded("stop")]
+    (asked,) = server.asked
+    assert (asked.method, asked.path) == ("POST", "/v1/chat/completions")
+    assert asked.headers["authorization"] == f"Bearer {KEY}"
+    assert asked.headers["x-team"] == "blue"
+    assert asked.headers["content-type"] == "application/json"
+    assert asked.json == {
+        "messages": [{"role": "user", "content": "hi"}],
+        "model": "small",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+async def test_everything_that_can_be_sent() -> None:
+    schema = {"type": Raw(b'"object"')}
+    request = ModelRequest(
+        model="small",
+        instructions="Be brief.",
+        segments=[segment(message("hi"))],
+        functions=[FUNCTION, FunctionSpec(name="g", description="", parameters=Raw(b"{}"), strict=True)],
+        choice=FUNCTION,
+        parallel_calls=False,
+        sampling=Sampling(
+            temperature=0.5,
+            top_p=0.9,
+            presence_penalty=0.1,
+            frequency_penalty=0.2,
+            top_logprobs=3,
+            max_output_tokens=100,
+            text=TextConfig(
+                format=TextFormat(
+                    type="json_schema", name="out", description="d", schema=schema, strict=True
+                ),
+                verbosity="low",
+            ),
+            reasoning=ReasoningConfig(effort="high"),
+            service_tier="flex",
+            prompt_cache_key="k",
+            safety_identifier="s",
+            user="u",
+        ),
+    )
+    settings = {"name": "org/small", "max_tokens_field": "max_completion_tokens"}
+    extra = {"service_tier": None, "temperature": 0.7, "chat_template_kwargs": {"thinking": True}}
+    async with upstream(stream(says("a")), **settings, extra_body=extra) as (backend, server):
+        await turn(backend, request)
+    assert server.asked[0].json == snapshot(
+        {
+            "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
+            "model": "org/small",
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "description": "Does f.", "parameters": {"type": "object"}},
+                },
+                {
+                    "type": "function",
+                    "function": {"name": "g", "description": "", "parameters": {}, "strict": True},
+                },
+            ],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+            "parallel_tool_calls": False,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "presence_penalty": 0.1,
+            "frequency_penalty": 0.2,
+            "prompt_cache_key": "k",
+            "safety_identifier": "s",
+            "user": "u",
+            "max_completion_tokens": 100,
+            "logprobs": True,
+            "top_logprobs": 3,
+            "reasoning_effort": "high",
+            "verbosity": "low",
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "out",
+                    "schema": {"type": "object"},
+                    "description": "d",
+                    "strict": True,
+                },
+            },
+            "chat_template_kwargs": {"thinking": True},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "sent"),
+    [
+        ("auto", None),
+        ("none", "none"),
+        ("required", "required"),
+        (FUNCTION, {"type": "function", "function": {"name": "f"}}),
+    ],
+)
+async def test_choices(choice: object, sent: object) -> None:
+    request = ModelRequest(model="m", segments=REQUEST.segments, functions=[FUNCTION], choice=choice)  # pyright: ignore[reportArgumentType]
+    async with upstream(stream(says("a"))) as (backend, server):
+        await turn(backend, request)
+    assert server.asked[0].json.get("tool_choice") == sent
+    assert "parallel_tool_calls" not in server.asked[0].json
+
+
+async def test_without_functions_nothing_is_said_of_them() -> None:
+    request = ModelRequest(model="m", segments=REQUEST.segments, choice="none", parallel_calls=False)
+    async with upstream(stream(says("a"))) as (backend, server):
+        await turn(backend, request)
+    assert server.asked[0].json.keys() == {"messages", "model", "stream", "stream_options"}
+
+
+async def test_other_formats_and_fields() -> None:
+    sampling = Sampling(max_output_tokens=5, text=TextConfig(format=TextFormat(type="json_object")))
+    plain = Sampling(text=TextConfig(format=TextFormat(type="text")))
+    requests = [
+        ModelRequest(model="m", segments=REQUEST.segments, sampling=each) for each in (sampling, plain)
+    ]
+    async with upstream(stream(says("a")), stream(says("a")), extra_body={"stream_options": None}) as (
+        backend,
+        server,
+    ):
+        for request in requests:
+            await turn(backend, request)
+    first, second = (asked.json for asked in server.asked)
+    assert (first["max_tokens"], first["response_format"]) == (5, {"type": "json_object"})
+    assert "stream_options" not in first
+    assert "response_format" not in second
+
+
+async def test_a_key_in_a_header_of_its_own() -> None:
+    async with upstream(stream(says("a")), api_key_header="api-key") as (backend, server):
+        await turn(backend)
+    assert server.asked[0].headers["api-key"] == KEY
+    assert "authorization" not in server.asked[0].headers
+
+
+async def test_a_long_conversation_arrives_whole() -> None:
+    text = "x" * 3_000_000
+    async with upstream(stream(says("a"))) as (backend, server):
+        await turn(backend, ModelRequest(model="m", segments=[segment(message(text))]))
+    assert server.asked[0].json["messages"][0]["content"] == text
+
+
+async def test_what_cannot_be_shown_is_not_sent() -> None:
+    request = ModelRequest(model="m", segments=[segment(entry({"type": "computer_call"}))])
+    async with upstream() as (backend, server):
+        with pytest.raises(InvalidRequest, match="computer_call"):
+            backend.check(request)
+        with pytest.raises(InvalidRequest):
+            await turn(backend, request)
+    assert server.asked == []
+
+
+# --- what comes ---------------------------------------------------------------------------------------
+
+
+async def test_what_one_read_brings_is_one_batch() -> None:
+    go = asyncio.Event()
+    pieces = [chunk({"content": "a"}) + chunk({"content": "b"}), go, chunk({"content": "c"}) + says("d")]
+    async with upstream(stream(*pieces)) as (backend, _), aclosing(backend.stream(REQUEST)) as batches:
+        assert await anext(batches) == [Text("a"), Text("b")]
+        go.set()
+        rest: list[Sequence[AnyModelEvent]] = [batch async for batch in batches]
+        assert rest == [[Text("c"), Text("d"), TurnEnded("stop")]]
+
+
+async def test_connections_are_used_again() -> None:
+    answers = [
+        stream(says("a")),
+        stream(says("b")),
+        document(b'{"choices":[{"message":{"content":"c"}}]}'),
+        error("400 Bad Request", {"error": "no"}),
+        stream(says("d")),
+    ]
+    async with upstream(*answers) as (backend, server):
+        for text in "abc":
+            assert await turn(backend) == [Text(text), TurnEnded("stop")]
+        with pytest.raises(ModelRefused):
+            await turn(backend)
+        async with aclosing(backend.stream(REQUEST)) as batches:  # and by one who leaves at the end
+            async for batch in batches:
+                if isinstance(batch[-1], TurnEnded):
+                    break
+    assert server.connections == 1
+
+
+async def test_usage_that_comes_late_and_an_end_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fumehood.models.chat_completions._USAGE_SECONDS", 0.05)
+    usage = data({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
+    for more, expected in [(b"", None), (usage, Usage(input_tokens=1, output_tokens=2, total_tokens=3))]:
+        never = asyncio.Event()
+        async with upstream(stream(chunk({"content": "a"}, finish="stop"), more, never)) as (backend, server):
+            assert await turn(backend) == [Text("a"), TurnEnded("stop", expected)]
+            await server.left.wait()
+
+
+async def test_a_connection_that_breaks_after_the_end_is_no_error() -> None:
+    async with upstream(stream(chunk({"content": "a"}, finish="stop"), CUT)) as (backend, _):
+        assert await turn(backend) == [Text("a"), TurnEnded("stop")]
+
+
+async def test_leaving_tells_the_server() -> None:
+    async with upstream(stream(chunk({"content": "a"}), asyncio.Event())) as (backend, server):
+        async with aclosing(backend.stream(REQUEST)) as batches:
+            await anext(batches)
+        await asyncio.wait_for(server.left.wait(), 10)
+
+
+# --- what goes wrong ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden"])
+async def test_our_credentials_are_not_the_callers_business(status: str) -> None:
+    told = await failure(error(status, {"error": {"message": f"Incorrect API key provided: {KEY}"}}))
+    assert type(told) is ModelError
+    assert told.status == 502
+    assert told.message == (
+        f"The server of the model 'small' does not accept the gateway's credentials (HTTP {status[:3]}); whoever runs "
+        "the gateway has to check that model's api_key_env."
+    )
+
+
+async def test_too_long() -> None:
+    said = {
+        "error": {
+            "message": "This model's maximum context length is 8192 tokens.",
+            "code": "context_length_exceeded",
+        }
+    }
+    for status, body in [
+        ("400 Bad Request", said),
+        ("400 Bad Request", {"object": "error", "message": "the prompt is too long", "code": 400}),
+        ("413 Payload Too Large", {"error": "request too large"}),
+        (
+            "500 Internal Server Error",
+            {"error": {"message": "exceeds the available context size", "code": 500}},
+        ),
+    ]:
+        told = await failure(error(status, body))
+        assert isinstance(told, ModelRefused)
+        assert (told.status, told.wire_code, told.param) == (400, "context_length_exceeded", "input")
+
+
+async def test_refused() -> None:
+    told = await failure(
+        error(
+            "422 Unprocessable Entity", {"error": {"message": f"bad\nvalue for {KEY}", "code": "bad_value"}}
+        )
+    )
+    assert isinstance(told, ModelRefused)
+    assert (told.status, told.type, told.wire_code) == (400, "invalid_request_error", "bad_value")
+    assert told.message == snapshot(
+        "The server of the model 'small' refused the request (HTTP 422): bad value for [hidden]."
+    )
+    told = await failure(error("400 Bad Request", {"detail": [{"msg": "field required", "loc": ["body"]}]}))
+    assert told.message.endswith(": field required.")
+    told = await failure(
+        error("404 Not Found", {"error": {"message": "no model small", "code": "model_not_found"}})
+    )
+    assert isinstance(told, ModelRefused)
+    assert told.wire_code == "model_not_found"
+    told = await failure(document(b"<html>Not here</html>", "404 Not Found"))
+    assert type(told) is ModelError
+    assert "base_url" in told.message
+
+
+async def test_busy() -> None:
+    busy = {"error": {"message": "slow down", "code": "rate_limit_exceeded"}}
+    told = await failure(error("429 Too Many Requests", busy, headers={"Retry-After": "7"}))
+    assert isinstance(told, ModelRateLimited)
+    assert (told.status, told.retry_after, told.wire_code) == (429, 7.0, "rate_limit_exceeded")
+    told = await failure(error("429 Too Many Requests", busy, headers={"Retry-After": "Fri, 31 Dec 1999"}))
+    assert told.retry_after is None
+    told = await failure(
+        error("429 Too Many Requests", {"error": {"message": "pay", "code": "insufficient_quota"}})
+    )
+    assert told.wire_code == "insufficient_quota"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        ("500 Internal Server Error", ModelError),
+        ("502 Bad Gateway", ModelUnreachable),
+        ("503 Service Unavailable", ModelUnreachable),
+        ("504 Gateway Timeout", ModelUnreachable),
+        ("408 Request Timeout", ModelTimeout),
+        ("307 Temporary Redirect", ModelError),
+    ],
+)
+async def test_other_failures(status: str, kind: type[ModelError]) -> None:
+    told = await failure(document(b"\xff" * 200_000, status, headers={"Location": "http://127.0.0.1:1/"}))
+    assert type(told) is kind
+    assert status[:3] in told.message
+    assert len(told.message) < 500
+
+
+async def test_no_server() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        connections = Upstream()
+        backend = ChatCompletions(
+            ModelSettings(base_url=f"http://127.0.0.1:{taken.getsockname()[1]}"), connections
+        )
+        with pytest.raises(ModelUnreachable) as caught:
+            await turn(backend)
+        await connections.close()
+        with pytest.raises(ModelUnreachable, match="closing its connections"):
+            await turn(backend)
+    assert caught.value.message == snapshot(
+        "The server of the model 'small' cannot be reached: Connection refused."
+    )
+
+
+async def test_a_server_that_hangs_up() -> None:
+    assert isinstance(await failure(hang_up()), ModelUnreachable)
+
+
+async def test_an_answer_that_is_cut_off() -> None:
+    answer = stream(chunk({"content": "a"}), CUT)
+    async with upstream(answer) as (backend, _), aclosing(backend.stream(REQUEST)) as batches:
+        assert await anext(batches) == [Text("a")]
+        with pytest.raises(ModelUnreachable, match="broke before its answer was complete"):
+            await anext(batches)
+
+
+async def test_a_body_that_ends_too_early() -> None:
+    told = await failure(stream(chunk({"content": "a"})))
+    assert isinstance(told, ModelUnreachable)
+
+
+async def test_silence() -> None:
+    told = await failure(stream(chunk({"content": "a"}), asyncio.Event()), read_timeout=0.05)
+    assert isinstance(told, ModelTimeout)
+    assert (told.status, told.message) == (
+        504,
+        "The server of the model 'small' was silent for 0.05 seconds.",
+    )
+
+
+async def test_what_is_not_http() -> None:
+    async def answer(_: object, writer: asyncio.StreamWriter) -> bool:
+        writer.write(f"220 mail.example {KEY}\r\n\r\n".encode())
+        await writer.drain()
+        return False
+
+    told = await failure(answer)
+    assert "is not HTTP" in told.message
+
+
+async def test_nothing_secret_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    await failure(error("401 Unauthorized", {"error": KEY}))
+    await failure(stream(chunk({"content": "a"}), data({"error": {"message": KEY}})))
+    assert KEY not in caplog.text
+
+
+async def test_keys_are_not_shown() -> None:
+    async with upstream() as (backend, _):
+        assert KEY not in repr(backend)
+        assert KEY not in repr(vars(backend)["_settings"])
+
+
+async def test_the_count_is_an_estimate() -> None:
+    async with upstream() as (backend, _):
+        tokens, exact = await backend.count(REQUEST)
+    assert not exact
+    assert 10 < tokens < 100
+
+
+async def test_the_profile_is_as_configured() -> None:
+    async with upstream(context_window=8192, takes_images=True) as (backend, _):
+        profile = backend.profile("anything")
+    assert (profile.context_window, profile.takes_images) == (8192, True)
+
+
+# --- its list of models -------------------------------------------------------------------------------
+
+
+async def test_cards() -> None:
+    listed = {"object": "list", "data": [{"id": "a", "created": 5, "owned_by": "vllm"}, {"id": "b"}]}
+    async with upstream(error("200 OK", listed)) as (backend, server):
+        assert [(card.id, card.created, card.owned_by) for card in await backend.cards()] == [
+            ("a", 5, "vllm"),
+            ("b", 0, "upstream"),
+        ]
+    assert (server.asked[0].method, server.asked[0].path) == ("GET", "/v1/models")
+    assert server.asked[0].headers["authorization"] == f"Bearer {KEY}"
+
+
+async def test_a_list_that_is_none() -> None:
+    async with upstream(document(b"[]"), stream(DONE)) as (backend, _):
+        for _ in range(2):
+            with pytest.raises(ModelError, match="list of models"):
+                await backend.cards()

@@ -1,0 +1,144 @@
+"""The model that is none; imports pytest, hypothesis and fumehood."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from inline_snapshot import snapshot
+from msgspec import Raw
+
+from fumehood.models.direct import DirectModel
+from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.models import (
+    AnyModelEvent,
+    CallArguments,
+    CallStarted,
+    ModelRequest,
+    Text,
+    TurnEnded,
+)
+from fumehood.protocol.responses import Usage
+from fumehood.protocol.tools import FunctionSpec
+from tests.support.conversations import hosted, message, segment
+
+INTERPRETER = FunctionSpec(name="code_interpreter", description="", parameters=Raw(b"{}"))
+OTHER = FunctionSpec(name="other", description="", parameters=Raw(b"{}"))
+
+
+def request(*entries: Entry, **more: object) -> ModelRequest:
+    given: dict[str, object] = {"functions": [INTERPRETER], "segments": [Segment(entries)], **more}
+    return ModelRequest(model="direct", **given)  # pyright: ignore[reportArgumentType]
+
+
+async def turn(asked: ModelRequest) -> list[AnyModelEvent]:
+    return [event async for batch in DirectModel().stream(asked) for event in batch]
+
+
+async def code(text: str) -> str | None:
+    """What it would run."""
+    events = await turn(request(message(text)))
+    arguments = "".join(event.delta for event in events if isinstance(event, CallArguments))
+    return msgspec.json.decode(arguments)["code"] if arguments else None
+
+
+async def answer(asked: ModelRequest) -> str:
+    events = await turn(asked)
+    assert isinstance(events[-1], TurnEnded)
+    assert events[-1].reason == "stop"
+    return "".join(event.delta for event in events if isinstance(event, Text))
+
+
+async def test_a_call() -> None:
+    started, *arguments, end = await turn(request(message("```python\nprint(1)\n```")))
+    assert isinstance(started, CallStarted)
+    assert (started.key, started.name) == (0, "code_interpreter")
+    assert 1 < len(arguments) <= 4
+    assert isinstance(end, TurnEnded)
+    assert end == TurnEnded("calls", Usage(input_tokens=17, output_tokens=5, total_tokens=22))
+
+
+@pytest.mark.parametrize(
+    ("text", "run"),
+    [
+        ("```python\nprint(1)\n```", "print(1)"),
+        ("Please:\n```py\na = 1\n```\nthen\n```\nprint(a)\n```\nthanks", "a = 1\nprint(a)"),
+        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''"),
+        ("~~~Python title=x\n1\n~~~", "1"),
+        ("```bash\nls\n```", None),
+        ("```bash\nls\n```\n```python\n1\n```", "1"),
+        ("print(1)", "print(1)"),
+        ("  x = 1\n", "x = 1"),
+        ("2 + 2", "2 + 2"),
+        ("import os\nos.listdir()", "import os\nos.listdir()"),
+        ("hello", None),
+        ("hello, world", None),
+        ("What is 2 + 2?", None),
+        ("", None),
+        ("# only a comment", None),
+        ("(" * 10_000, None),
+        ("x = '\0'", None),
+    ],
+)
+async def test_what_is_code(text: str, run: str | None) -> None:
+    assert await code(text) == run
+
+
+async def test_without_code_it_says_what_to_do() -> None:
+    told = await answer(request(message("hello")))
+    assert told == snapshot(
+        "I am not a language model: I run the Python code of your message. Send code, best between ``` fences, "
+        "and offer the code_interpreter tool."
+    )
+    assert await answer(request()) == told
+
+
+@pytest.mark.parametrize(
+    "more", [{"functions": []}, {"functions": [OTHER]}, {"choice": "none"}, {"choice": OTHER}], ids=range(4)
+)
+async def test_without_the_tool_it_says_what_to_do(more: dict[str, object]) -> None:
+    assert await answer(request(message("print(1)"), **more)) == snapshot(
+        "I only run Python code, and this request does not let me: offer the code_interpreter tool."
+    )
+
+
+async def test_it_answers_with_the_output() -> None:
+    asked = message("print(1)")
+    assert await answer(request(asked, hosted("c", "1\n", turn=1))) == "1"
+    assert await answer(request(asked, hosted("c", "", turn=1))) == "The code ran and printed nothing."
+    assert await answer(request(asked, hosted("c", "1\n", turn=1), hosted("d", "2\n", turn=2))) == "1\n2"
+
+
+async def test_in_several_segments() -> None:
+    segments = [segment(message("print(1)")), segment(hosted("c", "1\n", turn=1))]
+    assert await answer(request(segments=segments)) == "1"
+    later = [*segments, segment(message("done", "assistant", 2)), segment(message("print(2)"))]
+    assert isinstance((await turn(request(segments=later)))[0], CallStarted)
+
+
+async def test_it_links_the_files_that_are_named() -> None:
+    output = "saved to /mnt/data/x.png.\nFiles: /mnt/data/a b.csv, /mnt/data/out/c.txt and 3 more\n"
+    assert await answer(request(message("go()"), hosted("c", output, turn=1))) == snapshot("""\
+saved to /mnt/data/x.png.
+Files: /mnt/data/a b.csv, /mnt/data/out/c.txt and 3 more
+
+[a b.csv](sandbox:/mnt/data/a b.csv)
+[c.txt](sandbox:/mnt/data/out/c.txt)\
+""")
+    loose = "wrote '/mnt/data/x.png' and (/mnt/data/y.csv), see /mnt/data/x.png."
+    assert await answer(request(message("go()"), hosted("c", loose, turn=1))) == snapshot("""\
+wrote '/mnt/data/x.png' and (/mnt/data/y.csv), see /mnt/data/x.png.
+
+[x.png](sandbox:/mnt/data/x.png)
+[y.csv](sandbox:/mnt/data/y.csv)\
+""")
+
+
+async def test_messages_in_parts_and_other_roles() -> None:
+    parts = [{"type": "input_text", "text": "```python\n1\n```"}, {"type": "input_image", "image_url": "x"}]
+    events = await turn(request(message(parts), message("be brief", "developer"), message("ok", "assistant")))
+    assert isinstance(events[0], CallStarted)
+
+
+@given(st.text())
+async def test_it_always_answers(text: str) -> None:
+    assert isinstance((await turn(request(message(text))))[-1], TurnEnded)

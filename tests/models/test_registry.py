@@ -1,0 +1,188 @@
+"""Models by name; imports pytest and fumehood."""
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from fumehood.models.direct import DirectModel
+from fumehood.models.registry import Registry, Rule, open_models
+from fumehood.models.settings import ModelSettings
+from fumehood.protocol.errors import InvalidRequest, ModelUnreachable
+from fumehood.protocol.models import ModelCard, ModelRequest, Text
+from fumehood.testing import ScriptedModel
+from fumehood.testing.clock import FakeClock
+from tests.support import chat_server
+from tests.support.chat_server import stream
+from tests.support.conversations import message, segment
+
+
+class Catalogue:
+    """A server's list of models."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.asked = 0
+        self.trouble: Exception | None = None
+        self.pause: asyncio.Event | None = None
+
+    async def cards(self) -> Sequence[ModelCard]:
+        self.asked += 1
+        if self.pause is not None:
+            await self.pause.wait()
+        if self.trouble is not None:
+            raise self.trouble
+        return [ModelCard(id=name, created=1, owned_by="them") for name in self.names]
+
+
+async def names(registry: Registry) -> list[str]:
+    return [card.id for card in await registry.cards()]
+
+
+async def test_the_first_match_wins() -> None:
+    a, b, c = ScriptedModel(), ScriptedModel(), ScriptedModel()
+    registry = Registry([Rule("gpt-4o", a), Rule("gpt-*", b), Rule("[ab]?", c)], FakeClock())
+    assert registry.backend("gpt-4o") is a
+    assert registry.backend("gpt-4o-mini") is b
+    assert registry.backend("a1") is c
+    for unknown in ("GPT-4o", "c1", "claude", ""):
+        with pytest.raises(InvalidRequest) as caught:
+            registry.backend(unknown)
+        assert (caught.value.wire_code, caught.value.param) == ("model_not_found", "model")
+
+
+async def test_cards() -> None:
+    clock = FakeClock(now=1000.0)
+    rules = [
+        Rule("fast", ScriptedModel(), name="fast"),
+        Rule("gpt-*", ScriptedModel(), catalogue=Catalogue("gpt-1", "other", "gpt-2", "gpt-1")),
+        Rule("*", ScriptedModel(), catalogue=Catalogue("fast", "gpt-3", "llama")),
+    ]
+    registry = Registry(rules, clock)
+    assert await names(registry) == ["fast", "gpt-1", "gpt-2", "llama"]
+    assert (await registry.cards())[0] == ModelCard(id="fast", created=1000, owned_by="fumehood")
+
+
+async def test_a_list_is_asked_for_once_a_minute() -> None:
+    clock, catalogue = FakeClock(), Catalogue("a")
+    registry = Registry([Rule("*", ScriptedModel(), catalogue=catalogue)], clock)
+    assert await asyncio.gather(names(registry), names(registry)) == [["a"], ["a"]]
+    catalogue.names = ("b",)
+    clock.advance(59)
+    assert await names(registry) == ["a"]
+    clock.advance(1)
+    assert await names(registry) == ["b"]
+    assert catalogue.asked == 2
+
+
+async def test_a_server_without_an_answer_is_tolerated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("fumehood.models.registry._LIST_PATIENCE", 0.01)
+    clock, catalogue = FakeClock(), Catalogue("a")
+    registry = Registry([Rule("*", ScriptedModel(), catalogue=catalogue)], clock)
+    catalogue.trouble = ModelUnreachable("down")
+    assert await names(registry) == []
+    assert "no list of models for '*': down" in caplog.text
+    clock.advance(60)
+    catalogue.trouble = None
+    assert await names(registry) == ["a"]
+    clock.advance(60)
+    catalogue.pause = asyncio.Event()
+    assert await names(registry) == ["a"], "what it said last"
+    assert catalogue.asked == 3
+
+
+async def test_without_settings_direct_serves_every_name() -> None:
+    registry = open_models([], FakeClock())
+    assert isinstance(registry.backend("gpt-4o"), DirectModel)
+    assert await names(registry) == ["direct"]
+    await registry.close()
+
+
+async def test_from_settings() -> None:
+    listed = {"data": [{"id": "llama"}, {"id": "special"}]}
+    answers = [
+        chat_server.error("503 Service Unavailable", {}, headers={"Retry-After": "0"}),
+        stream(chat_server.says("a")),
+        chat_server.error("200 OK", listed),
+    ]
+    async with chat_server.chat_server(*answers) as server:
+        settings = [
+            ModelSettings(match="direct", backend="direct"),
+            ModelSettings(
+                match="special", base_url=server.url, name="org/special", api_key_env="KEY", retries=1
+            ),
+            ModelSettings(match="old-*", base_url=server.url, name="org/special", retries=0),
+            ModelSettings(match="*", base_url=server.url + "/"),
+        ]
+        clock = FakeClock()
+        registry = open_models(settings, clock, {"KEY": "sk-1"})
+        request = ModelRequest(model="special", segments=[segment(message("hi"))])
+        batches = registry.backend("special").stream(request)
+        first = asyncio.ensure_future(anext(batches))
+        while not first.done():  # it waits before it asks again
+            clock.advance(1)
+            await asyncio.sleep(0.001)
+        assert (await first)[0] == Text("a")
+        await batches.aclose()
+        assert {asked.json["model"] for asked in server.asked} == {"org/special"}
+        assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer sk-1"}
+        assert await names(registry) == ["direct", "special", "llama"]
+        assert server.asked[-1].path == "/v1/models"
+        assert "authorization" not in server.asked[-1].headers
+        assert server.connections == 1
+        await registry.close()
+
+
+def test_settings_from_a_file() -> None:
+    given = {
+        "match": "gpt-*",
+        "base_url": "https://api.example/v1",
+        "headers": {"x-a": "b"},
+        "extra_body": {"top_k": 5, "nested": {"a": [1, None]}},
+        "read_timeout": 60,
+    }
+    settings = msgspec.convert(given, ModelSettings)
+    assert settings.is_pattern
+    assert (settings.retries, settings.max_tokens_field, settings.read_timeout) == (2, "max_tokens", 60.0)
+    assert "x-a" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "base_url is missing"),
+        ({"base_url": "ftp://x"}, "is not the address of a model server"),
+        ({"base_url": "http://x/v1?k=1"}, "is not the address of a model server"),
+        ({"base_url": "http://user:pw@x/v1"}, "give the key in api_key_env instead"),
+        ({"base_url": "http://x:y/v1"}, "could not be cast"),
+        ({"base_url": "http://x", "headers": {"a b": "c"}}, "'a b' is not a header"),
+        ({"base_url": "http://x", "headers": {"a": "c\nd: e"}}, "'a' is not a header"),
+        ({"base_url": "http://x", "extra_body": {"messages": []}}, "cannot set `messages`"),
+        ({"base_url": "http://x", "retries": 11}, "<= 10"),
+        ({"base_url": "http://x", "read_timeout": 0}, "> 0"),
+        ({"base_url": "http://x", "modle": "y"}, "modle"),
+        ({"backend": "direct", "base_url": "http://x"}, "has no server"),
+    ],
+)
+def test_settings_that_cannot_be(given: dict[str, object], told: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=told) as caught:
+        msgspec.convert(given, ModelSettings)
+    assert "pw" not in str(caught.value).replace("password", "")
+
+
+def test_keys() -> None:
+    settings = ModelSettings(base_url="http://x", api_key_env="KEY")
+    key = settings.read_key({"KEY": " sk-1\n"})
+    assert key is not None
+    assert key.reveal() == "sk-1"
+    assert "sk-1" not in repr(key) + str(key) + f"{key}"
+    assert ModelSettings(base_url="http://x").read_key({"KEY": "sk-1"}) is None
+    for environment in ({}, {"KEY": ""}):
+        with pytest.raises(ValueError, match="the environment variable KEY for the models '\\*' is not set"):
+            settings.read_key(environment)
+    with pytest.raises(ValueError, match="does not hold a key") as caught:
+        settings.read_key({"KEY": "sk-1\nx: y"})
+    assert "sk-1" not in str(caught.value)

@@ -1,0 +1,139 @@
+"""A string streamed out of JSON that is still being written; imports pytest, hypothesis, msgspec and fumehood."""
+
+import json
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fumehood.protocol.streaming_json import StringField
+
+text = st.text(st.characters(exclude_categories=["Cs"]))
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | text,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text, inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def fed(written: str, cuts: list[int], name: str = "code") -> tuple[StringField, list[str]]:
+    """The text in fragments, cut at these places."""
+    places = sorted({0, len(written), *(cut % (len(written) + 1) for cut in cuts)})
+    field = StringField(name)
+    return field, [field.feed(written[start:end]) for start, end in pairwise(places)]
+
+
+def every_character(written: str, name: str = "code") -> tuple[StringField, list[str]]:
+    return fed(written, list(range(len(written))), name)
+
+
+@given(
+    before=st.dictionaries(text, values, max_size=4),
+    code=text,
+    after=st.dictionaries(text, values, max_size=3),
+    name=text,
+    cuts=st.lists(st.integers(0, 10_000), max_size=40),
+    ascii_only=st.booleans(),
+    indent=st.sampled_from([None, 0, 2]),
+)
+@example({}, "\U0001f600\u00e9", {}, "code", list(range(60)), True, None)
+@example({"a": {"code": "not this"}}, '\\"\\\\', {}, "code", list(range(90)), True, None)
+def test_what_was_streamed_is_what_was_meant(
+    before: dict[str, object],
+    code: str,
+    after: dict[str, object],
+    name: str,
+    cuts: list[int],
+    ascii_only: bool,
+    indent: int | None,
+) -> None:
+    whole = {**{key: value for key, value in before.items() if key != name}, name: code}
+    whole.update({key: value for key, value in after.items() if key not in whole})
+    written = json.dumps(whole, ensure_ascii=ascii_only, indent=indent)
+    field, deltas = fed(written, cuts, name)
+    assert "".join(deltas) == code == field.value
+    assert field.complete
+    assert field.text == written
+
+
+@given(
+    written=st.text(st.sampled_from('{}[]":,\\u0dc8de9fnx \n\U0001f600'), max_size=60),
+    cuts=st.lists(st.integers(0, 60)),
+)
+def test_whatever_comes_nothing_breaks_and_cuts_do_not_matter(written: str, cuts: list[int]) -> None:
+    whole, _ = fed(written, [])
+    field, deltas = fed(written, cuts)
+    assert "".join(deltas) == (field.value or "") == (whole.value or "")
+    assert (field.value, field.complete) == (whole.value, whole.complete)
+    "".join(deltas).encode()
+    try:
+        decoded = msgspec.json.decode(written, type=dict[str, object])
+    except msgspec.DecodeError:
+        return
+    if isinstance(decoded.get("code"), str) and written.count("code") == 1:
+        assert field.value == decoded["code"]
+
+
+def test_a_run_without_escapes_is_passed_on_as_it_is() -> None:
+    field = StringField("code")
+    field.feed('{"code": "')
+    fragment = "print" * 3
+    assert field.feed(fragment) is fragment
+
+
+@pytest.mark.parametrize("escape", ["\\n", "\\u00e9", "\\ud83d\\ude00", "\\\\", '\\"', "\\/"])
+def test_an_escape_cut_anywhere_comes_out_whole(escape: str) -> None:
+    written = '{"code": "a' + escape + 'b"}'
+    field, deltas = every_character(written)
+    assert field.value == msgspec.json.decode(written)["code"]
+    assert [delta for delta in deltas if delta] == ["a", *[json.loads(f'"{escape}"')], "b"]
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ('{"code": "\\ud83d"}', "\N{REPLACEMENT CHARACTER}"),
+        ('{"code": "\\ud83dx"}', "\N{REPLACEMENT CHARACTER}x"),
+        ('{"code": "\\ud83d\\n\\ude00"}', "\N{REPLACEMENT CHARACTER}\n\N{REPLACEMENT CHARACTER}"),
+        ('{"code": "\\ud83d\\ud83d\\ude00"}', "\N{REPLACEMENT CHARACTER}\U0001f600"),
+    ],
+)
+def test_half_a_pair_never_leaves(written: str, value: str) -> None:
+    field, deltas = every_character(written)
+    assert field.value == value == "".join(deltas)
+
+
+@pytest.mark.parametrize(
+    ("written", "value", "complete"),
+    [
+        ("", None, False),
+        ("[]", None, False),
+        ('"code"', None, False),
+        ('{"code": 5}', None, False),
+        ('{"code": null, "other": "code"}', None, False),
+        ('{"codes": "x", "cod": "y"}', None, False),
+        ('{"code": ["x"], "inner": {"code": "y"}}', None, False),
+        ('{"code": {"code": "x"}}', None, False),
+        ('{"other": "code", "code": ""}', "", True),
+        ('{"c\\u006fde": "spelled otherwise"}', "spelled otherwise", True),
+        ('{"code": "first", "code": "second"}', "first", True),
+        ('{"code": 1, "code": "second"}', "second", True),
+        ('{"code": "not over', "not over", False),
+        ('{"code": "two\nlines\tas they are"}', "two\nlines\tas they are", True),
+        ('{"code": "no such \\x escape"}', "no such ", False),
+        ('{"code": "no such \\u12g4 escape"}', "no such ", False),
+        ('{"code": "the end"}, and more "code": "x"', "the end", True),
+    ],
+)
+def test_text_that_is_not_quite_what_was_asked_for(written: str, value: str | None, complete: bool) -> None:
+    for field, deltas in (fed(written, []), every_character(written)):
+        assert (field.value, field.complete) == (value, complete)
+        assert "".join(deltas) == (value or "")
+
+
+def test_deep_nesting_is_passed_over() -> None:
+    written = '{"other": ' + "[" * 100_000 + '"]"' + "]" * 100_000 + ', "code": "x"}'
+    field, _ = fed(written, [])
+    assert field.value == "x"

@@ -1,0 +1,348 @@
+"""Containers over sandboxes that follow a script; imports pytest and fumehood."""
+
+import asyncio
+import logging
+from contextlib import aclosing
+
+import pytest
+from inline_snapshot import snapshot
+
+from fumehood.interfaces import Caller
+from fumehood.protocol.containers import ContainerSpec
+from fumehood.protocol.errors import NotFound, RateLimited
+from fumehood.protocol.sandbox import End, ExecuteRequest, NetworkAllowlist, SandboxSpec, Stdout
+from fumehood.protocol.sandbox_errors import RequestRefused, SandboxGone, SandboxStartFailed, Unreachable
+from fumehood.sandbox.container import ContainerSettings
+from fumehood.testing import ScriptedSandbox, Step, WriteFile
+from tests.support.containers import Host, host
+
+EXECUTION = ContainerSettings(isolation="execution")
+KILLED = End(status="timeout", exit_code=-1, duration_ms=1, state_kept=False, reason="It was killed.")
+
+
+# --- the sandbox of a container -----------------------------------------------------------------------------
+
+
+async def test_the_sandbox_is_what_the_container_is_to_be() -> None:
+    network = NetworkAllowlist(allowed_domains=["example.com"])
+    async with host(Step("x")) as here:
+        container = await here.open(spec=ContainerSpec(memory="4g", network=network))
+        assert here.scripted.specs == {}
+        await here.run(container, "x")
+        wanted = SandboxSpec(memory="4g", network=network, tenant="somebody")
+        assert here.scripted.specs == {f"{container.id}-1": wanted}
+        record = await here.record(container)
+        assert (record.sandbox, record.incarnation) == (f"{container.id}-1", 1)
+
+
+async def test_tenants_are_spelt_as_sandbox_servers_do() -> None:
+    async with host(Step("x")) as here:
+        caller = Caller("tenant with spaces / and more")
+        container = await here.containers.open(caller, here.containers.reserve(), ContainerSpec())
+        await here.run(container, "x")
+        (spec,) = here.scripted.specs.values()
+        assert len(spec.tenant) == 64
+
+
+async def test_a_sandbox_that_is_there_already_is_not_made_twice() -> None:
+    async with host(Step("x")) as here:
+        container = await here.open()
+        # As if a process had died between making it and writing it down.
+        await here.scripted.create(SandboxSpec(tenant="somebody"), f"{container.id}-1")
+        assert (await here.run(container, "x")).notes == []
+        assert list(here.scripted.specs) == [f"{container.id}-1"]
+
+
+async def test_after_a_kill_the_next_call_has_another_one() -> None:
+    steps = [Step("a", [WriteFile("a.txt", b"a")]), Step("b", [WriteFile("b.txt", b"b"), KILLED]), Step("c")]
+    async with host(*steps) as here:
+        container = await here.open()
+        await here.run(container, "a")
+        ran = await here.run(container, "b")
+        assert (ran.end.reason, ran.paths) == snapshot(
+            ("It was killed. The next call begins in a new sandbox, with the files of earlier calls.", [])
+        )
+        assert (await here.record(container)).sandbox == ""
+        ran = await here.run(container, "c")
+        (note,) = ran.notes
+        assert note == snapshot(
+            "A new sandbox: variables, imports and packages of earlier calls are gone, files in /mnt/data are there."
+        )
+        assert ran.paths == []
+        assert list(here.scripted.specs) == [f"{container.id}-2"]
+        assert [file.path for file in (await here.sandbox(container)).files.listing().files] == ["a.txt"]
+
+
+async def test_another_process_goes_on_with_the_same_sandbox() -> None:
+    async with host(Step("a", [WriteFile("a.txt", b"a")]), Step("b", [WriteFile("b.txt", b"b")])) as here:
+        container = await here.open()
+        await here.run(container, "a")
+        there = here.beside()
+        ran = await there.run(await there.open(container.id), "b")
+        assert (ran.notes, ran.paths) == ([], ["b.txt"])
+        assert await there.paths(container) == ["a.txt", "b.txt"]
+        with pytest.raises(NotFound):
+            await there.open(here.containers.reserve())
+
+
+# --- when there is none to be had ---------------------------------------------------------------------------
+
+
+async def advance(here: Host, running: asyncio.Task[object]) -> float:
+    """Let time pass until it is done; how much it took."""
+    began = here.clock.monotonic()
+    while not running.done():
+        for _ in range(5):
+            await asyncio.sleep(0)
+        here.clock.advance(0.25)
+    return here.clock.monotonic() - began
+
+
+async def test_waiting_for_a_sandbox() -> None:
+    async with host(Step("x"), Step("y"), capacity=1) as here:
+        first, second = await here.open(), await here.open()
+        await here.run(first, "x")
+        waiting = asyncio.ensure_future(here.run(second, "y"))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            here.clock.advance(1)
+        assert not waiting.done()
+        await here.scripted.end(f"{first.id}-1", "it was not needed any more")
+        await advance(here, waiting)
+        assert (await waiting).end.status == "ok"
+
+
+async def test_nobody_waits_for_ever() -> None:
+    async with host(Step("x"), Step("y"), capacity=1, settings=ContainerSettings(claim_timeout=5)) as here:
+        first, second = await here.open(), await here.open()
+        await here.run(first, "x")
+        waiting = asyncio.ensure_future(here.run(second, "nothing"))
+        assert 3 < await advance(here, waiting) < 8
+        end = (await waiting).end
+        assert (end.status, end.exit_code) == ("lost", -1)
+        assert end.reason.startswith(
+            "No sandbox is free at the moment, try again later: There are 1 sandboxes"
+        )
+        await here.scripted.end(f"{first.id}-1", "it was not needed any more")
+        assert (await here.run(second, "y")).end.status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        (
+            RequestRefused("This server allows no network.", param="network"),
+            "The sandbox refused: This server",
+        ),
+        (Unreachable("http://10.0.0.1:8080 is away"), "The sandboxes cannot be reached at the moment"),
+    ],
+)
+async def test_a_server_that_refuses_is_asked_once(trouble: Unreachable, reason: str) -> None:
+    async with host() as here:
+        container = await here.open()
+        here.scripted.trouble = trouble
+        end = (await here.run(container, "x")).end
+        assert end.reason.startswith(reason)
+        assert "10.0.0.1" not in end.reason
+        here.scripted.trouble = None
+
+
+async def test_a_sandbox_that_fails_to_start_is_tried_again() -> None:
+    async with host(Step("x")) as here:
+        container = await here.open()
+        here.scripted.trouble = SandboxStartFailed("not this one")
+        waiting = asyncio.ensure_future(here.run(container, "x"))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        here.scripted.trouble = None
+        await advance(here, waiting)
+        assert (await waiting).end.status == "ok"
+
+
+async def test_as_many_containers_as_a_tenant_may_have() -> None:
+    async with host(settings=ContainerSettings(containers_per_tenant=2)) as here:
+        opened = await asyncio.gather(*(here.open() for _ in range(4)), return_exceptions=True)
+        refused = [one for one in opened if isinstance(one, RateLimited)]
+        assert len(refused) == 2
+        assert refused[0].message == snapshot(
+            "As many containers are running as are allowed (2); those that nobody uses expire by themselves."
+        )
+        await here.containers.open(Caller("other"), here.containers.reserve(), ContainerSpec())
+        here.clock.advance(20 * 60)
+        await here.open()
+
+
+# --- the end of a container ---------------------------------------------------------------------------------
+
+
+async def test_the_sweeper_ends_what_nobody_uses() -> None:
+    steps = [Step("x", [WriteFile("a.txt", b"a")]), Step("y", [WriteFile("b.txt", b"b")])]
+    async with host(*steps) as here, here.containers:
+        idle, used = await here.open(), await here.open()
+        await here.run(idle, "x")
+        await settle()
+        here.clock.advance(15 * 60)
+        await settle()
+        await here.run(used, "y")
+        here.clock.advance(6 * 60)
+        await settle()
+        assert (await here.record(idle)).status == "expired"
+        assert (await here.record(used)).status == "running"
+        assert list(here.scripted.specs) == [f"{used.id}-1"]
+        assert await here.paths(idle) == []
+        assert list(here.blobs.blobs.values()) == [b"b"]
+
+
+async def settle() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def test_a_container_does_not_expire_while_its_code_runs() -> None:
+    done = asyncio.Event()
+    async with host(Step("x", [done])) as here:
+        container = await here.open()
+        running = asyncio.ensure_future(here.run(container, "x"))
+        await settle()
+        for _ in range(5):
+            here.clock.advance(15 * 60)
+            await here.containers.sweep()
+            await here.beside().containers.sweep()  # which does not know that it runs
+        done.set()
+        assert (await running).end.status == "ok"
+        assert (await here.record(container)).status == "running"
+
+
+async def test_a_sweep_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    async with host(Step("x")) as here, here.containers:
+        container = await here.open()
+        await here.run(container, "x")
+        await settle()
+        await here.kept.close()
+        here.clock.advance(20 * 60)
+        await settle()
+        assert "Containers could not be swept." in caplog.text
+        here.kept._closed = False  # pyright: ignore[reportPrivateUsage]
+        here.clock.advance(60)
+        await settle()
+        assert (await here.record(container)).status == "expired"
+
+
+async def test_closing_ends_the_sweeper_and_leaves_the_sandboxes() -> None:
+    async with host(Step("x")) as here:
+        async with here.containers:
+            await here.run(await here.open(), "x")
+        await here.containers.close()
+        assert len(here.scripted.specs) == 1
+
+
+async def test_sandboxes_that_belong_to_nobody_are_ended() -> None:
+    async with host(Step("x")) as here:
+        here.clock.advance(1000)  # the sandboxes' clock stands still
+        container = await here.open()
+        await here.run(container, "x")
+        lost = SandboxSpec(tenant="somebody")
+        for name in (f"{container.id}-77", "cntr_of_another_gateway-1", "something-else"):
+            await here.scripted.create(lost, name)
+        await here.containers.sweep()
+        assert sorted(here.scripted.specs) == sorted(
+            [f"{container.id}-1", "cntr_of_another_gateway-1", "something-else"]
+        )
+
+
+async def test_a_server_that_cannot_be_asked_does_not_stop_the_sweep(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    async with host(Step("x")) as here:
+        container = await here.open()
+        await here.run(container, "x")
+        here.scripted.trouble = Unreachable("away")
+        await here.containers.sweep()
+        here.clock.advance(20 * 60)
+        await here.containers.sweep()
+        assert (await here.record(container)).status == "expired"
+        here.scripted.trouble = None
+        await here.open()
+        here.clock.advance(1000)
+        await here.containers.sweep()
+        assert list(here.scripted.specs) == []
+
+
+# --- a sandbox for every call -------------------------------------------------------------------------------
+
+
+async def test_parallel_calls_each_have_their_own_sandbox() -> None:
+    began = [asyncio.Event(), asyncio.Event()]
+
+    def step(number: int) -> Step:
+        async def tell(_: object) -> None:
+            began[number].set()
+
+        write = WriteFile(f"{number}.txt", b"x")
+        shared = WriteFile("shared.txt", str(number).encode())
+        # Each waits for the other: one after another they would never end.
+        return Step(str(number), [tell, began[1 - number], write, shared])
+
+    async with host(step(0), step(1), settings=EXECUTION) as here:
+        container = await here.open()
+        one, other = await here.open(container.id), await here.open(container.id)
+        first, second = await asyncio.gather(here.run(one, "0"), here.run(other, "1"))
+        assert first.paths == ["0.txt", "shared.txt"]
+        assert second.paths == ["1.txt", "shared.txt"]
+        assert await here.paths(container) == ["0.txt", "1.txt", "shared.txt"]
+        assert await here.content(container, "shared.txt") in (b"0", b"1")
+        assert len({name for name, _ in here.scripted.requests}) == 2
+        assert here.scripted.specs == {}
+
+
+async def test_what_another_call_has_changed_is_not_deleted() -> None:
+    changed = asyncio.Event()
+
+    async def delete_all(sandbox: ScriptedSandbox) -> None:
+        await changed.wait()
+        for name in ("a.txt", "b.txt"):
+            sandbox.files.delete(name)
+
+    steps = [
+        Step("make", [WriteFile("a.txt", b"old"), WriteFile("b.txt", b"old")]),
+        Step("delete", [delete_all]),
+        Step("change", [WriteFile("a.txt", b"new")]),
+    ]
+    async with host(*steps, settings=EXECUTION) as here:
+        container = await here.open()
+        await here.run(container, "make")
+        deleting = asyncio.ensure_future(here.run(await here.open(container.id), "delete"))
+        await settle()
+        await here.run(await here.open(container.id), "change")
+        changed.set()
+        await deleting
+        assert await here.paths(container) == ["a.txt"]
+        assert await here.content(container, "a.txt") == b"new"
+
+
+async def test_leaving_a_call_ends_its_sandbox() -> None:
+    async with host(
+        Step("x", [Stdout("x"), WriteFile("a.txt", b"a"), asyncio.Event()]), settings=EXECUTION
+    ) as here:
+        container = await here.open()
+        async with aclosing(container.execute(ExecuteRequest(code="x"))) as events:
+            assert await anext(events) == Stdout("x")
+            assert len(here.scripted.specs) == 1
+        assert here.scripted.specs == {}
+        assert await here.paths(container) == []
+
+
+async def test_a_hundred_calls_leave_no_sandbox() -> None:
+    steps = [Step(None, [SandboxGone("gone")] if number % 3 == 0 else [Stdout("x")]) for number in range(100)]
+    async with host(*steps, settings=EXECUTION) as here:
+        container = await here.open()
+        for _ in range(100):
+            await here.run(container, "x")
+        assert here.scripted.specs == {}
+
+
+async def test_calls_alone_cannot_be_had_either() -> None:
+    async with host(capacity=0, settings=ContainerSettings(isolation="execution", claim_timeout=0)) as here:
+        end = (await here.run(await here.open(), "x")).end
+        assert (end.status, end.exit_code) == ("lost", -1)

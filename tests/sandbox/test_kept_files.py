@@ -1,0 +1,306 @@
+"""What is kept of containers' files, and what sandboxes cannot talk anybody into; imports pytest and fumehood."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import msgspec
+import pytest
+from inline_snapshot import snapshot
+
+from fumehood.protocol.errors import NotFound, Unavailable
+from fumehood.protocol.sandbox import FileEntry, FileListing, SandboxSpec
+from fumehood.protocol.sandbox_errors import SandboxGone, TooLarge, Unreachable
+from fumehood.sandbox.container import ContainerSettings
+from fumehood.sandbox.kept_files import FileLimits, KeptFiles, is_produced
+from fumehood.testing import (
+    DeleteFile,
+    FakeClock,
+    MemoryBlobs,
+    MemoryStore,
+    ScriptedSandbox,
+    ScriptedSandboxes,
+    Step,
+    WriteFile,
+)
+from tests.support.containers import host
+
+SMALL = ContainerSettings(files=FileLimits(file_bytes=10, container_bytes=25, files=4))
+
+
+@pytest.mark.parametrize(
+    ("path", "counts"),
+    [
+        ("a.txt", True),
+        ("dir/sub/a.txt", True),
+        ("a b/ü.csv", True),
+        ("tmp", True),
+        (".hidden", False),
+        ("dir/.hidden/a.txt", False),
+        ("__pycache__/a.txt", False),
+        ("dir/__pycache__/a.pyc", False),
+        ("a.pyc", False),
+        ("backup~", False),
+        (".a.swp", False),
+        ("a.swp", False),
+        ("half.tmp", False),
+        ("", False),
+        ("..", False),
+        ("../a", False),
+        ("/etc/passwd", False),
+        ("a//b", False),
+        ("a/", False),
+        ("a\0b", False),
+        ("x" * 5000, False),
+    ],
+)
+def test_which_files_count(path: str, counts: bool) -> None:
+    assert is_produced(path) == counts
+
+
+# --- bounds -------------------------------------------------------------------------------------------------
+
+
+async def test_a_file_too_large_to_be_kept_is_there_while_its_sandbox_is() -> None:
+    steps = [Step("x", [WriteFile("large.bin", bytes(11)), WriteFile("small.bin", b"s")]), Step("y")]
+    async with host(*steps, settings=SMALL) as here:
+        container = await here.open()
+        ran = await here.run(container, "x")
+        assert ran.paths == ["large.bin", "small.bin"]
+        assert ran.notes == snapshot(["There is no room to keep these when the sandbox ends: large.bin."])
+        assert list(here.blobs.blobs.values()) == [b"s"]
+        assert await here.content(container, "large.bin") == bytes(11)
+        here.scripted.trouble = Unreachable("away")
+        with pytest.raises(Unavailable):
+            await here.content(container, "large.bin")
+        here.scripted.trouble = None
+        await here.scripted.end(f"{container.id}-1", "it was killed")
+        with pytest.raises(NotFound):
+            await here.content(container, "large.bin")
+        ran = await here.run(container, "y")
+        assert ran.notes[1:] == ["Not to be had any more: large.bin."]
+        assert await here.paths(container) == ["small.bin"]
+
+
+async def test_a_container_keeps_so_many_bytes() -> None:
+    steps = [
+        Step("x", [WriteFile(name, bytes(10)) for name in ("a", "b", "c")]),
+        Step("y", [DeleteFile("a")]),
+        Step("z", [WriteFile("c", b"0123456789")]),
+    ]
+    async with host(*steps, settings=SMALL) as here:
+        container = await here.open()
+        ran = await here.run(container, "x")
+        assert [bool(record.blob) for record in ran.files] == [True, True, False]
+        await here.run(container, "y")
+        ran = await here.run(container, "z")
+        assert ran.notes == []
+        assert [(record.path, bool(record.blob)) for record in ran.files] == [("c", True)]
+
+
+async def test_a_container_has_so_many_files() -> None:
+    writes = [WriteFile(f"{number}.txt", b"x") for number in range(7)]
+    async with host(Step("x", writes), settings=SMALL) as here:
+        container = await here.open()
+        ran = await here.run(container, "x")
+        assert ran.paths == ["0.txt", "1.txt", "2.txt", "3.txt"]
+        assert ran.notes == snapshot(["3 files are not listed: a container has at most 4."])
+        with pytest.raises(TooLarge):
+            await container.save("figure.png", b"x")
+
+
+async def test_what_is_saved_is_bounded_too() -> None:
+    async with host(Step("x"), settings=SMALL) as here:
+        container = await here.open()
+        await here.run(container, "x")
+        with pytest.raises(TooLarge):
+            await container.save("figure.png", bytes(11))
+        await container.save("a/figure.png", bytes(10))
+        await container.save("a/figure.png", bytes(10))
+        with pytest.raises(TooLarge):
+            await container.save("a/figure.png", bytes(10))
+        assert await here.paths(container) == ["a/figure-2.png", "a/figure.png"]
+
+
+async def test_what_is_saved_outlives_the_sandbox() -> None:
+    async with host(Step("x"), Step("y")) as here:
+        container = await here.open()
+        await here.run(container, "x")
+        await here.scripted.end(f"{container.id}-1", "it was killed")
+        await container.save("figure.png", b"saved")
+        await here.run(container, "y")
+        assert (await here.sandbox(container)).files.read("figure.png") == b"saved"
+
+
+async def test_a_full_disk_costs_the_copy_and_not_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(_: object) -> str:
+        raise Unavailable("The gateway's disk cannot be used now: No space left on device.")
+
+    async with host(Step("x", [WriteFile("a.txt", b"a")])) as here:
+        monkeypatch.setattr(here.blobs, "put", full)
+        container = await here.open()
+        ran = await here.run(container, "x")
+        assert (ran.end.status, ran.paths) == ("ok", ["a.txt"])
+        assert ran.notes == ["There is no room to keep these when the sandbox ends: a.txt."]
+        assert await here.content(container, "a.txt") == b"a"
+
+
+async def test_replaced_content_is_let_go() -> None:
+    steps = [
+        Step("x", [WriteFile("a", b"one"), WriteFile("b", b"one")]),
+        Step("y", [WriteFile("a", b"two")]),
+        Step("z", [WriteFile("b", b"two")]),
+    ]
+    async with host(*steps) as here:
+        container = await here.open()
+        await here.run(container, "x")
+        await here.run(container, "y")
+        assert sorted(here.blobs.blobs.values()) == [b"one", b"two"]
+        await here.run(container, "z")
+        assert sorted(here.blobs.blobs.values()) == [b"two"]
+
+
+# --- sandboxes that lie -------------------------------------------------------------------------------------
+
+
+class Liar(ScriptedSandbox):
+    """Tells what it likes about its files."""
+
+    def __init__(self, provider: ScriptedSandboxes) -> None:
+        super().__init__(provider, "liar", SandboxSpec())
+        self.told: list[FileEntry] = []
+        self.complete = True
+        self.truncated = False
+        self.deleted: list[str] = []
+        self.pieces: dict[str, list[bytes | Exception]] = {}
+        self.waiting: asyncio.Event | None = None
+
+    async def list(self, since: str | None = None) -> FileListing:
+        return FileListing(
+            files=self.told, mark="1", deleted=self.deleted, complete=self.complete, truncated=self.truncated
+        )
+
+    async def read(self, path: str) -> AsyncGenerator[bytes]:
+        for piece in self.pieces[path]:
+            if self.waiting is not None:
+                await self.waiting.wait()
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
+
+
+def entry(path: str, size: int = 1, modified_ns: int = 1) -> FileEntry:
+    return FileEntry(path=path, size=size, modified_ns=modified_ns)
+
+
+class Desk:
+    def __init__(self, **limits: float) -> None:
+        self.clock = FakeClock()
+        self.store = MemoryStore(self.clock)
+        self.blobs = MemoryBlobs()
+        self.files = KeptFiles(
+            self.store,
+            self.blobs,
+            self.clock,
+            msgspec.convert(limits, FileLimits) if limits else FileLimits(),
+        )
+        self.liar = Liar(ScriptedSandboxes())
+
+
+async def test_a_file_that_is_larger_than_was_told() -> None:
+    desk = Desk(file_bytes=10)
+    desk.liar.told = [entry("a", size=1)]
+    desk.liar.pieces = {"a": [b"x" * 6, b"x" * 6]}
+    look = await desk.files.look("cntr_1", desk.liar, "")
+    assert [(record.path, record.blob) for record in look.changed] == [("a", "")]
+    assert desk.blobs.blobs == {}
+
+
+async def test_a_file_that_is_smaller_than_was_told() -> None:
+    desk = Desk()
+    desk.liar.told = [entry("a", size=1000), entry("b", size=-5)]
+    desk.liar.pieces = {"a": [b"abc"], "b": [b""]}
+    look = await desk.files.look("cntr_1", desk.liar, "")
+    assert [(record.path, record.bytes) for record in look.changed] == [("a", 3), ("b", 0)]
+
+
+async def test_names_that_lead_elsewhere_are_not_looked_at() -> None:
+    desk = Desk()
+    desk.liar.told = [entry(path) for path in ("../a", "/etc/passwd", "a//b", ".", "")]
+    look = await desk.files.look("cntr_1", desk.liar, "")
+    assert look.changed == []
+
+
+async def test_a_sandbox_that_ends_meanwhile_leaves_what_was_copied() -> None:
+    desk = Desk()
+    desk.liar.told = [entry("a"), entry("b"), entry("c")]
+    desk.liar.pieces = {"a": [b"a"], "b": [SandboxGone("gone")], "c": [b"c"]}
+    look = await desk.files.look("cntr_1", desk.liar, "0")
+    assert [record.path for record in look.changed] == ["a"]
+    assert look.mark == "0"  # the rest is still to be found
+
+
+async def test_copying_takes_so_long_and_no_longer() -> None:
+    desk = Desk(seconds=0.01)
+    desk.liar.told = [entry("a"), entry("b")]
+    desk.liar.pieces = {"a": [b"a"], "b": [b"b"]}
+    desk.liar.waiting = asyncio.Event()
+    look = await desk.files.look("cntr_1", desk.liar, "0")
+    assert (look.changed, look.mark) == ([], "0")
+    desk.liar.waiting = None
+    look = await desk.files.look("cntr_1", desk.liar, "0")
+    assert ([record.path for record in look.changed], look.mark) == (["a", "b"], "1")
+
+
+async def test_a_whole_listing_finds_what_changed() -> None:
+    desk = Desk()
+    desk.liar.told = [entry("a"), entry("b"), entry("c")]
+    desk.liar.pieces = {name: [name.encode()] for name in "abc"}
+    await desk.files.look("cntr_1", desk.liar, "")
+    desk.liar.told = [entry("a"), entry("b", modified_ns=2)]
+    look = await desk.files.look("cntr_1", desk.liar, "forgotten")
+    assert [record.path for record in look.changed] == ["b"]
+    assert {record.path for record in await desk.store.files("cntr_1")} == {"a", "b"}
+
+
+async def test_a_listing_that_is_cut_deletes_nothing() -> None:
+    desk = Desk()
+    desk.liar.told = [entry("a"), entry("b")]
+    desk.liar.pieces = {name: [name.encode()] for name in "ab"}
+    await desk.files.look("cntr_1", desk.liar, "")
+    desk.liar.told, desk.liar.truncated = [entry("a")], True
+    look = await desk.files.look("cntr_1", desk.liar, "1")
+    assert look.changed == []
+    assert len(await desk.store.files("cntr_1")) == 2
+
+
+async def test_a_listing_tells_of_deletions_that_nobody_knows() -> None:
+    desk = Desk()
+    desk.liar.complete, desk.liar.deleted = False, ["never", "../x"]
+    look = await desk.files.look("cntr_1", desk.liar, "1")
+    assert look.changed == []
+
+
+# --- back into a sandbox ------------------------------------------------------------------------------------
+
+
+async def test_a_copy_that_is_gone_is_missed_and_not_fatal() -> None:
+    async with host(Step("x", [WriteFile("a", b"a"), WriteFile("b", b"b")]), Step("y")) as here:
+        container = await here.open()
+        ran = await here.run(container, "x")
+        await here.blobs.delete(ran.files[0].blob)
+        assert await here.content(container, "a") == b"a"  # the sandbox still has it
+        await here.scripted.end(f"{container.id}-1", "it was killed")
+        ran = await here.run(container, "y")
+        assert ran.notes[1:] == ["Not to be had any more: a."]
+        assert await here.paths(container) == ["b"]
+
+
+async def test_large_files_come_back_in_pieces() -> None:
+    large = bytes(range(256)) * 8192
+    async with host(Step("x", [WriteFile("large", large)]), Step("y"), Step("z")) as here:
+        container = await here.open()
+        await here.run(container, "x")
+        await here.scripted.end(f"{container.id}-1", "it was killed")
+        assert (await here.run(container, "y")).paths == []
+        assert (await here.sandbox(container)).files.read("large") == large
+        assert (await here.run(container, "z")).paths == []

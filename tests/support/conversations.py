@@ -1,0 +1,48 @@
+"""Conversations for tests of models, written short; imports msgspec and fumehood."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from fumehood.protocol.conversation import Entry, Exchange, Segment
+
+
+def entry(item: Mapping[str, object], turn: int = 0) -> Entry:
+    """An item as it is kept."""
+    kind = item.get("type", "message")
+    return Entry(type=str(kind), id=None, turn=turn, raw=msgspec.json.encode(item))
+
+
+def message(text: object, role: str = "user", turn: int = 0) -> Entry:
+    return entry({"type": "message", "role": role, "content": text}, turn)
+
+
+def call(call_id: str, arguments: str = "{}", *, turn: int = 0, name: str = "f", **more: object) -> Entry:
+    """A call of the client's."""
+    item = {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments, **more}
+    return entry(item, turn)
+
+
+def output(call_id: str, text: object) -> Entry:
+    """The client's answer to it."""
+    return entry({"type": "function_call_output", "call_id": call_id, "output": text})
+
+
+def hosted(
+    call_id: str, result: str, *, turn: int = 0, arguments: str = '{"code":"1"}', images: Sequence[str] = ()
+) -> Entry:
+    """A call of the code interpreter, with its result."""
+    exchange = Exchange(
+        call_id=call_id, name="code_interpreter", arguments=arguments, output=result, images=tuple(images)
+    )
+    return Entry(type="code_interpreter_call", id=None, turn=turn, raw=b"{}", exchange=exchange)
+
+
+def thought(text: str, turn: int = 0) -> Entry:
+    return entry(
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}, turn
+    )
+
+
+def segment(*entries: Entry) -> Segment:
+    return Segment(entries)

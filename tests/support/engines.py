@@ -1,0 +1,49 @@
+"""An engine of doubles, driven by requests as clients write them; imports `engine`, `testing` and siblings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from fumehood.engine.log import LagLimits
+from fumehood.engine.loop import LoopLimits
+from fumehood.engine.runs import EngineRun, EngineRuns
+from fumehood.interfaces import Caller, HostedTool
+from fumehood.protocol.events import StreamEvent
+from fumehood.protocol.responses import CreateResponse, Response
+from fumehood.testing import FakeClock, MemoryStore, ScriptedModel, ScriptedModels
+
+
+@dataclass
+class Engine:
+    model: ScriptedModel
+    tools: Sequence[HostedTool] = ()
+    limits: LoopLimits = field(default_factory=LoopLimits)
+    lag: LagLimits = field(default_factory=LagLimits)
+    disabled: frozenset[str] = frozenset()
+    clock: FakeClock = field(default_factory=FakeClock)
+
+    def __post_init__(self) -> None:
+        self.store = MemoryStore(self.clock)
+        self.runs = EngineRuns(
+            ScriptedModels(self.model),
+            self.tools,
+            self.store,
+            self.clock,
+            limits=self.limits,
+            lag=self.lag,
+            disabled_tools=self.disabled,
+        )
+
+    async def start(self, tenant: str = "", **body: Any) -> EngineRun:
+        body = {"model": "scripted", "input": "Hi", "stream": True} | body
+        request = msgspec.json.decode(msgspec.json.encode(body), type=CreateResponse)
+        return await self.runs.start(request, Caller(tenant))
+
+    async def stream(self, **body: Any) -> list[StreamEvent]:
+        run = await self.start(**body)
+        return [event async for batch in run.subscribe() for event in batch]
+
+    async def block(self, **body: Any) -> Response:
+        return await (await self.start(**body, stream=False)).wait()

@@ -1,0 +1,414 @@
+"""A gateway for tests on a real socket, over runs that follow a script; imports aiohttp and `fumehood.gateway`."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, override
+
+import aiohttp
+import msgspec
+
+from fumehood.gateway.app import Gateway
+from fumehood.gateway.server import Server
+from fumehood.interfaces import Caller, Containers, ModelBackend, Models, Runs, Store
+from fumehood.protocol.containers import ContainerFileRecord
+from fumehood.protocol.conversation import Entry
+from fumehood.protocol.errors import InvalidRequest, NotFound
+from fumehood.protocol.events import (
+    CodeDelta,
+    CodeDone,
+    Completed,
+    Created,
+    Incomplete,
+    InProgress,
+    InterpreterCompleted,
+    InterpreterInProgress,
+    InterpreterInterpreting,
+    ItemAdded,
+    ItemDone,
+    PartAdded,
+    PartDone,
+    StreamEvent,
+    TextDelta,
+    TextDone,
+)
+from fumehood.protocol.ids import new_id
+from fumehood.protocol.items import CodeInterpreterCall, Execution, Logs, Message, OutputText
+from fumehood.protocol.models import ModelCard
+from fumehood.protocol.responses import CreateResponse, Response, Usage
+from fumehood.sandboxd.sockets import Address, listen
+
+PATIENCE = 30
+TEXT = ("Hello", ", ", "world")
+
+
+# --- what a run says ----------------------------------------------------------------------------------
+
+
+def text_events(response: Response, pieces: Sequence[str] = TEXT) -> list[StreamEvent]:
+    """A message that comes in pieces, from `created` to `completed`."""
+    message = f"msg_{response.id.removeprefix('resp_')}"
+    part = OutputText(text="".join(pieces))
+    done = Message(id=message, status="completed", content=[part])
+    place = {"item_id": message, "output_index": 0, "content_index": 0}
+    ended = msgspec.structs.replace(response, status="completed", output=[done], usage=Usage(output_tokens=3))
+    return numbered(
+        [
+            Created(response=response),
+            InProgress(response=response),
+            ItemAdded(output_index=0, item=Message(id=message)),
+            PartAdded(part=OutputText(), **place),
+            *(TextDelta(delta=piece, **place) for piece in pieces),
+            TextDone(text=part.text, **place),
+            PartDone(part=part, **place),
+            ItemDone(output_index=0, item=done),
+            Completed(response=ended),
+        ]
+    )
+
+
+def code_events(response: Response, code: str = "print(6 * 7)") -> list[StreamEvent]:
+    """One call of the code interpreter, with everything that can be asked for."""
+    call = CodeInterpreterCall(id="ci_1", container_id="cntr_1")
+    done = CodeInterpreterCall(
+        id="ci_1",
+        status="completed",
+        code=code,
+        container_id="cntr_1",
+        outputs=[Logs(logs="42\n")],
+        execution=Execution(stdout="42\n", stderr="", exit_code=0, duration_ms=5),
+    )
+    place = {"item_id": "ci_1", "output_index": 0}
+    ended = msgspec.structs.replace(response, status="completed", output=[done], usage=Usage())
+    return numbered(
+        [
+            Created(response=response),
+            InProgress(response=response),
+            ItemAdded(output_index=0, item=call),
+            InterpreterInProgress(**place),
+            *(CodeDelta(delta=char, **place) for char in code),
+            CodeDone(code=code, **place),
+            InterpreterInterpreting(**place),
+            InterpreterCompleted(**place),
+            ItemDone(output_index=0, item=done),
+            Completed(response=ended),
+        ]
+    )
+
+
+def numbered(events: Sequence[StreamEvent]) -> list[StreamEvent]:
+    for number, event in enumerate(events):
+        event.sequence_number = number
+    return [*events]
+
+
+# --- the doubles --------------------------------------------------------------------------------------
+
+
+class ScriptedRun:
+    """A `Run` that says what it was given, and then what it is told to, until that was the end or it is cancelled.
+
+    Every batch is a reading's own: what is given together goes out together.
+    """
+
+    def __init__(self, response: Response, batches: Sequence[Sequence[StreamEvent]]) -> None:
+        self.response = response
+        self.cancelled: str | None = None
+        self.fault: Exception | None = None
+        self.log: list[Sequence[StreamEvent]] = [*batches]
+        self.ended = asyncio.Event()
+        self.readers: list[ScriptedReading] = []
+
+    @property
+    def id(self) -> str:
+        return self.response.id
+
+    def say(self, *events: StreamEvent) -> None:
+        self.log.append(events)
+        self._wake()
+
+    def break_off(self, fault: Exception) -> None:
+        self.fault = fault
+        self._wake()
+
+    def _wake(self) -> None:
+        for reader in self.readers:
+            reader.wake()
+
+    def watch(self, wake: Callable[[], None], after: int = -1) -> "ScriptedReading":
+        reader = ScriptedReading(self, wake)
+        self.readers.append(reader)
+        return reader
+
+    async def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
+        news = asyncio.Event()
+        reader = self.watch(news.set)
+        while not reader.over:
+            if batch := reader.take():
+                yield batch
+            else:
+                await news.wait()
+                news.clear()
+
+    async def wait(self) -> Response:
+        async for batch in self.subscribe():
+            if isinstance(batch[-1], Completed | Incomplete):
+                return batch[-1].response
+        raise AssertionError("it has no end")
+
+    def cancel(self, reason: str) -> None:
+        self.cancelled = reason
+        ended = msgspec.structs.replace(self.response, status="cancelled")
+        self.say(Incomplete(sequence_number=10_000, response=ended))
+
+
+class ScriptedReading:
+    def __init__(self, run: ScriptedRun, wake: Callable[[], None]) -> None:
+        self._run = run
+        self._wake = wake
+        self._place = 0
+
+    def wake(self) -> None:
+        before = -1
+        while before != self._place:  # batch by batch
+            before = self._place
+            self._wake()
+
+    @property
+    def over(self) -> bool:
+        return self._run.ended.is_set() and self._place == len(self._run.log)
+
+    def take(self) -> Sequence[StreamEvent]:
+        if self._place == len(self._run.log):
+            if self._run.fault is not None:
+                raise self._run.fault
+            return ()
+        batch = self._run.log[self._place]
+        self._place += 1
+        if isinstance(batch[-1], Completed | Incomplete):
+            self._run.ended.set()
+        else:
+            asyncio.get_running_loop().call_soon(self._wake)
+        return batch
+
+    def close(self) -> None:
+        self._run.readers.remove(self)
+
+
+class ScriptedRuns(Runs):
+    """Answers every request by the script that was put in last."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.requests: list[CreateResponse] = []
+        self.runs: list[ScriptedRun] = []
+        self.script: Any = lambda response: [text_events(response)]
+        self.refusal: Exception | None = None
+        self.started = asyncio.Event()
+        self.drained: float | None = None
+
+    @override
+    async def start(self, request: CreateResponse, caller: Caller) -> ScriptedRun:
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests.append(request)
+        response = Response(id=new_id("resp"), created_at=1, model=request.model or "?")
+        if request.tools:
+            response.tools = request.tools
+        run = ScriptedRun(response, self.script(response))
+        self.runs.append(run)
+        self.started.set()
+        return run
+
+    @override
+    async def drain(self, grace_seconds: float) -> None:
+        self.drained = grace_seconds
+        for run in self.runs:
+            if not run.ended.is_set():
+                run.cancel("the server stops")
+
+
+class KeptResponses(Store):
+    """The part of a store that the gateway reads."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.kept: dict[str, Response] = {}
+        self.inputs: dict[str, list[Entry]] = {}
+
+    @override
+    async def response(self, tenant: str, response_id: str) -> Response | None:
+        return self.kept.get(response_id)
+
+    @override
+    async def delete_response(self, tenant: str, response_id: str) -> bool:
+        return self.kept.pop(response_id, None) is not None
+
+    @override
+    async def input_entries(self, tenant: str, response_id: str) -> Sequence[Entry] | None:
+        return self.inputs.get(response_id)
+
+
+class KeptFiles(Containers):
+    """The part of containers that the gateway reads."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.records: list[ContainerFileRecord] = []
+        self.contents: dict[str, list[bytes]] = {}
+
+    def add(self, file_id: str, path: str, *pieces: bytes) -> None:
+        self.contents[file_id] = [*pieces]
+        self.records.append(
+            ContainerFileRecord(
+                id=file_id,
+                container_id="cntr_1",
+                path=path,
+                bytes=sum(map(len, pieces)),
+                created_at=1.5,
+                modified_ns=0,
+                source="assistant",
+            )
+        )
+
+    @override
+    async def file(self, caller: Caller, container_id: str, file_id: str) -> ContainerFileRecord:
+        for record in await self.files(caller, container_id):
+            if record.id == file_id:
+                return record
+        raise NotFound("No such file.", param="file_id")
+
+    @override
+    async def files(self, caller: Caller, container_id: str) -> Sequence[ContainerFileRecord]:
+        if container_id != "cntr_1":
+            raise NotFound("No such container.", param="container_id")
+        return self.records
+
+    @override
+    async def read(self, caller: Caller, container_id: str, file_id: str) -> AsyncGenerator[bytes]:
+        for piece in self.contents[file_id]:
+            yield piece
+
+
+class NamedModels(Models):
+    @override
+    def backend(self, model: str) -> ModelBackend:
+        raise InvalidRequest("there is none")
+
+    @override
+    async def cards(self) -> Sequence[ModelCard]:
+        return [ModelCard(id=name, created=1, owned_by="tests") for name in ("small", "org/large")]
+
+
+# --- the server ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back, whole."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> tuple[int, str | None, str | None]:
+        """Status, code and parameter of a refusal, which has exactly OpenAI's fields."""
+        found = self.json["error"]
+        assert set(found) == {"message", "type", "code", "param"}
+        return self.status, found["code"], found["param"]
+
+
+@dataclass
+class Served:
+    """A gateway that runs in this process, and all that is behind it."""
+
+    base: str
+    port: int
+    session: aiohttp.ClientSession
+    server: Server
+    app: Gateway
+    runs: ScriptedRuns
+    store: KeptResponses
+    files: KeptFiles
+    task: asyncio.Task[None] = field(repr=False)
+
+    def url(self, path: str) -> Any:
+        import yarl
+
+        return yarl.URL(self.base + path, encoded=True)
+
+    async def ask(self, method: str, path: str, body: Any = None, **options: Any) -> Answer:
+        """`body` is sent as it is if it is bytes, else as JSON."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json", **options.pop("headers", {})}
+        async with self.session.request(
+            method, self.url(path), data=data, headers=headers, **options
+        ) as response:
+            found = {name.lower(): value for name, value in response.headers.items()}
+            return Answer(response.status, found, await response.read())
+
+    async def create(self, **request: Any) -> Answer:
+        return await self.ask("POST", "/v1/responses", {"model": "small", "input": "hi", **request})
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A connection without anything between, until the block is left."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 26)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                yield reader, writer
+        finally:
+            writer.close()
+
+    @asynccontextmanager
+    async def posted(
+        self, **request: Any
+    ) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A connection on which a request for a response was just sent."""
+        body = json.dumps({"model": "small", "input": "hi", **request}).encode()
+        async with self.connected() as (reader, writer):
+            writer.write(
+                b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            yield reader, writer
+
+
+@asynccontextmanager
+async def serving_gateway(**options: Any) -> AsyncIterator[Served]:
+    """A gateway on a free port until the block is left; `options` are those of `Gateway`."""
+    runs, store, files = ScriptedRuns(), KeptResponses(), KeptFiles()
+    app = Gateway(runs=runs, store=store, models=NamedModels(), containers=files, **options)
+    listener = listen(Address(port=0))
+    server = Server(app, listener.sock, lambda: runs.drain(1.0))
+    ready = asyncio.Event()
+    task = asyncio.ensure_future(server.serve(ready.set))
+    await ready.wait()
+    session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE))
+    port: int = listener.sock.getsockname()[1]
+    try:
+        yield Served(listener.where, port, session, server, app, runs, store, files, task)
+    finally:
+        await session.close()
+        server.stop()
+        await task
+        listener.close()
+
+
+def raw_items(*items: dict[str, Any]) -> list[Entry]:
+    return [
+        Entry(type=item["type"], id=item.get("id"), turn=0, raw=json.dumps(item).encode()) for item in items
+    ]

@@ -1,0 +1,180 @@
+"""Which container a call runs in, and items that clients give back; imports pytest and fumehood."""
+
+import asyncio
+import dataclasses
+
+import msgspec
+import pytest
+from inline_snapshot import snapshot
+
+from fumehood.interfaces import Caller
+from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.errors import ContainerExpired, NotFound
+from fumehood.protocol.items import CodeInterpreterCall
+from fumehood.testing import Step, WriteFile
+from fumehood.testing.tool_kit import call
+from tests.support.interpreter import SOMEBODY, scripted, spec
+
+
+async def test_nothing_is_made_before_the_first_call() -> None:
+    async with scripted() as interpreter:
+        offered = await interpreter.tool.offer(spec({"type": "auto"}), SOMEBODY, [])
+        offered.begin(interpreter.context()).open()
+        assert await interpreter.store.containers() == []
+        assert await interpreter.provider.sandboxes() == []
+        assert await offered.find_files(["/mnt/data/x"]) == ()
+
+
+async def test_all_calls_of_a_request_have_one_container() -> None:
+    async with scripted(Step("x"), Step("y")) as interpreter:
+        offered = await interpreter.tool.offer(spec(), SOMEBODY, [])
+        sessions = [offered.begin(interpreter.context(number)) for number in range(2)]
+        results = await asyncio.gather(
+            *(
+                call(one, arguments)
+                for one, arguments in zip(sessions, ('{"code": "x"}', '{"code": "y"}'), strict=True)
+            )
+        )
+        ids = {
+            result.item.container_id for _, result in results if isinstance(result.item, CodeInterpreterCall)
+        }
+        assert len(ids) == 1
+        assert [record.id for record in await interpreter.store.containers()] == list(ids)
+
+
+async def test_the_next_request_goes_on_in_the_same_container() -> None:
+    async with scripted(Step("x"), Step("y")) as interpreter:
+        first, second = await interpreter.run("x"), await interpreter.run("y", container={"type": "auto"})
+        assert first.item.container_id == second.item.container_id
+        assert second.told == "(no output)"
+
+
+async def test_a_container_that_expired_is_replaced_and_the_model_is_told_once() -> None:
+    async with scripted(Step("x"), Step("y"), Step("z")) as interpreter:
+        first = await interpreter.run("x")
+        interpreter.clock.advance(20 * 60 + 1)
+        offered = await interpreter.tool.offer(spec(), SOMEBODY, interpreter.segments)
+        _, second = await call(offered.begin(interpreter.context()), '{"code": "y"}')
+        _, third = await call(offered.begin(interpreter.context()), '{"code": "z"}')
+        assert second.exchange.output == snapshot(
+            "The container of the earlier calls is gone, with their variables and files; this call began in a new one."
+        )
+        assert third.exchange.output == "(no output)"
+        assert isinstance(second.item, CodeInterpreterCall)
+        assert second.item.container_id != first.item.container_id
+
+
+async def test_the_container_of_somebody_else_is_not_taken_over() -> None:
+    async with scripted(Step("x"), Step("y")) as interpreter:
+        first = await interpreter.run("x")
+        offered = await interpreter.tool.offer(spec(), Caller("stranger"), interpreter.segments)
+        context = dataclasses.replace(interpreter.context(), caller=Caller("stranger"))
+        _, second = await call(offered.begin(context), '{"code": "y"}')
+        assert isinstance(second.item, CodeInterpreterCall)
+        assert second.item.container_id != first.item.container_id
+        assert "gone" in second.exchange.output
+
+
+@pytest.mark.parametrize("shape", ["{id}", {"id": "{id}"}, {"id": "{id}", "memory_limit": "4g"}])
+async def test_a_container_by_its_id(shape: object) -> None:
+    async with scripted(Step("x"), Step("y")) as interpreter:
+        first = await interpreter.run("x")
+        interpreter.segments.clear()
+        named = msgspec.json.decode(
+            msgspec.json.encode(shape).replace(b"{id}", first.item.container_id.encode())
+        )
+        assert (await interpreter.run("y", container=named)).item.container_id == first.item.container_id
+
+
+async def test_a_container_that_is_not_there() -> None:
+    async with scripted(Step("x")) as interpreter:
+        with pytest.raises(NotFound) as missing:
+            await interpreter.run("y", container="cntr_nowhere")
+        assert (missing.value.message, missing.value.param) == snapshot(
+            ("Container with id 'cntr_nowhere' not found.", "tools")
+        )
+        named = (await interpreter.run("x")).item.container_id
+        with pytest.raises(NotFound):
+            await interpreter.tool.offer(spec(named), Caller("stranger"), [])
+        interpreter.clock.advance(20 * 60)
+        with pytest.raises(ContainerExpired) as expired:
+            await interpreter.run("y", container=named)
+        assert (expired.value.status, expired.value.message, expired.value.param) == snapshot(
+            (400, "Container is expired.", "tools")
+        )
+
+
+async def test_a_container_that_expires_while_the_model_writes() -> None:
+    async with scripted(Step("x")) as interpreter:
+        named = (await interpreter.run("x")).item.container_id
+        offered = await interpreter.tool.offer(spec(named), SOMEBODY, [])
+        interpreter.clock.advance(20 * 60)
+        _, result = await call(offered.begin(interpreter.context()), '{"code": "y"}')
+        assert result.exchange.output == snapshot("""\
+The code did not run: Container is expired.
+Exit code: -1\
+""")
+
+
+async def test_files_of_earlier_turns_are_found() -> None:
+    async with scripted(Step("x", [WriteFile("a b.csv", b"1"), WriteFile("c.csv", b"2")])) as interpreter:
+        called = await interpreter.run("x")
+        offered = await interpreter.tool.offer(spec(), SOMEBODY, interpreter.segments)
+        found = await offered.find_files(["/mnt/data/a b.csv", "/mnt/data/none.csv", "c.csv"])
+        assert found == [called.result.files[0]]
+        assert (found[0].filename, found[0].path) == ("a b.csv", "/mnt/data/a b.csv")
+
+
+# --- items that come back ---------------------------------------------------------------------------------
+
+
+def replayed(item: object) -> Entry:
+    raw = msgspec.json.encode(item)
+    return Entry(type="code_interpreter_call", id=None, turn=0, raw=raw)
+
+
+@pytest.mark.parametrize(
+    ("item", "output"),
+    [
+        ({"outputs": [{"type": "logs", "logs": "42\n"}]}, "42\n"),
+        (
+            {"outputs": [{"type": "logs", "logs": "a"}, {"type": "image", "url": "data:image/png;base64,x"}]},
+            "a\n[figure 1]",
+        ),
+        ({"outputs": []}, "(no output)"),
+        ({"outputs": None}, "(the output was not kept)"),
+        ({}, "(the output was not kept)"),
+    ],
+)
+async def test_an_item_that_a_client_gives_back(item: dict[str, object], output: str) -> None:
+    async with scripted() as interpreter:
+        given = replayed(
+            {"type": "code_interpreter_call", "id": "ci_1", "code": "6 * 7", "container_id": "c", **item}
+        )
+        exchange = interpreter.tool.recall(given)
+        assert exchange is not None
+        assert (exchange.call_id, exchange.name, exchange.arguments) == (
+            "ci_1",
+            "code_interpreter",
+            '{"code":"6 * 7"}',
+        )
+        assert exchange.output == output
+
+
+async def test_an_item_without_id_and_code() -> None:
+    async with scripted() as interpreter:
+        bare = replayed({"type": "code_interpreter_call", "code": None, "outputs": [{"type": "new", "x": 1}]})
+        exchange = interpreter.tool.recall(bare)
+        assert exchange is not None
+        assert exchange.call_id.startswith("call_")
+        assert exchange == interpreter.tool.recall(bare)
+        assert (exchange.arguments, exchange.output) == ('{"code":""}', "(no output)")
+        assert interpreter.tool.recall(replayed({"type": "code_interpreter_call", "code": 5})) is None
+
+
+async def test_a_broken_item_in_the_past_means_a_new_container() -> None:
+    async with scripted(Step("x")) as interpreter:
+        interpreter.segments.append(
+            Segment((replayed({"type": "code_interpreter_call", "container_id": 5}),))
+        )
+        assert (await interpreter.run("x")).told == "(no output)"

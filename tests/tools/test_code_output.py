@@ -1,0 +1,70 @@
+"""Output that stays bounded whatever comes; imports pytest, hypothesis and fumehood."""
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fumehood.protocol.containers import ContainerSpec
+from fumehood.protocol.sandbox import Display, Stdout
+from fumehood.sandbox.container import ContainerSettings
+from fumehood.sandbox.kept_files import FileLimits
+from fumehood.tools.code_output import CodeOutput, HeadAndTail, OutputLimits
+from fumehood.tools.code_session import InterpreterSettings
+
+
+@given(st.lists(st.text(max_size=30), max_size=40), st.integers(2, 100))
+def test_the_beginning_and_the_end_are_kept(pieces: list[str], limit: int) -> None:
+    kept = HeadAndTail(limit)
+    for piece in pieces:
+        kept.add(piece)
+    whole = "".join(pieces)
+    assert kept.empty == (not whole)
+    assert kept.truncated == (len(whole) > limit)
+    if len(whole) <= limit:
+        assert kept.text() == whole
+    else:
+        head, left_out, tail = kept.text("<{left_out}>").partition(f"\n<{len(whole) - limit}>\n")
+        assert left_out
+        assert whole.startswith(head)
+        assert whole.endswith(tail)
+        assert len(head) + len(tail) == limit
+
+
+def test_lines_of_their_own() -> None:
+    kept = HeadAndTail(100)
+    for text in ("one\n", "two", "three\n"):
+        kept.add_line(text)
+    assert kept.text() == "one\ntwo\nthree\n"
+
+
+def test_memory_is_bounded() -> None:
+    output = CodeOutput(
+        OutputLimits(model_characters=1000, kept_characters=10_000, images=2, image_bytes=100)
+    )
+    for _ in range(200):
+        output.take(Stdout("x" * 100_000))
+        output.take(Stdout("y"))
+        output.take(Display({"image/png": "A" * 1_000_000}))
+    held = [output.told, output.logs, output.stdout]
+    assert all(len(part.text()) < 10_200 for part in held)
+    sizes = [sum(map(len, part._tail)) for part in held]  # pyright: ignore[reportPrivateUsage]
+    assert max(sizes) <= 20_000
+    assert output.truncated
+
+
+def test_the_page_tells_the_bounds() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/code-interpreter.md").read_text(encoding="utf-8")
+    output, files, containers = OutputLimits(), FileLimits(), ContainerSettings()
+    assert f"more than {output.model_characters:,} characters" in page
+    assert f"at most {output.kept_characters:,} characters" in page
+    assert f"At most\n  {output.images} a call" in page
+    assert f"Up to {InterpreterSettings().inline_bytes >> 20} MiB the URL holds" in page
+    assert f"| one file | {files.file_bytes >> 20} MiB;" in page
+    assert f"| all files of a container | {files.container_bytes >> 20} MiB," in page
+    assert f"| files of a container | {files.files:,};" in page
+    assert f"| time for copying | {files.seconds:g} s;" in page
+    assert f"It expires after {ContainerSpec().idle_minutes} minutes" in page
+    assert f"| `claim_timeout` | {containers.claim_timeout:g} s |" in page
+    assert f"| `containers_per_tenant` | {containers.containers_per_tenant} |" in page
+    assert f"| `execution_timeout` | {InterpreterSettings().execution_timeout:g} s |" in page
