@@ -43,6 +43,7 @@ async def test_it_has_no_right_left() -> None:
         for _ in range(5):
             sandbox = await supervisor.create()
             assert (await run(sandbox, LOOK)).stdout == "[0, 0, 0, 0, 0, 1, 2] init\n"
+            assert _descriptors_of_first() == []
             await sandbox.destroy()
 
 
@@ -56,9 +57,18 @@ async def test_where_there_is_none_python_takes_its_place(
         for _ in range(5):
             sandbox = await supervisor.create()
             assert (await run(sandbox, LOOK)).stdout == "[0, 0, 0, 0, 0, 1, 2] /opt/s\n"
+            assert _descriptors_of_first() == []
             orphan = "import os, subprocess; subprocess.run(['sh', '-c', 'true &'])"
             assert (await run(sandbox, orphan)).end.status == "ok"
             await sandbox.destroy()
+
+
+def _descriptors_of_first() -> list[str]:
+    (first,) = roles(os.getpid())["init"]
+    try:
+        return os.listdir(f"/proc/{first}/fd")
+    except PermissionError:  # it is not dumpable, and this user is not root
+        return []
 
 
 @pytest.mark.root
