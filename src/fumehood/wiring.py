@@ -1,9 +1,11 @@
 """Puts a gateway together from its configuration, and takes it apart again; imports everything below it."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +18,7 @@ from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRuns
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.auth import Everybody
+from fumehood.gateway.request_log import RequestLines, RequestLog, to_logging
 from fumehood.gateway.server import Server
 from fumehood.interfaces import BlobStore, Clock, Containers, HostedTool, Runs, SandboxProvider, Store
 from fumehood.models.registry import open_models
@@ -66,13 +69,23 @@ async def serve(
     config: Config, environ: Mapping[str, str], sock: socket.socket, on_ready: Callable[[], None]
 ) -> None:
     """Until a signal comes; raises Misconfigured, CannotServe."""
-    async with assembled(config, environ) as parts:
+    lines = RequestLines(_to_standard_error, config.telemetry.log_format)
+    async with assembled(config, environ, lines) as parts:
         server = Server(parts.gateway, sock, lambda: parts.runs.drain(config.server.grace))
         await server.run(on_ready)
+    lines.flush()
+
+
+def _to_standard_error(lines: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        sys.stderr.write(lines)
+        sys.stderr.flush()
 
 
 @asynccontextmanager
-async def assembled(config: Config, environ: Mapping[str, str]) -> AsyncGenerator[Assembled]:
+async def assembled(
+    config: Config, environ: Mapping[str, str], log: RequestLog = to_logging
+) -> AsyncGenerator[Assembled]:
     """Everything that the configuration asks for, until the block is left; then it is closed, last things first.
 
     Raises Misconfigured, CannotServe.
@@ -104,6 +117,7 @@ async def assembled(config: Config, environ: Mapping[str, str]) -> AsyncGenerato
             models=models,
             containers=containers,
             callers=Everybody(config.server.hosts),
+            log=log,
             body_bytes=limits.body_bytes,
             concurrent=limits.concurrent,
             always_include=(OUTPUTS,) if always else (),

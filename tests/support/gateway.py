@@ -12,7 +12,7 @@ import msgspec
 
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.server import Server
-from fumehood.interfaces import Caller, Containers, ModelBackend, Models, Run, Runs, Store
+from fumehood.interfaces import Caller, Containers, ModelBackend, Models, Runs, Store
 from fumehood.protocol.containers import ContainerFileRecord
 from fumehood.protocol.conversation import Entry
 from fumehood.protocol.errors import InvalidRequest, NotFound
