@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import sys
 import time
@@ -195,7 +194,7 @@ async def _sandboxes(
         remote = RemoteSandboxes(settings.sandbox_url, token=token)
         stack.push_async_callback(remote.close)
         return remote
-    local = LocalSandboxes(_local_settings(settings))
+    local = LocalSandboxes(_local_settings(settings, environ))
     stack.push_async_callback(local.close)
     if start:
         try:
@@ -205,11 +204,8 @@ async def _sandboxes(
     return local
 
 
-def _local_settings(settings: CodeInterpreterSettings) -> LocalSettings:
-    variables: dict[str, str] = {}
-    for name in ("FUMEHOOD_INDEX_URL",):  # where packages come from; it may hold a password
-        if name in os.environ:
-            variables[name] = os.environ[name]
+def _local_settings(settings: CodeInterpreterSettings, environ: Mapping[str, str]) -> LocalSettings:
+    variables = {name: value for name, value in environ.items() if _is_for_sandboxes(name)}
     if settings.allowed_domains:
         variables["FUMEHOOD_SANDBOX_EGRESS"] = "allowlist"
         if "*" not in settings.allowed_domains:
@@ -224,3 +220,10 @@ def _local_settings(settings: CodeInterpreterSettings) -> LocalSettings:
         else ("--config", str(Path(settings.sandbox_config).absolute())),
         environment=variables,
     )
+
+
+def _is_for_sandboxes(variable: str) -> bool:
+    """Whether the sandbox server may know it: its settings, and where packages come from, which may hold a password."""
+    if variable.startswith("FUMEHOOD_SANDBOX_"):
+        return variable not in ("FUMEHOOD_SANDBOX_TOKEN", "FUMEHOOD_SANDBOX_CONFIG")
+    return variable in ("FUMEHOOD_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")

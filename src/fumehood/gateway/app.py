@@ -96,6 +96,11 @@ class Gateway:
             *([("GET", "/metrics", self._figures)] if show_metrics else []),
         )
 
+    @property
+    def routes(self) -> list[tuple[str, str]]:
+        """Methods and paths of everything that is served."""
+        return self._routes.all
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"this server does not speak {scope['type']}")
@@ -169,6 +174,7 @@ class _Routes:
     """Paths without parameters are looked up, the others are tried one after another."""
 
     def __init__(self, *routes: tuple[str, str, Handler]) -> None:
+        self.all = [(method, path) for method, path, _ in routes]
         places: dict[str, _Place] = {}
         for method, path, handler in routes:
             places.setdefault(path, _Place(path)).handlers[method] = handler
