@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fumehood.protocol.errors import Unavailable
@@ -263,7 +264,9 @@ async def test_a_disk_without_space(tmp_path: Path) -> None:
         first = await stored(store, "first")
         (disk / "filler").write_bytes(b"x" * 7_000_000)
         refused = turn(store, "z" * 900_000, after=first)
+        refused.response.instructions = msgspec.Raw(b'"' + b"i" * 2_000_000 + b'"')
         lease = await refused.begin()
+        assert await store.recover() == 0  # its beginning was tried, and refused
         with pytest.raises(Unavailable, match="cannot be used now"):
             await refused.end(lease)
         assert texts(await store.conversation("tenant", first.id)) == ["first"]
