@@ -1,9 +1,10 @@
 """Puts a gateway together from its configuration, and takes it apart again; imports everything below it."""
 
 import asyncio
+import contextlib
 import logging
-import os
 import socket
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +17,7 @@ from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRuns
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.auth import Everybody
+from fumehood.gateway.request_log import RequestLines, RequestLog, to_logging
 from fumehood.gateway.server import Server
 from fumehood.interfaces import BlobStore, Clock, Containers, HostedTool, Runs, SandboxProvider, Store
 from fumehood.models.registry import open_models
@@ -66,13 +68,23 @@ async def serve(
     config: Config, environ: Mapping[str, str], sock: socket.socket, on_ready: Callable[[], None]
 ) -> None:
     """Until a signal comes; raises Misconfigured, CannotServe."""
-    async with assembled(config, environ) as parts:
+    lines = RequestLines(_to_standard_error, config.telemetry.log_format)
+    async with assembled(config, environ, lines) as parts:
         server = Server(parts.gateway, sock, lambda: parts.runs.drain(config.server.grace))
         await server.run(on_ready)
+    lines.flush()
+
+
+def _to_standard_error(lines: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        sys.stderr.write(lines)
+        sys.stderr.flush()
 
 
 @asynccontextmanager
-async def assembled(config: Config, environ: Mapping[str, str]) -> AsyncGenerator[Assembled]:
+async def assembled(
+    config: Config, environ: Mapping[str, str], log: RequestLog = to_logging
+) -> AsyncGenerator[Assembled]:
     """Everything that the configuration asks for, until the block is left; then it is closed, last things first.
 
     Raises Misconfigured, CannotServe.
@@ -104,6 +116,7 @@ async def assembled(config: Config, environ: Mapping[str, str]) -> AsyncGenerato
             models=models,
             containers=containers,
             callers=Everybody(config.server.hosts),
+            log=log,
             body_bytes=limits.body_bytes,
             concurrent=limits.concurrent,
             always_include=(OUTPUTS,) if always else (),
@@ -181,7 +194,7 @@ async def _sandboxes(
         remote = RemoteSandboxes(settings.sandbox_url, token=token)
         stack.push_async_callback(remote.close)
         return remote
-    local = LocalSandboxes(_local_settings(settings))
+    local = LocalSandboxes(_local_settings(settings, environ))
     stack.push_async_callback(local.close)
     if start:
         try:
@@ -191,11 +204,8 @@ async def _sandboxes(
     return local
 
 
-def _local_settings(settings: CodeInterpreterSettings) -> LocalSettings:
-    variables: dict[str, str] = {}
-    for name in ("FUMEHOOD_INDEX_URL",):  # where packages come from; it may hold a password
-        if name in os.environ:
-            variables[name] = os.environ[name]
+def _local_settings(settings: CodeInterpreterSettings, environ: Mapping[str, str]) -> LocalSettings:
+    variables = {name: value for name, value in environ.items() if _is_for_sandboxes(name)}
     if settings.allowed_domains:
         variables["FUMEHOOD_SANDBOX_EGRESS"] = "allowlist"
         if "*" not in settings.allowed_domains:
@@ -210,3 +220,10 @@ def _local_settings(settings: CodeInterpreterSettings) -> LocalSettings:
         else ("--config", str(Path(settings.sandbox_config).absolute())),
         environment=variables,
     )
+
+
+def _is_for_sandboxes(variable: str) -> bool:
+    """Whether the sandbox server may know it: its settings, and where packages come from, which may hold a password."""
+    if variable.startswith("FUMEHOOD_SANDBOX_"):
+        return variable not in ("FUMEHOOD_SANDBOX_TOKEN", "FUMEHOOD_SANDBOX_CONFIG")
+    return variable in ("FUMEHOOD_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")

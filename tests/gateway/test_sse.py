@@ -172,7 +172,6 @@ async def test_200_streams_at_once(gateway: Served) -> None:
             await gate.wait()
             return parse(await response.content.read())
 
-    gateway.session.connector._limit = 300  # pyright: ignore
     tasks = [asyncio.ensure_future(one()) for _ in range(200)]
     while len(gateway.runs.runs) < 200:
         await asyncio.sleep(0.01)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import secrets
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
@@ -13,13 +14,13 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from fumehood import __version__
+from fumehood.gateway.request_log import Field
 from fumehood.protocol.errors import ApiError, BodyTooLarge, InvalidRequest, to_body
 
 type Scope = MutableMapping[str, Any]
 type Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 type Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 type Headers = list[tuple[bytes, bytes]]
-type Field = str | int | float | bool | None
 
 VERSION = (b"fumehood-version", __version__.encode())
 _JSON = (b"content-type", b"application/json")
@@ -28,6 +29,9 @@ _LINGER_BYTES = 64 << 20
 _MOST_PARAMETERS = 32
 # Seconds until it is worth a task to watch whether the caller is still there: most answers are complete by then.
 _FIRST_LOOK = 0.25
+
+_PROCESS = f"req_{secrets.token_hex(11)}"
+_numbers = itertools.count(1)
 
 encode = msgspec.json.Encoder().encode
 
@@ -65,7 +69,7 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.began = perf_counter()
-        self.request_id = "req_" + secrets.token_hex(16)
+        self.request_id = f"{_PROCESS}{next(_numbers):010x}"
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query_string: bytes = scope["query_string"]
@@ -171,7 +175,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self.last_sent = perf_counter()
 
-    def send_now(self, body: bytes | bytearray) -> Coroutine[Any, Any, None] | None:
+    def send_now(self, body: bytes | bytearray) -> Awaitable[None] | None:
         """As `send`, for whoever cannot wait. What it gives has to be awaited before anything else is sent; mostly that
         is nothing.
         """

@@ -69,8 +69,11 @@ class Responses:
         run = await self._runs.start(request, caller)
         exchange.noted["response_id"] = run.id
         if request.stream:
-            with self._metrics.streaming():
+            self._metrics.streams += 1
+            try:
                 events, response = await stream(exchange, run, include, self._silence)
+            finally:
+                self._metrics.streams -= 1
             exchange.noted["events"] = events
             self._metrics.streamed(events)
         else:

@@ -72,9 +72,14 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
+    """An event, a whole answer, or an error, which some servers send without a field `error`."""
+
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: str | dict[str, Raw] | None = None
+    object: str | None = None
+    message: str | None = None
+    code: str | int | None = None
 
 
 _chunks = msgspec.json.Decoder(_Chunk)
@@ -228,7 +233,7 @@ class ChatParser:
         try:
             chunk = _chunks.decode(payload)
         except (ValueError, RecursionError):  # also every error of msgspec
-            if payload.strip() == b"[DONE]":
+            if payload.strip() == b"[DONE]" and self._heard:
                 self._end(events)
             else:
                 self._data.append(payload)  # more of it may be on the next line
@@ -251,8 +256,9 @@ class ChatParser:
         self._heard = True
         if chunk.usage is not None:
             self._usage = _usage_of(chunk.usage)
-        if chunk.error is not None:
-            self.failure = self._errors.from_event(msgspec.json.encode(chunk.error))
+        if chunk.error is not None or chunk.object == "error":
+            told = chunk.error or {"message": chunk.message, "code": chunk.code}
+            self.failure = self._errors.from_event(msgspec.json.encode(told))
             return
         for choice in chunk.choices or ():
             if choice.index:

@@ -28,6 +28,8 @@ __all__ = ["SqliteStore", "StoreRefused"]
 
 _FIRST_EPOCH = 1
 _BEGIN_DELAY_SECONDS = 0.002
+_LEASE_SECONDS = 30.0
+_CACHE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,14 @@ class SqliteStore:
     Items of conversations that were used lately are kept in memory, up to `cache_bytes`.
     """
 
-    def __init__(self, database: Database, *, sole: bool, lease_seconds: float, cache_bytes: int) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        sole: bool = True,
+        lease_seconds: float = _LEASE_SECONDS,
+        cache_bytes: int = _CACHE_BYTES,
+    ) -> None:
         self._database = database
         self._owner = secrets.token_hex(8)
         self._sole = sole
@@ -68,8 +77,8 @@ class SqliteStore:
         cls,
         path: Path,
         *,
-        lease_seconds: float = 30,
-        cache_bytes: int = 64 << 20,
+        lease_seconds: float = _LEASE_SECONDS,
+        cache_bytes: int = _CACHE_BYTES,
         shared: bool = False,
     ) -> Self:
         """Make the file if there is none; raises StoreRefused.
