@@ -11,6 +11,7 @@ from inline_snapshot import snapshot
 
 from fumehood import __version__
 from fumehood.gateway import exchange
+from fumehood.protocol.conversation import Entry
 from fumehood.protocol.errors import ModelRateLimited, ModelUnreachable, PreviousNotFound, RateLimited
 from fumehood.protocol.responses import Response
 from tests.support.gateway import Served, raw_items, serving_gateway, text_events
@@ -352,6 +353,73 @@ async def test_a_bad_page_is_refused(gateway: Served, query: str, param: str) ->
     await keep(gateway)
     answer = await gateway.ask("GET", f"/v1/responses/resp_1/input_items?{query}")
     assert answer.error == (400, "invalid_value", param)
+
+
+async def test_input_items_in_short_forms_are_shown_in_long_ones(gateway: Served) -> None:
+    """A client finds the next page by the id of the last item, and the SDK's types want the rest."""
+    forms: list[dict[str, Any]] = [
+        {"role": "user", "content": "easy"},
+        {"role": "assistant", "content": "yes", "id": None, "status": None},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "no"}]},
+        {"role": "developer", "content": [{"type": "input_image", "image_url": "data:,"}, 5]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "status": None},
+        {"type": "function_call_output", "call_id": "c", "output": "1", "unknown": {"a": [1e9]}},
+        {"type": "reasoning"},
+        {"type": "code_interpreter_call", "code": "1", "outputs": None},
+    ]
+    entries = [
+        Entry(type=form.get("type", "message"), id=f"item_{number}", turn=0, raw=json.dumps(form).encode())
+        for number, form in enumerate(forms)
+    ]
+    await gateway.store.delete_response("", "resp_1")
+    response = Response(id="resp_1", created_at=1, model="m", status="completed")
+    await gateway.store.commit(None, "", response, [*entries, entries[0]])
+    listed = (await gateway.ask("GET", "/v1/responses/resp_1/input_items?order=asc")).json["data"]
+    assert [item.pop("id") for item in listed] == [f"item_{number}" for number in range(8)]
+    assert listed == snapshot(
+        [
+            {
+                "type": "message",
+                "role": "user",
+                "content": [{"type": "input_text", "text": "easy"}],
+                "status": "completed",
+            },
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "yes", "annotations": []}],
+                "status": "completed",
+            },
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "no", "annotations": []}],
+                "status": "completed",
+            },
+            {
+                "type": "message",
+                "role": "developer",
+                "content": [{"type": "input_image", "image_url": "data:,", "detail": "auto"}, 5],
+                "status": "completed",
+            },
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "status": "completed"},
+            {
+                "type": "function_call_output",
+                "call_id": "c",
+                "output": "1",
+                "unknown": {"a": [1000000000.0]},
+                "status": "completed",
+            },
+            {"type": "reasoning", "summary": []},
+            {
+                "type": "code_interpreter_call",
+                "code": "1",
+                "outputs": None,
+                "status": "completed",
+                "container_id": "",
+            },
+        ]
+    )
 
 
 async def test_input_items_of_nothing(gateway: Served) -> None:

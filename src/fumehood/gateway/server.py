@@ -19,6 +19,9 @@ _KEEP_ALIVE = 120
 _HEADER_SECONDS = 30.0
 _HEADER_BYTES = 64 << 10
 _HEADER_COUNT = 256
+# A reader for whom answers wait takes at least this much in this time, or is gone.
+_STALL_SECONDS = 60.0
+_STALL_BYTES = 64 << 10
 _LAST_ANSWERS = 5.0  # seconds for connections to end after all runs have
 _LAST_WORDS = 1.0  # and for their requests after that
 
@@ -120,9 +123,13 @@ class _Web(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Bounds what uvicorn does not: the size of a request's head and the time it takes to arrive."""
+    """Bounds what uvicorn does not: the size of a request's head, the time it takes to arrive, and how long an answer
+    may wait for a reader that takes nothing.
+    """
 
     _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+    _waiting_bytes = 0
     _head_bytes = 0
     _in_head = True
 
@@ -166,7 +173,40 @@ class _Protocol(HttpToolsProtocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_timer()
+        self._forget_stall()
         super().connection_lost(exc)
+
+    @override
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    @override
+    def resume_writing(self) -> None:
+        self._forget_stall()
+        super().resume_writing()
+
+    def _await_reader(self) -> None:
+        self._waiting_bytes = self.transport.get_write_buffer_size()
+        self._stall_timer = self.loop.call_later(_STALL_SECONDS, self._look_at_reader)
+
+    def _look_at_reader(self) -> None:
+        if self.transport.get_write_buffer_size() > self._waiting_bytes - _STALL_BYTES:
+            logger.info("A client that read nothing was left.")
+            self.transport.abort()  # closing would wait for it
+        else:
+            self._await_reader()
+
+    def _forget_stall(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    @override
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        super().timeout_keep_alive_handler()
 
     @override
     def send_400_response(self, msg: str) -> None:
