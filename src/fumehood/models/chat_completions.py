@@ -6,8 +6,9 @@ import msgspec
 
 from fumehood.models.chat_parsing import ChatParser
 from fumehood.models.chat_request import RequestWriter
+from fumehood.models.http_client import Address, Patience
 from fumehood.models.settings import ModelSettings, Secret
-from fumehood.models.upstream import Answer, Patience, Upstream
+from fumehood.models.upstream import Answer, Upstream
 from fumehood.models.upstream_errors import UpstreamErrors
 from fumehood.protocol.models import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
 
@@ -16,6 +17,8 @@ _WHOLE_SECONDS = 3600.0  # how long a server may be silent that answers in one p
 _BYTES_A_TOKEN = 4
 _LONGEST_LIST = 1 << 20
 _MOST_CARDS = 1000
+_SHORTEST_SECRET = 8  # of a header's value; what is shorter is found in any sentence
+_HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "fumehood"}
 
 
 class _Card(msgspec.Struct):
@@ -37,9 +40,9 @@ class ChatCompletions:
         self._writer = RequestWriter(settings)
         self._patience = Patience(settings.connect_timeout, settings.read_timeout)
         self._long_patience = Patience(settings.connect_timeout, max(settings.read_timeout, _WHOLE_SECONDS))
-        self._base = (settings.base_url or "").rstrip("/")
-        self._headers = {**settings.headers, "Content-Type": "application/json"}
-        self._secrets = list(settings.headers.values())
+        self._address = Address.of(settings.base_url or "")
+        self._headers = {**settings.headers, **_HEADERS}
+        self._secrets = [value for value in settings.headers.values() if len(value) >= _SHORTEST_SECRET]
         if key is not None:
             value = key.reveal()
             bearer = settings.api_key_header.lower() == "authorization"
@@ -47,19 +50,20 @@ class ChatCompletions:
             self._secrets.append(value)
 
     def __repr__(self) -> str:
-        return f"<ChatCompletions {self._base}>"
+        return f"<ChatCompletions {self._address.name}{self._address.path}>"
 
     async def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         errors = UpstreamErrors(request.model, self._secrets)
         body = self._writer.body(request)
         parser = ChatParser(errors, [spec.name for spec in request.functions])
-        url = f"{self._base}/chat/completions"
         patience = self._patience if request.streamed else self._long_patience
-        async with self._upstream.request(url, self._headers, patience, errors, body=body) as answer:
+        async with self._upstream.request(
+            self._address, "/chat/completions", self._headers, patience, errors, body=body
+        ) as answer:
             del body
             while not parser.over:
                 events = await self._next(answer, parser)
-                answer.complete = parser.ended
+                answer.response.complete = parser.ended
                 if events:
                     yield events
             if parser.failure is not None:
@@ -84,8 +88,9 @@ class ChatCompletions:
     async def cards(self) -> Sequence[ModelCard]:
         """The models that the server says it has, as far as one can read it; raises ModelError."""
         errors = UpstreamErrors(self._settings.match, self._secrets)
-        url = f"{self._base}/models"
-        async with self._upstream.request(url, self._headers, self._patience, errors) as answer:
+        async with self._upstream.request(
+            self._address, "/models", self._headers, self._patience, errors
+        ) as answer:
             content = await answer.read_all(_LONGEST_LIST)
         try:
             cards = msgspec.json.decode(content, type=_Cards, strict=False).data

@@ -62,6 +62,8 @@ class RequestWriter:
         _add_functions(fields, request)
         self._add_sampling(fields, request.sampling)
         _override(fields, self._settings.extra_body)
+        if not request.streamed:
+            fields.pop("stream_options", None)
         tail = msgspec.json.encode(fields)
         return b"".join([b'{"messages":[', self.messages(request), b"],", tail[1:]])
 
@@ -72,8 +74,9 @@ class RequestWriter:
                 fields[name] = value
         if sampling.max_output_tokens is not None:
             fields[self._settings.max_tokens_field] = sampling.max_output_tokens
-        if sampling.top_logprobs is not None:
+        if sampling.logprobs or sampling.top_logprobs is not None:
             fields["logprobs"] = True
+        if sampling.top_logprobs is not None:
             fields["top_logprobs"] = sampling.top_logprobs
         if sampling.reasoning is not None and sampling.reasoning.effort is not None:
             fields["reasoning_effort"] = sampling.reasoning.effort

@@ -91,9 +91,9 @@ class Living:
         self.record = msgspec.structs.replace(self.record, **changes)
 
     async def write(self, store: Store) -> None:
-        if self.stored != self.record:
-            self.stored = self.record
-            await store.put_container(self.record)
+        if (record := self.record) != self.stored:
+            await store.put_container(record)
+            self.stored = record
 
 
 class SandboxContainer:
@@ -212,13 +212,15 @@ class SandboxContainer:
             yield _over("The container has expired.")
             return
         record = self._living.record
-        try:
-            ref = await claimed(self._house, record, f"{record.id}-{secrets.token_hex(4)}")
-        except SandboxError as error:
-            yield not_to_be_had(error)
-            return
+        ref = SandboxRef(f"{record.id}-{secrets.token_hex(4)}")
         released = False
         try:
+            try:
+                ref = await claimed(self._house, record, ref.id)
+            except SandboxError as error:
+                released = True  # there is none
+                yield not_to_be_had(error)
+                return
             async with aclosing(self._in(ref, request, execution_id)) as events:
                 async for event in events:
                     if isinstance(event, End):

@@ -132,9 +132,12 @@ class SandboxContainers:
             if known is not None:
                 return await self.check(caller, container_id)
             running = await self._house.store.containers(caller.tenant, running=True)
-            if len(running) >= self._house.settings.containers_per_tenant:
+            most = self._house.settings.containers_per_tenant
+            if len(running) >= most:
+                running = [record for record in running if not await self._has_expired(record)]
+            if len(running) >= most:
                 raise RateLimited(
-                    f"As many containers are running as are allowed ({len(running)}); "
+                    f"As many containers are running as are allowed ({most}); "
                     "those that nobody uses expire by themselves.",
                     code="container_limit_exceeded",
                 )
