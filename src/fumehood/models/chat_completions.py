@@ -7,7 +7,7 @@ import msgspec
 from fumehood.models.chat_parsing import ChatParser
 from fumehood.models.chat_request import RequestWriter
 from fumehood.models.settings import ModelSettings, Secret
-from fumehood.models.upstream import Answer, Patience, Upstream
+from fumehood.models.upstream import Patience, Target, Upstream
 from fumehood.models.upstream_errors import UpstreamErrors
 from fumehood.protocol.models import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
 
@@ -38,13 +38,15 @@ class ChatCompletions:
         self._patience = Patience(settings.connect_timeout, settings.read_timeout)
         self._long_patience = Patience(settings.connect_timeout, max(settings.read_timeout, _WHOLE_SECONDS))
         self._base = (settings.base_url or "").rstrip("/")
-        self._headers = {**settings.headers, "Content-Type": "application/json"}
+        headers = {**settings.headers, "Content-Type": "application/json"}
         self._secrets = list(settings.headers.values())
         if key is not None:
             value = key.reveal()
             bearer = settings.api_key_header.lower() == "authorization"
-            self._headers[settings.api_key_header] = f"Bearer {value}" if bearer else value
+            headers[settings.api_key_header] = f"Bearer {value}" if bearer else value
             self._secrets.append(value)
+        self._completions = Target("POST", f"{self._base}/chat/completions", headers)
+        self._models = Target("GET", f"{self._base}/models", headers)
 
     def __repr__(self) -> str:
         return f"<ChatCompletions {self._base}>"
@@ -53,21 +55,20 @@ class ChatCompletions:
         errors = UpstreamErrors(request.model, self._secrets)
         body = self._writer.body(request)
         parser = ChatParser(errors, [spec.name for spec in request.functions])
-        url = f"{self._base}/chat/completions"
         patience = self._patience if request.streamed else self._long_patience
-        async with self._upstream.request(url, self._headers, patience, errors, body=body) as answer:
-            del body
+        answer = await self._upstream.request(self._completions, patience, errors, body)
+        del body
+        try:
             while not parser.over:
-                events = await self._next(answer, parser)
+                piece = await (answer.read_rest(_USAGE_SECONDS) if parser.closing else answer.read())
+                events = parser.feed(piece) if piece else parser.finish()
                 answer.complete = parser.ended
                 if events:
                     yield events
             if parser.failure is not None:
                 raise parser.failure
-
-    async def _next(self, answer: Answer, parser: ChatParser) -> list[AnyModelEvent]:
-        piece = await (answer.read_rest(_USAGE_SECONDS) if parser.closing else answer.read())
-        return parser.feed(piece) if piece else parser.finish()
+        finally:
+            await answer.leave()
 
     def check(self, request: ModelRequest) -> None:
         self._writer.messages(request)
@@ -84,9 +85,11 @@ class ChatCompletions:
     async def cards(self) -> Sequence[ModelCard]:
         """The models that the server says it has, as far as one can read it; raises ModelError."""
         errors = UpstreamErrors(self._settings.match, self._secrets)
-        url = f"{self._base}/models"
-        async with self._upstream.request(url, self._headers, self._patience, errors) as answer:
+        answer = await self._upstream.request(self._models, self._patience, errors)
+        try:
             content = await answer.read_all(_LONGEST_LIST)
+        finally:
+            await answer.leave()
         try:
             cards = msgspec.json.decode(content, type=_Cards, strict=False).data
         except (ValueError, RecursionError) as error:

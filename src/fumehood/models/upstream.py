@@ -1,23 +1,15 @@
-"""Connections to model servers, and what goes wrong on them; imports aiohttp and siblings."""
+"""Connections to model servers, and what goes wrong on them; imports siblings and the standard library."""
 
 import asyncio
-import io
-import os
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import aiohttp
-from yarl import URL
-
+from fumehood.models import http1
+from fumehood.models.http1 import Client, ClientError, Target
 from fumehood.models.upstream_errors import UpstreamErrors
 from fumehood.protocol.errors import ModelError
 
-_MOST_CONNECTIONS = 1024
-# Less than servers keep an idle connection, which is five seconds for many: else one is used while it is being closed.
-_KEEP_ALIVE_SECONDS = 4.0
-_READ_BYTES = 1 << 18
-_LARGE_BODY = 1 << 19
+__all__ = ["Answer", "Patience", "Target", "Upstream"]
+
 _LONGEST_ERROR = 1 << 16
 _DRAIN_SECONDS = 1.0
 _LONGEST_WAIT = 86_400.0
@@ -35,71 +27,45 @@ class Upstream:
     """The connections of all models, kept alive between requests."""
 
     def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
+        self._client: Client | None = None
         self._closed = False
 
     async def close(self) -> None:
         self._closed = True
-        if self._session is not None:
-            await self._session.close()
+        if self._client is not None:
+            self._client.close()
 
-    def _open_session(self, errors: UpstreamErrors) -> aiohttp.ClientSession:
+    async def request(
+        self, target: Target, patience: Patience, errors: UpstreamErrors, body: bytes | None = None
+    ) -> "Answer":
+        """The answer, if it is a success; whoever has it leaves it. Raises ModelError."""
         if self._closed:
             raise errors.unreachable("the gateway is closing its connections")
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=_MOST_CONNECTIONS, keepalive_timeout=_KEEP_ALIVE_SECONDS
-                ),
-                headers={"Accept-Encoding": "identity", "User-Agent": "fumehood"},
-                cookie_jar=aiohttp.DummyCookieJar(),
-                read_bufsize=_READ_BYTES,
-            )
-        return self._session
-
-    @asynccontextmanager
-    async def request(
-        self,
-        url: str,
-        headers: Mapping[str, str],
-        patience: Patience,
-        errors: UpstreamErrors,
-        *,
-        body: bytes | None = None,
-    ) -> AsyncGenerator["Answer"]:
-        """A POST with that body, or a GET; the answer, if it is a success. Raises ModelError. Leaving it before its
-        end closes the connection, which is how a server learns that nobody wants the rest.
-        """
-        session = self._open_session(errors)
+        if self._client is None:
+            self._client = Client()
         try:
-            response = await session.request(
-                "GET" if body is None else "POST",
-                URL(url, encoded=True),
-                # A long body in one write would hold up everybody else.
-                data=io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY else body,
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(
-                    total=None, connect=patience.connect, sock_read=patience.silence
-                ),
-                allow_redirects=False,  # the key is for this server only
+            response = await self._client.request(
+                target, body, connect=patience.connect, silence=patience.silence
             )
-        except (aiohttp.ClientError, OSError, ValueError, RuntimeError) as error:
-            raise _translated(error, patience, errors) from _shown(error)
+        except ClientError as error:
+            raise _translated(error, patience, errors) from error
         answer = Answer(response, patience, errors)
+        if response.status == 200:
+            return answer
         try:
-            if response.status != 200:
-                raise await answer.refusal()
-            yield answer
+            raise await answer.refusal()
         finally:
             await answer.leave()
 
 
 class Answer:
-    """The body of an answer, as it comes."""
+    """The body of an answer, as it comes.
 
-    def __init__(self, response: aiohttp.ClientResponse, patience: Patience, errors: UpstreamErrors) -> None:
+    complete: set by whoever knows that the body is over but for its end, so that `leave` waits for that.
+    """
+
+    def __init__(self, response: http1.Answer, patience: Patience, errors: UpstreamErrors) -> None:
         self._response = response
-        self._content = response.content
         self._patience = patience
         self._errors = errors
         self.complete = False
@@ -107,16 +73,16 @@ class Answer:
     async def read(self) -> bytes:
         """Everything that has come since the last time, at least something; nothing at the end. Raises ModelError."""
         try:
-            return await self._content.readany()
-        except (aiohttp.ClientError, OSError, RuntimeError) as error:
-            raise _translated(error, self._patience, self._errors) from _shown(error)
+            return await self._response.read()
+        except ClientError as error:
+            raise _translated(error, self._patience, self._errors) from error
 
     async def read_rest(self, seconds: float) -> bytes:
         """The same where the body may as well be over: nothing if nothing comes in time, or ever."""
         try:
             async with asyncio.timeout(seconds):
-                return await self._content.readany()
-        except (aiohttp.ClientError, OSError, RuntimeError):
+                return await self._response.read()
+        except (ClientError, TimeoutError):
             return b""
 
     async def read_all(self, longest: int) -> bytes:
@@ -133,41 +99,29 @@ class Answer:
             body = await self.read_all(_LONGEST_ERROR)
         except ModelError:
             body = b""
-        wait = _retry_after(self._response.headers.get("Retry-After"))
-        return self._errors.from_status(self._response.status, body, wait)
+        return self._errors.from_status(self._response.status, body, _retry_after(self._response.retry_after))
 
     async def leave(self) -> None:
-        """Give the connection back if nothing more is to come on it, else close it."""
-        if self.complete and not self._content.at_eof():
-            await self.read_rest(_DRAIN_SECONDS)
-        if self._content.at_eof():
-            self._response.release()
-        else:
-            self._response.close()
+        """Give the connection back if nothing more is to come on it, else close it: so a server learns that nobody
+        wants the rest.
+        """
+        try:
+            if self.complete and not self._response.complete:
+                await self.read_rest(_DRAIN_SECONDS)
+        finally:
+            self._response.leave()
 
 
-def _translated(error: Exception, patience: Patience, errors: UpstreamErrors) -> ModelError:
+def _translated(error: ClientError, patience: Patience, errors: UpstreamErrors) -> ModelError:
     match error:
-        case aiohttp.ConnectionTimeoutError():
-            return errors.unreachable(f"no connection within {patience.connect:g} s")
-        case aiohttp.ClientConnectorError():
-            number = error.os_error.errno
-            return errors.unreachable(
-                os.strerror(number) if number and number > 0 else "its name is not known"
-            )
-        case TimeoutError():
-            return errors.silent(patience.silence)
-        case aiohttp.ClientResponseError():
-            return errors.unreadable("its answer is not HTTP")
-        case aiohttp.ClientError() | OSError() | RuntimeError():
-            return errors.broke()
-        case _:
+        case http1.NotConnected():
             return errors.unreachable(str(error))
-
-
-def _shown(error: Exception) -> Exception | None:
-    """The cause, unless it shows the request's headers, and so the key."""
-    return None if isinstance(error, aiohttp.ClientResponseError) else error
+        case http1.Silent():
+            return errors.silent(patience.silence)
+        case http1.NotHttp():
+            return errors.unreadable(str(error))
+        case _:
+            return errors.broke()
 
 
 def _retry_after(value: str | None) -> float | None:
