@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, override
@@ -12,7 +12,7 @@ import msgspec
 
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.server import Server
-from fumehood.interfaces import Caller, Containers, ModelBackend, Models, Run, Runs, Store
+from fumehood.interfaces import Caller, Containers, ModelBackend, Models, Reading, Run, Runs, Store
 from fumehood.protocol.containers import ContainerFileRecord
 from fumehood.protocol.conversation import Entry
 from fumehood.protocol.errors import InvalidRequest, NotFound
@@ -116,7 +116,7 @@ class ScriptedRun(Run):
         self.fault: Exception | None = None
         self.log: list[Sequence[StreamEvent]] = [*batches]
         self.ended = asyncio.Event()
-        self._more = asyncio.Event()
+        self._readings: list[ScriptedReading] = []
 
     @property
     @override
@@ -125,28 +125,32 @@ class ScriptedRun(Run):
 
     def say(self, *events: StreamEvent) -> None:
         self.log.append(events)
-        self._more.set()
+        self._wake()
 
     def break_off(self, fault: Exception) -> None:
         self.fault = fault
-        self._more.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        for reading in self._readings:
+            reading.wake()
+
+    @override
+    def watch(self, wake: Callable[[], None], after: int = -1) -> "ScriptedReading":
+        reading = ScriptedReading(self, wake)
+        self._readings.append(reading)
+        return reading
 
     @override
     async def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
-        place = 0
-        while True:
-            for batch in self.log[place:]:
-                place += 1
-                last = batch[-1]
-                if isinstance(last, Completed | Incomplete):
-                    self.ended.set()
+        more = asyncio.Event()
+        reading = self.watch(more.set, after)
+        while not reading.over:
+            if batch := reading.take():
                 yield batch
-                if self.ended.is_set():
-                    return
-            if self.fault is not None:
-                raise self.fault
-            await self._more.wait()
-            self._more.clear()
+            else:
+                await more.wait()
+                more.clear()
 
     @override
     async def wait(self) -> Response:
@@ -160,6 +164,36 @@ class ScriptedRun(Run):
         self.cancelled = reason
         ended = msgspec.structs.replace(self.response, status="cancelled")
         self.say(Incomplete(sequence_number=10_000, response=ended))
+
+
+class ScriptedReading(Reading):
+    """Takes a batch at a time, as they were said."""
+
+    def __init__(self, run: ScriptedRun, wake: Callable[[], None]) -> None:
+        self.wake = wake
+        self._run = run
+        self._place = 0
+
+    @property
+    @override
+    def over(self) -> bool:
+        return self._run.ended.is_set()
+
+    @override
+    def take(self) -> Sequence[StreamEvent]:
+        if self._place == len(self._run.log):
+            if self._run.fault is not None:
+                raise self._run.fault
+            return ()
+        batch = self._run.log[self._place]
+        self._place += 1
+        if isinstance(batch[-1], Completed | Incomplete):
+            self._run.ended.set()
+        return batch
+
+    @override
+    def close(self) -> None:
+        self.wake = lambda: None
 
 
 class ScriptedRuns(Runs):

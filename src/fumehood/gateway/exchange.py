@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -20,6 +20,7 @@ type Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 type Headers = list[tuple[bytes, bytes]]
 type Field = str | int | float | bool | None
 
+DIRECT = "fumehood.direct"
 VERSION = (b"fumehood-version", __version__.encode())
 _JSON = (b"content-type", b"application/json")
 _LINGER_SECONDS = 2.0
@@ -29,6 +30,17 @@ _MOST_PARAMETERS = 32
 _FIRST_LOOK = 0.25
 
 encode = msgspec.json.Encoder().encode
+
+
+class Connection(Protocol):
+    """What the server puts into a scope under DIRECT, for those who cannot wait until they may write."""
+
+    @property
+    def writable(self) -> bool: ...
+
+    def write_chunk(self, body: bytes | bytearray) -> None:
+        """A piece of an answer that has begun and has no length of its own."""
+        ...
 
 
 class CallerLeft(Exception):
@@ -42,6 +54,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_direct",
         "_length",
         "_query",
         "_receive",
@@ -78,6 +91,7 @@ class Exchange:
         self.host = b""
         self._receive = receive
         self._send = send
+        self._direct: Connection | None = scope.get("extensions", {}).get(DIRECT)
         self._query: list[tuple[str, str]] | None = None
         self._length: int | None = None
         self._unread = False
@@ -169,6 +183,17 @@ class Exchange:
     async def send(self, body: bytes | bytearray, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self.last_sent = perf_counter()
+
+    @property
+    def writable(self) -> bool:
+        """Whether `send_now` may be called: the answer has begun, and who reads it keeps up."""
+        return self._direct is not None and self._direct.writable
+
+    def send_now(self, body: bytes | bytearray) -> None:
+        """As `send`, without waiting."""
+        if self._direct is not None:
+            self._direct.write_chunk(body)
+            self.last_sent = perf_counter()
 
     async def answer(self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = _JSON) -> None:
         await self.begin(status, [content_type, (b"content-length", b"%d" % len(body))])

@@ -4,6 +4,7 @@ Every event is whole in one write, and those that are there at once share one. T
 token takes: no await, no projection and no copy for an event that does not need it.
 """
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Collection, Sequence
@@ -83,6 +84,68 @@ def encode_events(events: Sequence[StreamEvent], include: Collection[str]) -> by
     return buffer
 
 
+class _Outlet:
+    """The way of a run's events to the wire.
+
+    While the connection takes what is written, the run itself sends an event the moment it comes. What it cannot send
+    so, because the reader is slow or because it is the end, stays here or in the log, for `rest`.
+    """
+
+    def __init__(self, exchange: Exchange, run: Run, include: Collection[str]) -> None:
+        self.sent = 0
+        self.last: StreamEvent | None = None
+        self._exchange = exchange
+        self._include = include
+        self._news = asyncio.Event()
+        self._unattended = False  # whether nobody is in `rest` but for waiting
+        self._ready = bytearray()
+        self._fault: Exception | None = None
+        self._reading = run.watch(self._wake)
+
+    def close(self) -> None:
+        self._reading.close()
+
+    @property
+    def ended(self) -> Response | None:
+        return self.last.response if isinstance(self.last, _TERMINAL) else None
+
+    async def rest(self) -> bytearray:
+        """What is to be sent next, not before there is something; nothing once the run has stopped. Raises what
+        reading the log does.
+        """
+        while True:
+            ready = self._ready or self._take()
+            if self._fault is not None:
+                raise self._fault
+            if ready or self._reading.over:
+                self._ready = bytearray()
+                return ready
+            self._news.clear()
+            self._unattended = True
+            await self._news.wait()
+
+    def _wake(self) -> None:
+        """Called by the run."""
+        if self._unattended and self._exchange.writable:
+            try:
+                ready = self._take()
+                if ready and self.ended is None:
+                    self._exchange.send_now(ready)
+                    return
+                self._ready = ready
+            except Exception as error:
+                self._fault = error
+        self._unattended = False
+        self._news.set()
+
+    def _take(self) -> bytearray:
+        events = self._reading.take()
+        if events:
+            self.last = events[-1]
+            self.sent += len(events)
+        return encode_events(events, self._include)
+
+
 async def stream(
     exchange: Exchange, run: Run, include: Collection[str], silence: float = SILENCE
 ) -> tuple[int, Response | None]:
@@ -90,31 +153,28 @@ async def stream(
 
     A client that goes away takes its run with it.
     """
-    sent = 0
-    last: StreamEvent | None = None
     await exchange.begin(200, [*_HEADERS])
-    with Vigil(exchange, lambda: run.cancel(GONE), sign_of_life=_SIGN_OF_LIFE, every=silence) as vigil:
+    outlet = _Outlet(exchange, run, include)
+    with (
+        contextlib.closing(outlet),
+        Vigil(exchange, lambda: run.cancel(GONE), sign_of_life=_SIGN_OF_LIFE, every=silence) as vigil,
+    ):
         try:
-            async with contextlib.aclosing(run.subscribe()) as batches:
-                async for batch in batches:
-                    if vigil.left:
-                        return sent, None
-                    last = batch[-1]
-                    sent += len(batch)
-                    body = encode_events(batch, include)
-                    if isinstance(last, _TERMINAL):
-                        body += DONE
-                        await exchange.send(body, more=False)
-                        return sent, last.response
-                    await exchange.send(body)
+            while body := await outlet.rest():
+                if vigil.left:
+                    return outlet.sent, None
+                if outlet.ended is not None:
+                    await exchange.send(body + DONE, more=False)
+                    return outlet.sent, outlet.ended
+                await exchange.send(body)
             fault: ApiError = ServerFault("The response broke off.")
         except ApiError as error:
             fault = error
         except Exception:
             logger.exception("The stream of %s broke off (%s).", run.id, exchange.request_id)
             fault = ServerFault("The server failed; its log says why.")
-        await _break_off(exchange, last, fault)
-    return sent, None
+        await _break_off(exchange, outlet.last, fault)
+    return outlet.sent, None
 
 
 async def _break_off(exchange: Exchange, last: StreamEvent | None, error: ApiError) -> None:
