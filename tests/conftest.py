@@ -31,6 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
     directory = tempfile.TemporaryDirectory(prefix="fumehood-packages-", ignore_cleanup_errors=True)
     os.environ["FUMEHOOD_PACKAGES_DIR"] = directory.name
     config.add_cleanup(directory.cleanup)
+    os.environ["FUMEHOOD_INDEX_URL"] = (
+        "http://127.0.0.1:9/nobody-listens/"  # tests that want one bring their own
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

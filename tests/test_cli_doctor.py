@@ -31,6 +31,7 @@ def test_this_machine_isolates() -> None:
     assert done.stdout.endswith("Code can be isolated here (mode namespaces).\n")
     for name in ("sandbox starts", "code runs", "files", "network", "kernel user"):
         assert re.search(rf"^ok\s+{name}\s", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^warning\s+packages\s.*the package index cannot be reached", done.stdout, re.MULTILINE)
     for name in (
         "kernel",
         "user namespaces",

@@ -568,6 +568,6 @@ def test_help_tells_the_exit_codes_and_what_is_not_saved() -> None:
         "FUMEHOOD_GUEST_SOCKET",
     ):
         assert phrase in " ".join(text.split())
-        assert phrase in " ".join((ROOT / "README.md").read_text().split())
+        assert phrase in " ".join((ROOT / "docs/command-line.md").read_text().split())
     for code in ("124", "125", "130", "137"):
         assert re.search(rf"^\s+{code}\s+\w", text, re.MULTILINE)

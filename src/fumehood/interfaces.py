@@ -257,7 +257,7 @@ class Container(Protocol):
         ...
 
     async def collect(self) -> Sequence[ContainerFileRecord]:
-        """The files that were written or changed since the last look, recorded and kept."""
+        """The files that calls of this object have written or changed, recorded and kept; each is told once."""
         ...
 
     async def save(self, path: str, content: bytes) -> ContainerFileRecord:

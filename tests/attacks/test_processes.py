@@ -245,7 +245,7 @@ def test_daemons_belong_to_no_later_call_and_die_with_the_sandbox(host: Host) ->
     box.destroy()
     host.boxes.remove(box)
     if host.limited:
-        assert len(before) == 3  # init, the interpreter, the daemon
+        assert len(before) == 2  # the interpreter, the daemon
         assert wait_for(lambda: not set(before) & children_of({host.zygote}))
 
 

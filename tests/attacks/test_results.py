@@ -17,8 +17,8 @@ FRAMES = """
 import struct, sys, time, threading
 fd = channel_number()
 channel = socket.socket(fileno=os.dup(fd))
-(CONFIGURE, EXECUTE, FAILED, JAILED, READY, CONFIGURED, STDOUT, STDERR, DISPLAY, RESULT, ERROR, END, OUTPUT) = (
-    1, 2, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24)
+(CONFIGURE, EXECUTE, FAILED, JAILED, CONFIGURED, STDOUT, STDERR, DISPLAY, RESULT, ERROR, END, OUTPUT) = (
+    1, 2, 14, 15, 17, 18, 19, 20, 21, 22, 23, 24)
 def frame(kind, call_id, body=b"", flags=0):
     return struct.pack("!BB16s", kind, flags, call_id) + body
 def current():
@@ -46,7 +46,7 @@ REFUSED = {
     "output of no call": ("channel.send(frame(STDOUT, bytes(16), b'x'))", "not running"),
     "JAILED": ("socket.send_fds(channel, [frame(JAILED, bytes(16))], [0, 1])", "not running"),
     "JAILED for this call": ("socket.send_fds(channel, [frame(JAILED, current())], [0, 1])", "JAILED"),
-    "READY": ("channel.send(frame(READY, current(), b'{}'))", "READY"),
+    "a kind that was": ("channel.send(frame(16, current(), b'{}'))", "unknown frame kind 16"),
     "FAILED": ("channel.send(frame(FAILED, current(), b'no'))", "FAILED"),
     "EXECUTE": ("channel.send(frame(EXECUTE, current(), b'{}'))", "EXECUTE"),
     "unknown kind": ("channel.send(frame(99, current()))", "unknown frame kind"),

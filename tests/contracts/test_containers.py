@@ -1,18 +1,22 @@
 """The conformance kit of containers on ours, over a double and over real sandboxes; imports pytest and fumehood."""
 
 import asyncio
+import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 
-from fumehood.interfaces import SandboxProvider, SandboxRef
+from fumehood.interfaces import BlobStore, SandboxProvider, SandboxRef, Store
 from fumehood.protocol.sandbox import OutputEvent, Raised, Stdout
 from fumehood.sandbox.container import ContainerSettings, Isolation
 from fumehood.sandbox.containers import SandboxContainers
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings
+from fumehood.store.blobs import DiskBlobs
+from fumehood.store.sqlite import SqliteStore
 from fumehood.testing import (
     Action,
     DeleteFile,
@@ -35,11 +39,17 @@ async def subject(request: pytest.FixtureRequest) -> AsyncGenerator[Subject]:
         yield made
 
 
-def over(provider: SandboxProvider, isolation: Isolation) -> Subject:
+def over(
+    provider: SandboxProvider,
+    isolation: Isolation = "container",
+    store: Store | None = None,
+    blobs: BlobStore | None = None,
+) -> Subject:
     clock = FakeClock()
-    store = MemoryStore(clock)
     settings = ContainerSettings(isolation=isolation, containers_per_tenant=1000)
-    containers = SandboxContainers(provider, store, MemoryBlobs(), clock, settings)
+    containers = SandboxContainers(
+        provider, store or MemoryStore(clock), blobs or MemoryBlobs(), clock, settings
+    )
 
     async def end_sandbox(container_id: str) -> None:
         (name,) = [one.id for one in await provider.sandboxes() if one.id.startswith(container_id)]
@@ -91,7 +101,19 @@ class TestOverADouble(ContainersKit):
     @asynccontextmanager
     async def opened() -> AsyncGenerator[Subject]:
         async with scripted() as provider:
-            yield over(provider, "container")
+            yield over(provider)
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestOnADisk(ContainersKit):
+    @staticmethod
+    @asynccontextmanager
+    async def opened() -> AsyncGenerator[Subject]:
+        with tempfile.TemporaryDirectory() as directory:
+            store = await SqliteStore.open(Path(directory) / "store.db")
+            async with scripted() as provider:
+                yield over(provider, store=store, blobs=DiskBlobs(Path(directory) / "blobs"))
+            await store.close()
 
 
 @pytest.mark.asyncio(loop_scope="class")

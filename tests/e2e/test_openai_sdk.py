@@ -2,6 +2,10 @@
 
 import base64
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -305,3 +309,20 @@ def test_what_is_refused(house: House, body: dict[str, Any], param: str | None) 
     if param:
         assert refused.value.param is not None
         assert refused.value.param.startswith(param)
+
+
+def test_the_example_of_the_readme(house: House) -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert "http://127.0.0.1:8080/v1" in example
+    done = subprocess.run(
+        [sys.executable, "-c", example.replace("http://127.0.0.1:8080/v1", house.served.url)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ran, *said = done.stdout.splitlines()
+    assert re.match(r"cntr_\w+ \[OutputLogs\(logs='6\\n', type='logs'\)\]", ran)
+    assert "6" in said[0]

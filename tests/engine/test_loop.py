@@ -239,6 +239,16 @@ async def test_a_hosted_call_that_was_cut_off_does_not_run() -> None:
     assert not any(line.startswith("began") for line in echo.log)
 
 
+async def test_a_function_call_that_was_cut_off_needs_no_answer() -> None:
+    turn = [*calls("f", '{"a'), TurnEnded("length", None)]
+    async with ScriptedModel(turn, says("Again")) as model:
+        engine = Engine(model)
+        response = await engine.block(tools=[FUNCTION])
+        assert response.status == "incomplete"
+        after = await engine.block(input="Go on", previous_response_id=response.id)
+    assert text_of(after.output[0]) == "Again"
+
+
 async def test_the_content_filter() -> None:
     turn = [Text("Hm"), TurnEnded("content_filter", None)]
     response = check_invariants(await Engine(ScriptedModel(turn)).stream())

@@ -169,7 +169,6 @@ async def test_as_many_containers_as_a_tenant_may_have() -> None:
         )
         await here.containers.open(Caller("other"), here.containers.reserve(), ContainerSpec())
         here.clock.advance(20 * 60)
-        await here.containers.sweep()
         await here.open()
 
 

@@ -66,7 +66,7 @@ async def test_a_file_too_large_to_be_kept_is_there_while_its_sandbox_is() -> No
         container = await here.open()
         ran = await here.run(container, "x")
         assert ran.paths == ["large.bin", "small.bin"]
-        assert ran.notes == snapshot(["Too large to be kept when the sandbox ends: large.bin."])
+        assert ran.notes == snapshot(["There is no room to keep these when the sandbox ends: large.bin."])
         assert list(here.blobs.blobs.values()) == [b"s"]
         assert await here.content(container, "large.bin") == bytes(11)
         here.scripted.trouble = Unreachable("away")
@@ -129,6 +129,19 @@ async def test_what_is_saved_outlives_the_sandbox() -> None:
         await container.save("figure.png", b"saved")
         await here.run(container, "y")
         assert (await here.sandbox(container)).files.read("figure.png") == b"saved"
+
+
+async def test_a_full_disk_costs_the_copy_and_not_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(_: object) -> str:
+        raise Unavailable("The gateway's disk cannot be used now: No space left on device.")
+
+    async with host(Step("x", [WriteFile("a.txt", b"a")])) as here:
+        monkeypatch.setattr(here.blobs, "put", full)
+        container = await here.open()
+        ran = await here.run(container, "x")
+        assert (ran.end.status, ran.paths) == ("ok", ["a.txt"])
+        assert ran.notes == ["There is no room to keep these when the sandbox ends: a.txt."]
+        assert await here.content(container, "a.txt") == b"a"
 
 
 async def test_replaced_content_is_let_go() -> None:

@@ -64,7 +64,7 @@ async def test_another_call_and_a_late_message_are_refused() -> None:
         say(running, Kind.STDOUT, "late")
 
 
-@pytest.mark.parametrize("kind", [Kind.READY, Kind.JAILED, Kind.CONFIGURED, Kind.FAILED, Kind.EXECUTE])
+@pytest.mark.parametrize("kind", [Kind.JAILED, Kind.CONFIGURED, Kind.FAILED, Kind.EXECUTE])
 async def test_kinds_that_have_no_place_in_a_call_are_refused(kind: Kind) -> None:
     with pytest.raises(ProtocolBroken, match=kind.name):
         say(execution(), kind, {})

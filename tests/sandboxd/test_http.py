@@ -383,6 +383,16 @@ async def test_an_empty_file(client: Client) -> None:
     assert (read.status, read.body, read.headers["content-length"]) == (200, b"", "0")
 
 
+async def test_a_file_is_no_directory(client: Client) -> None:
+    """What is to be written cannot be missing; what is to be read can."""
+    assert (await client.ask("PUT", "/sandboxes/box/files/plain", b"x")).status == 200
+    below = "/sandboxes/box/files/plain/below"
+    assert (await client.ask("PUT", below, b"x")).error[:2] == (400, "file_refused")
+    assert (await client.ask("GET", below)).error[:2] == (404, "file_not_found")
+    assert (await client.ask("DELETE", below)).error[:2] == (404, "file_not_found")
+    assert (await client.ask("DELETE", "/sandboxes/box/files/plain")).status == 204
+
+
 async def test_files_of_other_kinds_are_refused(client: Client) -> None:
     await client.run(
         "box", "import os\nos.symlink('/etc/passwd', 'link')\nos.mkfifo('fifo')\nos.mkdir('dir')"

@@ -238,6 +238,51 @@ async def test_an_upload_that_breaks_off_leaves_nothing(running: Running, client
     assert (await client.run("box", "import os; os.listdir('.')"))[0]["data"] == {"text/plain": "[]"}
 
 
+async def test_a_json_body_that_trickles_in_is_not_waited_for() -> None:
+    async with serving(settings(preload=(), request_seconds=0.3)) as hasty:
+        reader, writer = await asyncio.open_connection(*_place(hasty))
+        writer.write(b"PUT /sandboxes/slow HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
+        answer = asyncio.ensure_future(reader.readuntil(b"\r\n\r\n"))
+        while not answer.done():
+            writer.write(b" ")
+            await asyncio.wait({answer}, timeout=0.02)
+        assert (await answer).startswith(b"HTTP/1.1 408 ")
+        assert b"request_timeout" in await reader.read()
+        writer.close()
+        assert (await hasty.client.ask("GET", "/sandboxes")).json == {"sandboxes": []}
+
+
+async def test_callers_beyond_the_bound_are_told_to_come_again() -> None:
+    async with serving(settings(preload=(), connections=3)) as small:
+        held = [await asyncio.open_connection(*_place(small)) for _ in range(3)]
+        reader, writer = await asyncio.open_connection(*_place(small))
+        refused = await reader.read()
+        writer.close()
+        assert refused.startswith(b"HTTP/1.1 429 ")
+        assert b"retry-after: 1" in refused
+        assert b"3 callers are connected" in refused
+        held.pop()[1].close()
+        async with asyncio.timeout(10):
+            while (answer := await _health(small)).startswith(b"HTTP/1.1 429"):
+                await asyncio.sleep(0.01)
+        assert answer.startswith(b"HTTP/1.1 200")
+        for _, other in held:
+            other.close()
+
+
+def _place(running: Running) -> tuple[str, int]:
+    host, port = running.where.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+async def _health(running: Running) -> bytes:
+    reader, writer = await asyncio.open_connection(*_place(running))
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 

@@ -124,3 +124,20 @@ async def test_the_end_is_told_once(pair: tuple[socket.socket, socket.socket]) -
     packets.close()
     packets.close()
     assert received.packets == []
+
+
+async def test_the_last_words_of_a_peer_that_did_not_listen(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """The kernel tells of the reset before it hands out what was said."""
+    mine, theirs = pair
+    received = Received()
+    packets = Packets(mine, on_packet=received.packet, on_close=received.close)
+    packets.send(b"never read")
+    assert not packets.ended
+    theirs.send(b"last")
+    theirs.send(b"words")
+    theirs.close()
+    await until(lambda: received.closed)
+    assert received.packets == [b"last", b"words"]
+    assert packets.ended

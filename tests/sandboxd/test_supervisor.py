@@ -20,6 +20,7 @@ from fumehood.protocol.sandbox_errors import (
     SandboxStartFailed,
     TooLarge,
 )
+from fumehood.sandboxd.cgroups import CgroupLimits
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.supervisor import Supervisor
 from tests.support.sandboxes import Outcome, has_cgroups, run, settings
@@ -466,6 +467,54 @@ async def test_a_zygotes_death_is_reported_and_mended() -> None:
         *_, end = [event async for event in execution.events()]
         assert (getattr(end, "status", None), getattr(end, "state_kept", None)) == ("lost", False)
         assert (await run(await mended.create(), "1 + 1")).result == "2"
+
+
+async def test_a_zygote_that_died_is_followed_by_another_before_anybody_asks() -> None:
+    async with Supervisor(settings(preload=(), pool=0)) as mended:
+        pid = mended.zygote.pid
+        assert pid is not None
+        assert mended.can_start
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while mended.can_start:
+                await asyncio.sleep(0.001)
+            while not mended.can_start:
+                await asyncio.sleep(0.01)
+        assert mended.zygote.pid != pid
+
+
+@pytest.mark.root
+async def test_a_fork_that_fails_says_why() -> None:
+    """The host has no room for one more process: of the zygote, or of the warden."""
+    async with Supervisor(settings(preload=())) as crowded:
+        warden, zygote = _forkers(crowded)
+        places = crowded._places  # pyright: ignore[reportPrivateUsage]
+        assert places.tree is not None
+        assert places.zygote_cgroup is not None
+        for pid in (zygote, warden):
+            alone = places.tree.create("alone", CgroupLimits(memory=1 << 30, pids=1))
+            alone.add(pid)
+            with pytest.raises(SandboxStartFailed, match=r"no process could be forked .* too few processes"):
+                await crowded.create()
+            places.zygote_cgroup.add(pid)
+            assert alone.remove()
+            assert (await run(await crowded.create(), "1 + 1")).result == "2"
+        async with asyncio.timeout(10):
+            while crowded.live > 2:
+                await asyncio.sleep(0.01)
+
+
+def _forkers(running: Supervisor) -> tuple[int, int]:
+    """The warden and its zygote, the only processes of the jail that Python runs in."""
+    top = running.zygote.pid
+    assert top is not None
+    found = [
+        pid
+        for pid in _descendants(top)
+        if b"warden.main" in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b" ", b"")
+    ]
+    warden, zygote = sorted(found)
+    return warden, zygote
 
 
 async def test_closing_goes_on_when_a_task_has_just_ended() -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.server import Server
-from fumehood.interfaces import Caller, Containers, ModelBackend, Models, Reading, Run, Runs, Store
+from fumehood.interfaces import Caller, Containers, ModelBackend, Models, Runs, Store
 from fumehood.protocol.containers import ContainerFileRecord
 from fumehood.protocol.conversation import Entry
 from fumehood.protocol.errors import InvalidRequest, NotFound
@@ -107,8 +107,11 @@ def numbered(events: Sequence[StreamEvent]) -> list[StreamEvent]:
 # --- the doubles --------------------------------------------------------------------------------------
 
 
-class ScriptedRun(Run):
-    """Says what it was given, and then waits for more, or for its cancellation, unless that was the end."""
+class ScriptedRun:
+    """A `Run` that says what it was given, and then what it is told to, until that was the end or it is cancelled.
+
+    Every batch is a reading's own: what is given together goes out together.
+    """
 
     def __init__(self, response: Response, batches: Sequence[Sequence[StreamEvent]]) -> None:
         self.response = response
@@ -116,10 +119,9 @@ class ScriptedRun(Run):
         self.fault: Exception | None = None
         self.log: list[Sequence[StreamEvent]] = [*batches]
         self.ended = asyncio.Event()
-        self._readings: list[ScriptedReading] = []
+        self.readers: list[ScriptedReading] = []
 
     @property
-    @override
     def id(self) -> str:
         return self.response.id
 
@@ -132,54 +134,52 @@ class ScriptedRun(Run):
         self._wake()
 
     def _wake(self) -> None:
-        for reading in self._readings:
-            reading.wake()
+        for reader in self.readers:
+            reader.wake()
 
-    @override
     def watch(self, wake: Callable[[], None], after: int = -1) -> "ScriptedReading":
-        reading = ScriptedReading(self, wake)
-        self._readings.append(reading)
-        return reading
+        reader = ScriptedReading(self, wake)
+        self.readers.append(reader)
+        return reader
 
-    @override
     async def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
-        more = asyncio.Event()
-        reading = self.watch(more.set, after)
-        while not reading.over:
-            if batch := reading.take():
+        news = asyncio.Event()
+        reader = self.watch(news.set)
+        while not reader.over:
+            if batch := reader.take():
                 yield batch
             else:
-                await more.wait()
-                more.clear()
+                await news.wait()
+                news.clear()
 
-    @override
     async def wait(self) -> Response:
         async for batch in self.subscribe():
             if isinstance(batch[-1], Completed | Incomplete):
                 return batch[-1].response
         raise AssertionError("it has no end")
 
-    @override
     def cancel(self, reason: str) -> None:
         self.cancelled = reason
         ended = msgspec.structs.replace(self.response, status="cancelled")
         self.say(Incomplete(sequence_number=10_000, response=ended))
 
 
-class ScriptedReading(Reading):
-    """Takes a batch at a time, as they were said."""
-
+class ScriptedReading:
     def __init__(self, run: ScriptedRun, wake: Callable[[], None]) -> None:
-        self.wake = wake
         self._run = run
+        self._wake = wake
         self._place = 0
 
-    @property
-    @override
-    def over(self) -> bool:
-        return self._run.ended.is_set()
+    def wake(self) -> None:
+        before = -1
+        while before != self._place:  # batch by batch
+            before = self._place
+            self._wake()
 
-    @override
+    @property
+    def over(self) -> bool:
+        return self._run.ended.is_set() and self._place == len(self._run.log)
+
     def take(self) -> Sequence[StreamEvent]:
         if self._place == len(self._run.log):
             if self._run.fault is not None:
@@ -189,11 +189,12 @@ class ScriptedReading(Reading):
         self._place += 1
         if isinstance(batch[-1], Completed | Incomplete):
             self._run.ended.set()
+        else:
+            asyncio.get_running_loop().call_soon(self._wake)
         return batch
 
-    @override
     def close(self) -> None:
-        self.wake = lambda: None
+        self._run.readers.remove(self)
 
 
 class ScriptedRuns(Runs):

@@ -69,7 +69,7 @@ async def run(sandbox: LocalSandbox, code: str, *, timeout: float = 60) -> Outco
 
 def environment() -> dict[str, str]:
     """For commands: none of the caller's settings, and the limits that work here."""
-    kept = ("FUMEHOOD_PACKAGES_DIR",)  # not the machine's own
+    kept = ("FUMEHOOD_PACKAGES_DIR", "FUMEHOOD_INDEX_URL")  # not the machine's own
     inherited = {
         name: value for name, value in os.environ.items() if name in kept or not name.startswith("FUMEHOOD_")
     }

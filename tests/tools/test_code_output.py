@@ -1,10 +1,16 @@
 """Output that stays bounded whatever comes; imports pytest, hypothesis and fumehood."""
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fumehood.protocol.containers import ContainerSpec
 from fumehood.protocol.sandbox import Display, Stdout
+from fumehood.sandbox.container import ContainerSettings
+from fumehood.sandbox.kept_files import FileLimits
 from fumehood.tools.code_output import CodeOutput, HeadAndTail, OutputLimits
+from fumehood.tools.code_session import InterpreterSettings
 
 
 @given(st.lists(st.text(max_size=30), max_size=40), st.integers(2, 100))
@@ -45,3 +51,20 @@ def test_memory_is_bounded() -> None:
     sizes = [sum(map(len, part._tail)) for part in held]  # pyright: ignore[reportPrivateUsage]
     assert max(sizes) <= 20_000
     assert output.truncated
+
+
+def test_the_page_tells_the_bounds() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/code-interpreter.md").read_text(encoding="utf-8")
+    output, files, containers = OutputLimits(), FileLimits(), ContainerSettings()
+    assert f"more than {output.model_characters:,} characters" in page
+    assert f"at most {output.kept_characters:,} characters" in page
+    assert f"At most\n  {output.images} a call" in page
+    assert f"Up to {InterpreterSettings().inline_bytes >> 20} MiB the URL holds" in page
+    assert f"| one file | {files.file_bytes >> 20} MiB;" in page
+    assert f"| all files of a container | {files.container_bytes >> 20} MiB," in page
+    assert f"| files of a container | {files.files:,};" in page
+    assert f"| time for copying | {files.seconds:g} s;" in page
+    assert f"It expires after {ContainerSpec().idle_minutes} minutes" in page
+    assert f"| `claim_timeout` | {containers.claim_timeout:g} s |" in page
+    assert f"| `containers_per_tenant` | {containers.containers_per_tenant} |" in page
+    assert f"| `execution_timeout` | {InterpreterSettings().execution_timeout:g} s |" in page

@@ -21,6 +21,7 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "code_i
 
 class _CallTag(msgspec.Struct):
     call_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    status: str | None = None
 
 
 _call_tags = msgspec.json.Decoder(_CallTag)
@@ -109,7 +110,8 @@ def _check_calls(entries: Sequence[Entry], past: Sequence[Segment]) -> None:
     newest = past[-1].entries if past else ()
     results = {_call_id(entry, number) for number, entry in enumerate(entries) if entry.type in _OUTPUTS}
     calls = {_call_id(entry, number) for number, entry in enumerate(entries) if entry.type in _CALLS}
-    calls |= {_call_id(entry) for entry in newest if entry.type in _CALLS}
+    # One that was cut off is no call: nobody can answer it, and the model is not shown it.
+    calls |= {_call_id(entry) for entry in newest if entry.type in _CALLS and not _is_cut_off(entry)}
     answered = {_call_id(entry) for entry in newest if entry.type in _OUTPUTS}
     missing = calls - results - answered
     if missing:
@@ -123,6 +125,10 @@ def _check_calls(entries: Sequence[Entry], past: Sequence[Segment]) -> None:
         raise InvalidRequest(
             f"No tool call found for function call output with call_id {min(strangers)}.", param="input"
         )
+
+
+def _is_cut_off(entry: Entry) -> bool:
+    return _call_tags.decode(entry.raw).status == "incomplete"
 
 
 def _call_id(entry: Entry, number: int | None = None) -> str:

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self, cast
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -20,7 +21,6 @@ type Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 type Headers = list[tuple[bytes, bytes]]
 type Field = str | int | float | bool | None
 
-DIRECT = "fumehood.direct"
 VERSION = (b"fumehood-version", __version__.encode())
 _JSON = (b"content-type", b"application/json")
 _LINGER_SECONDS = 2.0
@@ -30,17 +30,6 @@ _MOST_PARAMETERS = 32
 _FIRST_LOOK = 0.25
 
 encode = msgspec.json.Encoder().encode
-
-
-class Connection(Protocol):
-    """What the server puts into a scope under DIRECT, for those who cannot wait until they may write."""
-
-    @property
-    def writable(self) -> bool: ...
-
-    def write_chunk(self, body: bytes | bytearray) -> None:
-        """A piece of an answer that has begun and has no length of its own."""
-        ...
 
 
 class CallerLeft(Exception):
@@ -54,7 +43,6 @@ class Exchange:
     """
 
     __slots__ = (
-        "_direct",
         "_length",
         "_query",
         "_receive",
@@ -91,7 +79,6 @@ class Exchange:
         self.host = b""
         self._receive = receive
         self._send = send
-        self._direct: Connection | None = scope.get("extensions", {}).get(DIRECT)
         self._query: list[tuple[str, str]] | None = None
         self._length: int | None = None
         self._unread = False
@@ -184,16 +171,20 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self.last_sent = perf_counter()
 
-    @property
-    def writable(self) -> bool:
-        """Whether `send_now` may be called: the answer has begun, and who reads it keeps up."""
-        return self._direct is not None and self._direct.writable
-
-    def send_now(self, body: bytes | bytearray) -> None:
-        """As `send`, without waiting."""
-        if self._direct is not None:
-            self._direct.write_chunk(body)
-            self.last_sent = perf_counter()
+    def send_now(self, body: bytes | bytearray) -> Coroutine[Any, Any, None] | None:
+        """As `send`, for whoever cannot wait. What it gives has to be awaited before anything else is sent; mostly that
+        is nothing.
+        """
+        sending = cast(
+            "Coroutine[Any, Any, None]",
+            self._send({"type": "http.response.body", "body": body, "more_body": True}),
+        )
+        self.last_sent = perf_counter()
+        try:
+            obstacle = sending.send(None)
+        except StopIteration:
+            return None
+        return _rest_of(sending, obstacle)
 
     async def answer(self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = _JSON) -> None:
         await self.begin(status, [content_type, (b"content-length", b"%d" % len(body))])
@@ -287,6 +278,21 @@ class Vigil:
     async def _break_silence(self, sign: bytes) -> None:
         with contextlib.suppress(RuntimeError):  # the answer ended at this very moment
             await self._exchange.send(sign)
+
+
+@types.coroutine
+def _rest_of(begun: Coroutine[Any, Any, None], obstacle: object) -> Generator[object, object, None]:
+    """What is left of a coroutine that was begun by hand, and waits for something."""
+    try:
+        while True:
+            try:
+                found = yield obstacle
+            except BaseException as error:
+                obstacle = begun.throw(error)
+            else:
+                obstacle = begun.send(found)
+    except StopIteration:
+        return
 
 
 def _too_large(limit: int) -> BodyTooLarge:

@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fumehood.gateway.app import Gateway
-from fumehood.gateway.exchange import DIRECT, VERSION, encode
+from fumehood.gateway.exchange import VERSION, encode
 from fumehood.protocol.errors import InvalidRequest, to_body
 
 _KEEP_ALIVE = 120
@@ -121,9 +121,7 @@ class _Web(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Bounds what uvicorn does not: the size of a request's head and the time it takes to arrive. And lets an answer be
-    written at once, where the way through ASGI costs a task its turn for every event of a stream.
-    """
+    """Bounds what uvicorn does not: the size of a request's head and the time it takes to arrive."""
 
     _head_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
@@ -156,15 +154,7 @@ class _Protocol(HttpToolsProtocol):
     @override
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {DIRECT: self}  # pyright: ignore[reportGeneralTypeIssues] - uvicorn's allow dicts alone
         self._expect_head()
-
-    @property
-    def writable(self) -> bool:
-        return not self.flow.write_paused and not self.transport.is_closing()
-
-    def write_chunk(self, body: bytes | bytearray) -> None:
-        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     @override
     def on_headers_complete(self) -> None:

@@ -1,13 +1,13 @@
 """Sends the events of a run as server-sent events; imports msgspec, `interfaces`, `protocol` and siblings.
 
 Every event is whole in one write, and those that are there at once share one. This is the path that every streamed
-token takes: no await, no projection and no copy for an event that does not need it.
+token takes: no task is woken, nothing is awaited and nothing projected for an event that does not need it.
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Coroutine, Sequence
+from typing import Any
 
 import msgspec
 
@@ -84,68 +84,6 @@ def encode_events(events: Sequence[StreamEvent], include: Collection[str]) -> by
     return buffer
 
 
-class _Outlet:
-    """The way of a run's events to the wire.
-
-    While the connection takes what is written, the run itself sends an event the moment it comes. What it cannot send
-    so, because the reader is slow or because it is the end, stays here or in the log, for `rest`.
-    """
-
-    def __init__(self, exchange: Exchange, run: Run, include: Collection[str]) -> None:
-        self.sent = 0
-        self.last: StreamEvent | None = None
-        self._exchange = exchange
-        self._include = include
-        self._news = asyncio.Event()
-        self._unattended = False  # whether nobody is in `rest` but for waiting
-        self._ready = bytearray()
-        self._fault: Exception | None = None
-        self._reading = run.watch(self._wake)
-
-    def close(self) -> None:
-        self._reading.close()
-
-    @property
-    def ended(self) -> Response | None:
-        return self.last.response if isinstance(self.last, _TERMINAL) else None
-
-    async def rest(self) -> bytearray:
-        """What is to be sent next, not before there is something; nothing once the run has stopped. Raises what
-        reading the log does.
-        """
-        while True:
-            ready = self._ready or self._take()
-            if self._fault is not None:
-                raise self._fault
-            if ready or self._reading.over:
-                self._ready = bytearray()
-                return ready
-            self._news.clear()
-            self._unattended = True
-            await self._news.wait()
-
-    def _wake(self) -> None:
-        """Called by the run."""
-        if self._unattended and self._exchange.writable:
-            try:
-                ready = self._take()
-                if ready and self.ended is None:
-                    self._exchange.send_now(ready)
-                    return
-                self._ready = ready
-            except Exception as error:
-                self._fault = error
-        self._unattended = False
-        self._news.set()
-
-    def _take(self) -> bytearray:
-        events = self._reading.take()
-        if events:
-            self.last = events[-1]
-            self.sent += len(events)
-        return encode_events(events, self._include)
-
-
 async def stream(
     exchange: Exchange, run: Run, include: Collection[str], silence: float = SILENCE
 ) -> tuple[int, Response | None]:
@@ -154,31 +92,87 @@ async def stream(
     A client that goes away takes its run with it.
     """
     await exchange.begin(200, [*_HEADERS])
-    outlet = _Outlet(exchange, run, include)
-    with (
-        contextlib.closing(outlet),
-        Vigil(exchange, lambda: run.cancel(GONE), sign_of_life=_SIGN_OF_LIFE, every=silence) as vigil,
-    ):
+    following = _Following(exchange, run, include)
+    with Vigil(exchange, following.leave, sign_of_life=_SIGN_OF_LIFE, every=silence):
+        await following.to_the_end()
+    return following.sent, following.response
+
+
+class _Following:
+    """One reader of a run, at whose hands events go out before the run goes on: nobody has to be woken for each.
+
+    Only where somebody has to wait, for a slow reader or for the end, does the request's own task take over.
+    """
+
+    def __init__(self, exchange: Exchange, run: Run, include: Collection[str]) -> None:
+        self.sent = 0
+        self.response: Response | None = None
+        self._exchange = exchange
+        self._run = run
+        self._include = include
+        self._last = -1
+        self._left = False
+        self._obstacle: Coroutine[Any, Any, None] | None = None
+        self._ending: bytearray | None = None
+        self._turn = asyncio.Event()
+        self._reading = run.watch(self._pass_on)
+
+    def leave(self) -> None:
+        """The client has gone."""
+        self._left = True
+        self._run.cancel(GONE)
+        self._turn.set()
+
+    async def to_the_end(self) -> None:
         try:
-            while body := await outlet.rest():
-                if vigil.left:
-                    return outlet.sent, None
-                if outlet.ended is not None:
-                    await exchange.send(body + DONE, more=False)
-                    return outlet.sent, outlet.ended
-                await exchange.send(body)
-            fault: ApiError = ServerFault("The response broke off.")
+            self._pass_on()
+            while not self._left:
+                await self._turn.wait()
+                self._turn.clear()
+                if self._obstacle is not None:
+                    await self._obstacle
+                    self._obstacle = None
+                    self._pass_on()
+                if self._ending is not None:
+                    await self._exchange.send(self._ending, more=False)
+                    return
+        finally:
+            self._reading.close()
+
+    def _pass_on(self) -> None:
+        """Send what is there, unless what was sent before is still on its way."""
+        if self._obstacle is not None or self._ending is not None:
+            return
+        try:
+            self._send(self._reading.take())
         except ApiError as error:
-            fault = error
+            self._break_off(error)
         except Exception:
-            logger.exception("The stream of %s broke off (%s).", run.id, exchange.request_id)
-            fault = ServerFault("The server failed; its log says why.")
-        await _break_off(exchange, outlet.last, fault)
-    return outlet.sent, None
+            logger.exception("The stream of %s broke off (%s).", self._run.id, self._exchange.request_id)
+            self._break_off(ServerFault("The server failed; its log says why."))
 
+    def _send(self, events: Sequence[StreamEvent]) -> None:
+        if not events:
+            if self._reading.over:
+                self._break_off(ServerFault("The response broke off."))
+            return
+        body = encode_events(events, self._include)
+        last = events[-1]
+        self.sent += len(events)
+        self._last = last.sequence_number
+        if isinstance(last, _TERMINAL):
+            self.response = last.response
+            self._end(body)
+            return
+        self._obstacle = self._exchange.send_now(body)
+        if self._obstacle is not None:
+            self._turn.set()
 
-async def _break_off(exchange: Exchange, last: StreamEvent | None, error: ApiError) -> None:
-    """Tell in the stream what can no longer be told by a status."""
-    number = 0 if last is None else last.sequence_number + 1
-    event = ErrorOccurred(sequence_number=number, error=to_detail(error))
-    await exchange.send(encode_events([event], ()) + DONE, more=False)
+    def _break_off(self, error: ApiError) -> None:
+        """Tell in the stream what can no longer be told by a status."""
+        event = ErrorOccurred(sequence_number=self._last + 1, error=to_detail(error))
+        self._end(encode_events([event], ()))
+
+    def _end(self, body: bytearray) -> None:
+        self._ending = body + DONE
+        self._turn.set()

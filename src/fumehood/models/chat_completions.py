@@ -6,8 +6,9 @@ import msgspec
 
 from fumehood.models.chat_parsing import ChatParser
 from fumehood.models.chat_request import RequestWriter
+from fumehood.models.http_client import Address, Patience
 from fumehood.models.settings import ModelSettings, Secret
-from fumehood.models.upstream import Patience, Target, Upstream
+from fumehood.models.upstream import Answer, Upstream
 from fumehood.models.upstream_errors import UpstreamErrors
 from fumehood.protocol.models import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
 
@@ -16,6 +17,7 @@ _WHOLE_SECONDS = 3600.0  # how long a server may be silent that answers in one p
 _BYTES_A_TOKEN = 4
 _LONGEST_LIST = 1 << 20
 _MOST_CARDS = 1000
+_HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "fumehood"}
 
 
 class _Card(msgspec.Struct):
@@ -37,38 +39,38 @@ class ChatCompletions:
         self._writer = RequestWriter(settings)
         self._patience = Patience(settings.connect_timeout, settings.read_timeout)
         self._long_patience = Patience(settings.connect_timeout, max(settings.read_timeout, _WHOLE_SECONDS))
-        self._base = (settings.base_url or "").rstrip("/")
-        headers = {**settings.headers, "Content-Type": "application/json"}
+        self._address = Address.of(settings.base_url or "")
+        self._headers = {**settings.headers, **_HEADERS}
         self._secrets = list(settings.headers.values())
         if key is not None:
             value = key.reveal()
             bearer = settings.api_key_header.lower() == "authorization"
-            headers[settings.api_key_header] = f"Bearer {value}" if bearer else value
+            self._headers[settings.api_key_header] = f"Bearer {value}" if bearer else value
             self._secrets.append(value)
-        self._completions = Target("POST", f"{self._base}/chat/completions", headers)
-        self._models = Target("GET", f"{self._base}/models", headers)
 
     def __repr__(self) -> str:
-        return f"<ChatCompletions {self._base}>"
+        return f"<ChatCompletions {self._address.name}{self._address.path}>"
 
     async def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         errors = UpstreamErrors(request.model, self._secrets)
         body = self._writer.body(request)
         parser = ChatParser(errors, [spec.name for spec in request.functions])
         patience = self._patience if request.streamed else self._long_patience
-        answer = await self._upstream.request(self._completions, patience, errors, body)
-        del body
-        try:
+        async with self._upstream.request(
+            self._address, "/chat/completions", self._headers, patience, errors, body=body
+        ) as answer:
+            del body
             while not parser.over:
-                piece = await (answer.read_rest(_USAGE_SECONDS) if parser.closing else answer.read())
-                events = parser.feed(piece) if piece else parser.finish()
-                answer.complete = parser.ended
+                events = await self._next(answer, parser)
+                answer.response.complete = parser.ended
                 if events:
                     yield events
             if parser.failure is not None:
                 raise parser.failure
-        finally:
-            await answer.leave()
+
+    async def _next(self, answer: Answer, parser: ChatParser) -> list[AnyModelEvent]:
+        piece = await (answer.read_rest(_USAGE_SECONDS) if parser.closing else answer.read())
+        return parser.feed(piece) if piece else parser.finish()
 
     def check(self, request: ModelRequest) -> None:
         self._writer.messages(request)
@@ -85,11 +87,10 @@ class ChatCompletions:
     async def cards(self) -> Sequence[ModelCard]:
         """The models that the server says it has, as far as one can read it; raises ModelError."""
         errors = UpstreamErrors(self._settings.match, self._secrets)
-        answer = await self._upstream.request(self._models, self._patience, errors)
-        try:
+        async with self._upstream.request(
+            self._address, "/models", self._headers, self._patience, errors
+        ) as answer:
             content = await answer.read_all(_LONGEST_LIST)
-        finally:
-            await answer.leave()
         try:
             cards = msgspec.json.decode(content, type=_Cards, strict=False).data
         except (ValueError, RecursionError) as error:

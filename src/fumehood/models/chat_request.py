@@ -62,6 +62,8 @@ class RequestWriter:
         _add_functions(fields, request)
         self._add_sampling(fields, request.sampling)
         _override(fields, self._settings.extra_body)
+        if not request.streamed:
+            fields.pop("stream_options", None)
         tail = msgspec.json.encode(fields)
         return b"".join([b'{"messages":[', self.messages(request), b"],", tail[1:]])
 

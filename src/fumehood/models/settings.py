@@ -117,7 +117,14 @@ def _check_url(url: str | None) -> None:
     parts = urlsplit(url)
     if parts.username is not None or parts.password is not None:
         raise ValueError("base_url holds a user or a password: give the key in api_key_env instead")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    sendable = url.isascii() and url.isprintable() and " " not in url
+    if (
+        not sendable
+        or parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.query
+        or parts.fragment
+    ):
         raise ValueError(
             f"base_url {url!r} is not the address of a model server: http://HOST:PORT/v1 or https://HOST/v1"
         )

@@ -55,12 +55,8 @@ class UpstreamErrors:
     """Errors of the server behind one model. `secrets` never appear in what is said about it."""
 
     def __init__(self, model: str, secrets: Iterable[str] = ()) -> None:
-        self._model = model
-        self._secrets = secrets
-
-    @property
-    def _server(self) -> str:
-        return f"The server of the model {_sentence(self._model)!r}"
+        self._server = f"The server of the model {_sentence(model)!r}"
+        self._secrets = sorted((secret for secret in secrets if secret), key=len, reverse=True)
 
     def from_status(self, status: int, body: bytes, retry_after: float | None = None) -> ModelError:
         """What an answer other than 200 means."""
@@ -117,7 +113,7 @@ class UpstreamErrors:
 
     def redacted(self, text: str) -> str:
         """What a stranger said, as one short sentence without credentials."""
-        for secret in sorted(filter(None, self._secrets), key=len, reverse=True):
+        for secret in self._secrets:
             text = text.replace(secret, _HIDDEN)
         return _sentence(_CREDENTIAL.sub(_HIDDEN, text[: 10 * _LONGEST_SENTENCE]))
 

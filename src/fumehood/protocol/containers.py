@@ -4,9 +4,11 @@ from typing import Literal
 
 import msgspec
 
+from fumehood.protocol.names import clean_name
 from fumehood.protocol.sandbox import MemoryTier, NetworkDisabled, NetworkPolicy
 
 DATA_DIRECTORY = "/mnt/data"
+_LONGEST_PATH = 4200  # longer than any path in a sandbox
 
 type FileSource = Literal["user", "assistant"]
 
@@ -64,7 +66,7 @@ class ContainerFileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A container file on the wire; `path` is absolute."""
+    """A container file on the wire; `path` is absolute, and fit to be read."""
 
     id: str
     object: Literal["container.file"] = "container.file"
@@ -81,6 +83,6 @@ def file_on_the_wire(record: ContainerFileRecord) -> ContainerFile:
         bytes=record.bytes,
         container_id=record.container_id,
         created_at=int(record.created_at),
-        path=f"{DATA_DIRECTORY}/{record.path}",
+        path=clean_name(f"{DATA_DIRECTORY}/{record.path}", _LONGEST_PATH),
         source=record.source,
     )

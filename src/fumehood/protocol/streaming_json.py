@@ -4,9 +4,9 @@ A model writes the arguments of a call in fragments. Parsing them again with eve
 their length, so each character is looked at once, in runs, and nothing grows but two lists that are joined at the end.
 """
 
-import json
 import re
 from collections.abc import Callable
+from json import decoder
 
 _NOT_SPACE = re.compile(r"[^ \t\n\r]")
 _KEY_OR_END = re.compile(r'["}]')
@@ -18,7 +18,8 @@ _STRING = re.compile(r'[^"\\]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\]*+)*+')
 _CUT_OFF = re.compile(r"(?:\\u[dD][89abAB][0-9a-fA-F]{2})?(?:\\(?:u[0-9a-fA-F]{0,3})?)?")
 _ESCAPE = 6  # characters of \uXXXX
 
-_lenient = json.JSONDecoder(strict=False)
+# In C: the text from a position to the next quotation mark that ends it, and where that was; raises ValueError.
+_read_string: Callable[[str, int, bool], tuple[str, int]] = vars(decoder)["scanstring"]
 
 
 class StringField:
@@ -58,9 +59,11 @@ class StringField:
     def feed(self, fragment: str) -> str:
         """Take the next fragment; what it adds to the string."""
         self._fragments.append(fragment)
-        if self._inside and not self._held and '"' not in fragment and "\\" not in fragment:
-            self._pieces.append(fragment)
-            return fragment
+        if self._inside and not self._held:
+            piece = _whole_piece(fragment)
+            if piece is not None:
+                self._pieces.append(piece)
+                return piece
         text = self._held + fragment
         self._held = ""
         known = len(self._pieces)
@@ -176,9 +179,22 @@ class StringField:
         return len(text)
 
 
+def _whole_piece(fragment: str) -> str | None:
+    """What nearly every fragment is: text without escapes or with simple ones. None for what needs a closer look."""
+    if '"' not in fragment and "\\" not in fragment:
+        return fragment
+    if "\\u" in fragment:
+        return None
+    try:
+        piece, end = _read_string(fragment + '"', 0, False)
+    except ValueError:  # an escape that is cut off, or none
+        return None
+    return piece if end > len(fragment) else None
+
+
 def _unescaped(text: str) -> str:
     """Of whole escapes only; halves of pairs stay as they are."""
-    return _lenient.raw_decode(f'"{text}"')[0] if "\\" in text else text
+    return _read_string(text + '"', 0, False)[0] if "\\" in text else text
 
 
 def _without_halves(text: str) -> str:

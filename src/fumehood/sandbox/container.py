@@ -71,18 +71,29 @@ class House:
     settings: ContainerSettings
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class Living:
-    """A container that somebody in this process holds.
+    """A container as this process knows it.
 
-    record: as it is, or is just being, kept. turn: calls come one after another, so that each finds its own files;
-    across processes the sandbox server sees to their order. users: calls that run or wait.
+    record: how things stand. stored: how the store was last seen; what differs is `mark` and `last_active_at`, which
+        are written now and then, since losing them costs a longer listing and a little of the container's time.
+    turn: calls come one after another, so that each finds its own files; across processes the sandbox server sees to
+        their order. users: calls that run or wait.
     """
 
     record: ContainerRecord
+    stored: ContainerRecord
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     saving: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
+
+    def change(self, **changes: object) -> None:
+        self.record = msgspec.structs.replace(self.record, **changes)
+
+    async def write(self, store: Store) -> None:
+        if (record := self.record) != self.stored:
+            await store.put_container(record)
+            self.stored = record
 
 
 class SandboxContainer:
@@ -92,6 +103,7 @@ class SandboxContainer:
         self._house = house
         self._living = living
         self._found: Sequence[ContainerFileRecord] = ()
+        self._just_opened = True
 
     @property
     def id(self) -> str:
@@ -124,8 +136,9 @@ class SandboxContainer:
     # ---- one sandbox for all calls --------------------------------------------------------------------------------
 
     async def _in_turn(self, request: ExecuteRequest, execution_id: str) -> AsyncGenerator[AnyOutput]:
+        waiting = self._living.turn.locked()
         async with self._living.turn:
-            if not await self._still_runs():
+            if not await self._still_runs(waiting):
                 yield _over("The container has expired.")
                 return
             try:
@@ -161,7 +174,8 @@ class SandboxContainer:
         sandbox = await self._house.provider.attach(ref)
         restored = await self._house.files.restore(record.id, sandbox)
         await self._house.files.settle(record.id, restored)
-        await self._keep(sandbox=ref.id, address=ref.address, incarnation=number, mark=restored.mark)
+        self._living.change(sandbox=ref.id, address=ref.address, incarnation=number, mark=restored.mark)
+        await self._living.write(self._house.store)
         notes = [_NEW_SANDBOX] if number > 1 else []
         if restored.missing:
             notes.append(f"Not to be had any more: {in_words(restored.missing)}.")
@@ -169,14 +183,15 @@ class SandboxContainer:
 
     async def _after(self, sandbox: Sandbox, end: End) -> Sequence[str]:
         """Look for files, note how things stand; what there is to tell."""
-        now = self._house.clock.now()
+        self._living.change(last_active_at=self._house.clock.now())
         if not end.state_kept:
-            await self._keep(sandbox="", address="", mark="", last_active_at=now)
+            self._living.change(sandbox="", address="", mark="")
+            await self._living.write(self._house.store)
             return ()
         if end.status == "lost":  # nobody answers
             return ()
         mark, notes = await self._look(sandbox, self._living.record.mark)
-        await self._keep(mark=mark, last_active_at=now)
+        self._living.change(mark=mark)
         return notes
 
     async def _look(
@@ -197,19 +212,21 @@ class SandboxContainer:
             yield _over("The container has expired.")
             return
         record = self._living.record
-        try:
-            ref = await claimed(self._house, record, f"{record.id}-{secrets.token_hex(4)}")
-        except SandboxError as error:
-            yield not_to_be_had(error)
-            return
+        ref = SandboxRef(f"{record.id}-{secrets.token_hex(4)}")
         released = False
         try:
+            try:
+                ref = await claimed(self._house, record, ref.id)
+            except SandboxError as error:
+                released = True  # there is none
+                yield not_to_be_had(error)
+                return
             async with aclosing(self._in(ref, request, execution_id)) as events:
                 async for event in events:
                     if isinstance(event, End):
                         released = True
                         await release(self._house.provider, ref)
-                        await self._keep(last_active_at=self._house.clock.now())
+                        self._living.change(last_active_at=self._house.clock.now())
                     yield event
         finally:
             if not released:
@@ -238,17 +255,17 @@ class SandboxContainer:
 
     # ---- the record -----------------------------------------------------------------------------------------------
 
-    async def _still_runs(self) -> bool:
-        """Look at the record again: another process may have changed it."""
+    async def _still_runs(self, waited: bool = False) -> bool:
+        """Whether there is a container; where time has passed since it was opened, the record is looked at again."""
+        fresh, self._just_opened = self._just_opened and not waited, False
+        if fresh:
+            return True
         record = await self._house.store.container(self.id)
         if record is None or record.status != "running":
             return False
-        self._living.record = record
+        if record != self._living.stored:  # another process has changed it
+            self._living.record = self._living.stored = record
         return True
-
-    async def _keep(self, **changes: object) -> None:
-        self._living.record = msgspec.structs.replace(self._living.record, **changes)
-        await self._house.store.put_container(self._living.record)
 
 
 async def attached(provider: SandboxProvider, record: ContainerRecord) -> Sandbox | None:

@@ -8,10 +8,10 @@ import hashlib
 import hmac
 import logging
 import secrets
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Self
-from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 _PREFIX = "cntr_"
 _RANDOM_DIGITS = 32
 _SEAL_DIGITS = 16
-_ACTIVE_SECONDS = 60.0  # opening one more often than this does not make it more active
+_ACTIVE_SECONDS = 60.0  # opening one more often than this need not be written down
+_MOST_KNOWN = 4096
 
 
 class SandboxContainers:
@@ -51,7 +52,7 @@ class SandboxContainers:
     ) -> None:
         chosen = settings or ContainerSettings()
         self._house = House(provider, store, KeptFiles(store, blobs, clock, chosen.files), clock, chosen)
-        self._living: WeakValueDictionary[str, Living] = WeakValueDictionary()
+        self._living: OrderedDict[str, Living] = OrderedDict()  # those used last at the end
         self._seal = secrets.token_bytes(32)
         self._beginning = asyncio.Lock()
         self._sweeper: asyncio.Task[None] | None = None
@@ -71,10 +72,13 @@ class SandboxContainers:
             self._sweeper = asyncio.create_task(self._sweep_forever(), name="containers: sweeper")
 
     async def close(self) -> None:
+        """Write down what is not written yet; sandboxes stay."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
             self._sweeper = None
+        for living in list(self._living.values()):
+            await living.write(self._house.store)
 
     # ---- containers -----------------------------------------------------------------------------------------------
 
@@ -104,14 +108,23 @@ class SandboxContainers:
             if not self._was_reserved(container_id):
                 raise
             record = await self._begun(caller, container_id, spec)
-        living = self._living.get(container_id)
-        if living is None:
-            living = self._living[container_id] = Living(record)
+        living = self._known(record)
         now = self._house.clock.now()
-        if now - record.last_active_at > _ACTIVE_SECONDS and not living.users:
-            living.record = msgspec.structs.replace(record, last_active_at=now)
-            await self._house.store.put_container(living.record)
+        if now - living.stored.last_active_at > _ACTIVE_SECONDS and not living.users:
+            living.change(last_active_at=now)
+            await living.write(self._house.store)
         return SandboxContainer(self._house, living)
+
+    def _known(self, record: ContainerRecord) -> Living:
+        """What this process knows of the container, beyond what the store says."""
+        living = self._living.pop(record.id, None)
+        if living is None or (living.stored != record and not living.users):
+            living = Living(record, record)
+        self._living[record.id] = living
+        if len(self._living) > _MOST_KNOWN:
+            idle = next((name for name, one in self._living.items() if not one.users), record.id)
+            del self._living[idle]
+        return living
 
     async def _begun(self, caller: Caller, container_id: str, spec: ContainerSpec) -> ContainerRecord:
         async with self._beginning:  # else several at once could be one too many
@@ -119,9 +132,12 @@ class SandboxContainers:
             if known is not None:
                 return await self.check(caller, container_id)
             running = await self._house.store.containers(caller.tenant, running=True)
-            if len(running) >= self._house.settings.containers_per_tenant:
+            most = self._house.settings.containers_per_tenant
+            if len(running) >= most:
+                running = [record for record in running if not await self._has_expired(record)]
+            if len(running) >= most:
                 raise RateLimited(
-                    f"As many containers are running as are allowed ({len(running)}); "
+                    f"As many containers are running as are allowed ({most}); "
                     "those that nobody uses expire by themselves.",
                     code="container_limit_exceeded",
                 )
@@ -197,8 +213,10 @@ class SandboxContainers:
         living = self._living.get(record.id)
         if living is not None and living.users:
             return False
-        if self._house.clock.now() < record.last_active_at + 60 * record.spec.idle_minutes:
+        active_at = max(record.last_active_at, living.record.last_active_at if living else 0)
+        if self._house.clock.now() < active_at + 60 * record.spec.idle_minutes:
             return False
+        self._living.pop(record.id, None)
         expired = msgspec.structs.replace(record, status="expired", sandbox="", address="", mark="")
         await self._house.store.put_container(expired)
         if record.sandbox:

@@ -25,6 +25,7 @@ import msgspec
 
 from fumehood.interfaces import BlobStore, Clock, Sandbox, Store
 from fumehood.protocol.containers import ContainerFileRecord
+from fumehood.protocol.errors import Unavailable
 from fumehood.protocol.names import clean_name
 from fumehood.protocol.sandbox import FileEntry, FileListing
 from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge
@@ -148,7 +149,7 @@ class KeptFiles:
             size = counted.bytes
         except (FileNotFound, FileRefused):  # not there any more, or not a file any more
             return
-        except TooLarge:
+        except (TooLarge, Unavailable):  # too much for one file, for the container, or for the disk
             harvest.unkept.append(file.path)
         harvest.add(file, size, blob, self._clock.now())
 
@@ -324,9 +325,8 @@ class _Harvest:
     def notes(self) -> list[str]:
         notes: list[str] = []
         if self.unkept:
-            notes.append(
-                f"Too large to be kept when the sandbox ends: {in_words([clean_name(path) for path in self.unkept])}."
-            )
+            names = in_words([clean_name(path) for path in self.unkept])
+            notes.append(f"There is no room to keep these when the sandbox ends: {names}.")
         if self.left_out:
             notes.append(
                 f"{self.left_out} files are not listed: a container has at most {self.limits.files}."

@@ -125,7 +125,8 @@ class App:
 
     async def put_sandbox(self, exchange: Exchange) -> None:
         name = _name(exchange, "id")
-        body = await exchange.body(self._service.settings.request_bytes)
+        settings = self._service.settings
+        body = await exchange.body(settings.request_bytes, settings.request_seconds)
         spec = decode(_decode_spec, body) if body.strip() else SandboxSpec()
         served, new = await self._service.put(name, spec)
         await exchange.answer_json(served.info(), 201 if new else 200)
@@ -147,7 +148,8 @@ class App:
 
     async def execute(self, exchange: Exchange) -> None:
         name = _name(exchange, "id")
-        request = await exchange.read_json(_decode_execute, self._service.settings.request_bytes)
+        settings = self._service.settings
+        request = await exchange.read_json(_decode_execute, settings.request_bytes, settings.request_seconds)
         served = self._service.find_any(name) if request.execution_id else self._service.find(name)
         await self._stream(exchange, served.begin(request))
 
@@ -197,7 +199,10 @@ class App:
         await exchange.answer_json(Interrupted(interrupted=await served.interrupt(execution_id)))
 
     async def execute_once(self, exchange: Exchange) -> None:
-        request = await exchange.read_json(_decode_one_shot, self._service.settings.one_shot_bytes)
+        settings = self._service.settings
+        request = await exchange.read_json(
+            _decode_one_shot, settings.one_shot_bytes, settings.request_seconds
+        )
         work = asyncio.ensure_future(self._service.execute_once(request))
         del request  # it may be large
         watcher = asyncio.ensure_future(exchange.until_left())

@@ -5,6 +5,8 @@ import time
 from fumehood.sandboxd.served import ServedSandbox
 from fumehood.sandboxd.settings import Settings
 
+_LOOK_AFTER = 32
+
 
 class Departed:
     """The newest last; bounded in number, in time, and in the output that is kept of them."""
@@ -12,12 +14,17 @@ class Departed:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._by_name: dict[str, tuple[float, ServedSandbox]] = {}
+        self._kept = self._unlooked = 0
 
     def add(self, served: ServedSandbox) -> None:
         self.forget(served.id)
         self._by_name[served.id] = (time.monotonic(), served)
+        self._kept += served.calls.kept_bytes
+        self._unlooked += 1
         self._sweep()
-        self._trim()
+        # Looking at all of them takes a while. The sum is not exact: a call may end after its sandbox.
+        if self._kept > self._settings.kept_bytes or self._unlooked >= _LOOK_AFTER:
+            self._trim()
 
     def get(self, name: str) -> ServedSandbox | None:
         self._sweep()
@@ -43,3 +50,5 @@ class Departed:
             if room < 0 and served.calls.kept_bytes:
                 room += served.calls.kept_bytes
                 served.calls.forget_all()
+        self._kept = self._settings.kept_bytes - room
+        self._unlooked = 0

@@ -50,6 +50,11 @@ class MethodNotAllowed(RequestRefused):
     status = 405
 
 
+class TookTooLong(RequestRefused):
+    code = "request_timeout"
+    status = 408
+
+
 class Exchange:
     """Made for each request; answers once."""
 
@@ -146,14 +151,21 @@ class Exchange:
             if chunk:
                 yield chunk
 
-    async def body(self, limit: int) -> bytes:
+    async def body(self, limit: int, seconds: float) -> bytes:
+        """All of it; TookTooLong, however steadily it trickles."""
         if not self._unread:
             return b""
-        pieces = [chunk async for chunk in self.chunks(limit)]
+        try:
+            async with asyncio.timeout(seconds):
+                pieces = [chunk async for chunk in self.chunks(limit)]
+        except TimeoutError:
+            raise TookTooLong(
+                f"The body did not arrive within {seconds:g} s; send it again, faster.", param="body"
+            ) from None
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def read_json[T](self, decoder: msgspec.json.Decoder[T], limit: int) -> T:
-        return decode(decoder, await self.body(limit))
+    async def read_json[T](self, decoder: msgspec.json.Decoder[T], limit: int, seconds: float) -> T:
+        return decode(decoder, await self.body(limit, seconds))
 
     async def until_left(self) -> None:
         """Return when the caller has gone away; only after the body was read."""

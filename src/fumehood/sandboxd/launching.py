@@ -64,6 +64,10 @@ class JailProcess:
         lines = self._log.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
+    def forget(self) -> None:
+        """What it has said so far."""
+        self._log.clear()
+
     def _read(self) -> None:
         try:
             chunk = os.read(self._stderr.fileno(), 4096)

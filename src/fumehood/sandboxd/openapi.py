@@ -20,6 +20,7 @@ _ERRORS = {
     401: "No token, or the wrong one.",
     404: "No such sandbox, execution or file.",
     405: "The path does not know this method.",
+    408: "The body took too long to arrive.",
     409: "The id is taken by something else.",
     410: "The sandbox has ended; the message says why.",
     413: "More than a limit allows.",

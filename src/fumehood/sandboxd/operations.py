@@ -89,7 +89,7 @@ OPERATIONS: tuple[Operation, ...] = (
         parameters=(_ID,),
         body=ExecuteRequest,
         answers={200: NDJSON},
-        errors=(404, 409, 410, 413, 429),
+        errors=(404, 408, 409, 410, 413, 429),
     ),
     Operation(
         method="PUT",
@@ -100,7 +100,7 @@ OPERATIONS: tuple[Operation, ...] = (
         body=SandboxSpec,
         body_optional=True,
         answers={201: SandboxInfo, 200: SandboxInfo},
-        errors=(409, 413, 429),
+        errors=(408, 409, 413, 429),
     ),
     Operation(
         method="GET",
@@ -218,7 +218,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Run code in a fresh sandbox that ends with it: files in, output and files out.",
         body=OneShotRequest,
         answers={200: OneShotResponse},
-        errors=(413, 429),
+        errors=(408, 413, 429),
     ),
     Operation(
         method="GET",

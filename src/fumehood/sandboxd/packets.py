@@ -68,6 +68,16 @@ class Packets:
                 os.close(fd)
         self._loop.remove_writer(self._sock.fileno())
 
+    @property
+    def ended(self) -> bool:
+        """Whether the peer is gone, also if nobody has been told yet."""
+        try:
+            return self._closed or self._sock.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def drain(self) -> None:
         """Take what a peer that has ended sent last; there is no more than the socket held."""
         self._read(_PACKETS_AT_THE_END)
@@ -87,6 +97,8 @@ class Packets:
                     body = self._sock.recv(_PACKET_BYTES)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                continue  # told once, of a peer that ended without reading everything; what it said comes after
             except OSError:
                 body = b""
             if not body:

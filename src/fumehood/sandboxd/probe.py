@@ -21,7 +21,7 @@ from pathlib import Path
 
 from fumehood.protocol.sandbox import Mode, Stdout
 from fumehood.protocol.sandbox_errors import SandboxError
-from fumehood.sandboxd import cgroups, disks, seccomp
+from fumehood.sandboxd import cgroups, disks, package_findings, seccomp
 from fumehood.sandboxd.cgroups import CgroupUnavailable
 from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.findings import Finding, Host, Report, State
@@ -461,6 +461,7 @@ async def try_out(settings: Settings) -> list[Finding]:
             findings.append(Finding("sandbox starts", "ok", took))
             findings += await _run_in(sandbox, settings)
             findings += _seen_from_outside(supervisor, settings)
+            findings.append(await package_findings.look(supervisor, settings))
     except IsolationUnavailable as error:
         # Whoever reads this has just run it.
         advice = _REPORT if "fumehood doctor" in error.advice else error.advice

@@ -103,11 +103,11 @@ class LocalSandbox:
         """Why the sandbox is no more, or None while it lives."""
         return self._gone
 
-    def begin(self, plan: str, memory: MemoryTier) -> None:
+    def begin(self, plan: bytes, memory: MemoryTier) -> None:
         """The first things it hears: its first process the plan, its interpreter the limits of its output."""
         disk = self.place.disk
         self.memory = memory
-        self._packets.send(plan.encode(), [] if disk is None else [disk.mount])
+        self._packets.send(plan, [] if disk is None else [disk.mount])
         if disk is not None:
             disk.handed_over()
         self._configure()
@@ -133,12 +133,17 @@ class LocalSandbox:
         """Turn a sandbox that waited into the caller's: what differs from what it began with, and its network."""
         loop = asyncio.get_running_loop()
         problem = None
+        if (
+            self.warm and self._packets.ended
+        ):  # it may have died while it waited, and the word of it is under way
+            self.kill("it ended while it waited")
+            raise SandboxStartFailed("The sandbox ended while it waited.")
         self._access = admit(access, self._listeners, self.id)
         try:
             async with asyncio.timeout(_HAND_OVER):
                 if memory != self.memory:
                     problem = await self._resize(memory)
-                if self.warm or access is not None:  # one that waited has to show that it lives
+                if access is not None:
                     self._configured = loop.create_future()
                     self._configure(access)
                     await self._configured
@@ -185,6 +190,7 @@ class LocalSandbox:
         """End it now, with every process in it; a running call ends as lost."""
         if self._gone is None:
             self._gone = reason
+        self._let_go()
         self._end_processes()
         self._helpers.kill()
         if self._running is not None and not self._running.lost.done():
@@ -212,13 +218,20 @@ class LocalSandbox:
     def release(self) -> None:
         """Close what is open towards the sandbox; the process has ended or is beyond reach."""
         self._packets.close()
+        self._let_go()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _let_go(self) -> None:
+        """Whoever holds the last of these takes the namespaces apart, which takes time: its dying processes do it."""
         self.packages.close()
         if self._access is not None:
             self._access.close()
-        for fd in (self._pidfd, self._data, self._namespace, *self._listeners):
+        for fd in (self._data, self._namespace, *self._listeners):
             if fd >= 0:
                 os.close(fd)
-        self._pidfd = self._data = self._namespace = -1
+        self._data = self._namespace = -1
         self._listeners.clear()
 
     # ---- what zygote and sandbox report -----------------------------------------------------------------------
@@ -235,6 +248,8 @@ class LocalSandbox:
             case "refused":
                 self.kill(event["error"])
                 self.exited(-1)
+            case "unborn":  # its first process is there, and ends now
+                self.kill(event["error"])
             case "resized":
                 if self._resized is not None and not self._resized.done():
                     self._resized.set_result(event["error"])
@@ -302,9 +317,8 @@ class LocalSandbox:
                 self.kill(_NO_DESCRIPTORS)
             case Kind.FAILED if not self._ready:
                 self.kill(message.body.decode(errors="replace"))
-            case Kind.READY if not self._ready and self._data >= 0:
+            case Kind.CONFIGURED if self._data >= 0 and not self._configured.done():
                 self._ready = True
-            case Kind.CONFIGURED if self._ready and not self._configured.done():
                 self._configured.set_result(None)
             case unexpected:
                 raise ProtocolBroken(f"an unsolicited {unexpected.name} message")
@@ -382,15 +396,17 @@ class LocalSandbox:
                 self._running = None
                 execution.append(self._end(execution, failed[0], -1, reason=failed[1]))
                 return
-            kills_before = self._oom_kills()
             self._send(Kind.EXECUTE, execution.call, self._request(execution))
+            kills_before = (
+                self._oom_kills()
+            )  # while the code begins: no process is out of memory as soon as that
             end = await self._outcome(execution, kills_before)
-            if end.state_kept and self._oom_kills() > kills_before:
+            self._noted_oom_kills = self._oom_kills()
+            if end.state_kept and self._noted_oom_kills > kills_before:
                 execution.note(
                     f"A process that the code had started was killed: the sandbox was out of memory ({self.memory})."
                 )
             self._running = None
-            self._noted_oom_kills = self._oom_kills()
             execution.append(end)
 
     def _request(self, execution: Execution) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 from collections.abc import Callable, Coroutine, Generator
@@ -10,7 +11,7 @@ from typing import Any, override
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from fumehood.protocol.sandbox_errors import RequestRefused, to_body
+from fumehood.protocol.sandbox_errors import RequestRefused, SandboxError, TryLater, to_body
 from fumehood.sandboxd import logs
 from fumehood.sandboxd.app import App
 from fumehood.sandboxd.http_exchange import PROTOCOL_HEADER, encode
@@ -48,7 +49,7 @@ class Server:
         self._web = _Web(
             uvicorn.Config(
                 app,
-                http=_Protocol,
+                http=_bounded(settings.connections),
                 ws="none",
                 lifespan="off",
                 interface="asgi3",
@@ -88,6 +89,8 @@ class Server:
         web = asyncio.ensure_future(self._web.serve(sockets=[self._listener.sock]))
         try:
             if await self._unless(self._stop, self.service.start()):
+                gc.collect()
+                gc.freeze()  # what there is now stays, and need not be looked through again and again
                 logs.event("started", where=self._listener.where, mode=self.service.settings.mode)
                 on_ready(self._listener.where)
                 await self._unless(self._stop, asyncio.shield(web))
@@ -130,8 +133,9 @@ class _Web(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Bounds what uvicorn does not: the size of a request's head and the time it takes to arrive."""
+    """Bounds what uvicorn does not: connections, the size of a request's head and the time it takes to arrive."""
 
+    most: int
     _head_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
     _in_head = True
@@ -139,6 +143,10 @@ class _Protocol(HttpToolsProtocol):
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        if len(self.connections) > self.most:
+            error = TryLater(f"{self.most} callers are connected, as many as may be; try again later.")
+            self._end_with(b"429 Too Many Requests\r\nretry-after: 1", error)
+            return
         self._expect_head()
 
     def _expect_head(self) -> None:
@@ -180,10 +188,18 @@ class _Protocol(HttpToolsProtocol):
 
     @override
     def send_400_response(self, msg: str) -> None:
-        logs.event("bad_http", level=logging.DEBUG)
-        body = encode(to_body(RequestRefused(msg)))
+        self._end_with(b"400 Bad Request", RequestRefused(msg))
+
+    def _end_with(self, status: bytes, error: SandboxError) -> None:
+        logs.event("bad_http", level=logging.DEBUG, code=error.code)
+        body = encode(to_body(error))
         self.transport.write(
-            b"HTTP/1.1 400 Bad Request\r\n%s: 1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n%s" % (PROTOCOL_HEADER.encode(), len(body), body)
+            b"HTTP/1.1 %s\r\n%s: 1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n%s" % (status, PROTOCOL_HEADER.encode(), len(body), body)
         )
         self.transport.close()
+
+
+def _bounded(most: int) -> type[_Protocol]:
+    """uvicorn makes the protocols itself, and passes no settings of ours on."""
+    return type("_BoundedProtocol", (_Protocol,), {"most": most})

@@ -133,8 +133,9 @@ class Service:
             raise Unreachable("The sandbox server is stopping and takes no new work.")
 
     def health(self) -> Health:
+        unable = self.state == "ok" and not self.supervisor.can_start
         return Health(
-            status=self.state,
+            status="starting" if unable else self.state,
             mode=self.settings.mode,
             protocol=PROTOCOL_VERSION,
             version=_VERSION,

@@ -54,6 +54,8 @@ class Settings:
     kept_calls, kept_bytes: how many ended executions of one sandbox can still be read, and how large they may be
         together; the last one can always be read.
     departed, departed_seconds: of how many sandboxes that have ended it is remembered why, and for how long.
+    connections: how many callers may be connected at once.
+    request_seconds: how long a JSON body may take to arrive.
     request_bytes, one_shot_bytes: the largest JSON body of a request, and of one to `POST /execute`.
     produced_files, produced_bytes: what `POST /execute` gives back at most of the files that the code wrote.
     egress: whether callers may ask for a network policy with an allow-list; see docs/network.md.
@@ -63,6 +65,7 @@ class Settings:
     egress_hosts: addresses of names that are not looked up.
     egress_ca_file: certificate authorities to trust besides the system's, here and in sandboxes with an allow-list.
     egress_connections, egress_connections_total: at once, of one sandbox and of all.
+    egress_idle_seconds: how long neither side of a connection may send anything.
     egress_bytes: what one sandbox may send and receive in all; None means no bound.
     disks: whether the files of a large tier (16g, 64g) lie on a disk of its own instead of in memory: `auto`, where
         root, loop devices and mkfs.ext4 are to be had; `required` refuses where they are not; `off`.
@@ -111,6 +114,8 @@ class Settings:
     kept_bytes: int = 64 << 20
     departed: int = 1000
     departed_seconds: float = 600.0
+    connections: int = 2048
+    request_seconds: float = 60.0
     request_bytes: int = 8 << 20
     one_shot_bytes: int = 64 << 20
     produced_files: int = 256
@@ -123,6 +128,7 @@ class Settings:
     egress_ca_file: Path | None = None
     egress_connections: int = 32
     egress_connections_total: int = 512
+    egress_idle_seconds: float = 120.0
     egress_bytes: int | None = None
     disks: Disks = "auto"
     disk_dir: Path | None = None

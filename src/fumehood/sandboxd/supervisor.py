@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import os
 import resource
@@ -11,7 +10,7 @@ import socket
 import zlib
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 from fumehood.protocol.sandbox import MemoryTier, SandboxSpec
@@ -161,6 +160,15 @@ class Supervisor:
             await asyncio.sleep(0)  # of tasks that were done already, the loop has to hear as well
         await self._places.close()
 
+    @property
+    def installer(self) -> Installer | None:
+        """Who installs packages; without one, `no_packages` says why."""
+        return self._installer
+
+    @property
+    def no_packages(self) -> str:
+        return self._no_packages
+
     # ---- zygotes ----------------------------------------------------------------------------------------------
 
     def _nursery(self, start: Callable[[], Awaitable[Zygote]]) -> Nursery:
@@ -188,13 +196,28 @@ class Supervisor:
             os.close(fd)
 
     def _zygote_died(self, nursery: Nursery, zygote: Zygote) -> None:
-        """Its sandboxes died with it, by the kernel's doing; the next request starts another one."""
+        """Its sandboxes died with it, by the kernel's doing; another one follows, asked for or not."""
         lost = [sandbox for sandbox in self._live.values() if sandbox.made_by(zygote)]
-        logger.error("The zygote ended; %d sandboxes are lost with it.", len(lost))
+        said = zygote.last_words
+        logger.error(
+            "The zygote ended; %d sandboxes are lost with it.%s", len(lost), said and f" It said: {said}"
+        )
         for sandbox in lost:
             sandbox.exited(-1)
         if self._settings.mode != "pod":
-            self._background(self._refill_after(nursery.restarts.pause()))
+            self._background(self._revive(nursery))
+
+    async def _revive(self, nursery: Nursery) -> None:
+        """Whoever looks at /health, and sends nobody here until it is ok again, must not wait for a first request."""
+        await asyncio.sleep(nursery.restarts.pause())
+        if nursery is not self._bare:
+            try:
+                await nursery.living()
+            except SandboxError as error:
+                logger.error("Another zygote could not be started: %s", error)
+                self._background(self._revive(nursery))
+                return
+        self._refill()
 
     @property
     def zygote(self) -> Zygote:
@@ -203,6 +226,11 @@ class Supervisor:
         if zygote is None:
             raise IsolationUnavailable("No zygote runs.", "Enter the supervisor first.")
         return zygote
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a sandbox could be made now: where no zygote lives, another one has to start first."""
+        return any(shard.zygote is not None and shard.zygote.alive for shard in self._shards)
 
     @property
     def zygote_starts(self) -> int:
@@ -248,7 +276,9 @@ class Supervisor:
         if self._installer is None:
             raise InstallFailed(self._no_packages, param="requirements")
         wanted = requirements.parse(spec.requirements)
-        return await self._installer.provide(wanted, self._installer.base.versions, may_replace=True)
+        return await self._installer.provide(
+            wanted, self._installer.base.versions, may_replace=True, tenant=spec.tenant
+        )
 
     async def _find(self, spec: SandboxSpec, provision: Provision) -> LocalSandbox:
         shard = self._shard_of(spec.tenant)
@@ -288,6 +318,7 @@ class Supervisor:
         try:
             access = None if grant is None else self.egress.access(grant)
             await sandbox.hand_over(spec.memory, access)
+            sandbox.packages.tenant = spec.tenant
             await sandbox.packages.take(provision.share())
         except BaseException:  # whoever asked may have gone away: nobody else would end it
             self._background(sandbox.destroy())
@@ -413,7 +444,8 @@ class Supervisor:
                 plan = self._places.plan(
                     place, memory=order.memory, fresh_interpreter=order.fresh_interpreter
                 )
-                sandbox.begin(json.dumps(asdict(plan)), order.memory)
+                told = plan.particulars() if self._settings.mode == "namespaces" else plan.encode().encode()
+                sandbox.begin(told, order.memory)
                 with joining(place.cgroup) as join:
                     zygote.request({"op": "spawn", "number": number}, [theirs.fileno(), *join])
             undo.pop_all()

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,7 +54,7 @@ class Zygote:
             said = "; ".join(getattr(error, "__notes__", [])) or f"{type(error).__name__}: {error}"
             raise IsolationUnavailable(f"The jail could not be made: {said}.", _ADVICE) from error
         zygote = cls(sock, process)
-        special = {"common": launch.common and asdict(launch.common), "thorough": launch.thorough}
+        special = {"common": launch.common and launch.common._asdict(), "thorough": launch.thorough}
         await zygote._prepare(launch.program, launch.preload, launch.timeout, special)
         if zygote.about.threads != 1:
             # A fork copies one thread only: the locks of the others would stay locked in every sandbox.
@@ -98,6 +98,8 @@ class Zygote:
         except BaseException:
             await self.close()
             raise
+        if self._process is not None:
+            self._process.forget()
 
     @property
     def about(self) -> About:
@@ -107,6 +109,11 @@ class Zygote:
     def pid(self) -> int | None:
         """The outermost process on this host, None where the zygote runs in another container."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def last_words(self) -> str:
+        """What it said last since it was ready: why it ended, if that was its own doing."""
+        return "" if self._process is None else self._process.log_tail()
 
     def request(self, body: dict[str, Any], fds: list[int] | None = None) -> None:
         self._warden.send(json.dumps(body).encode(), fds)

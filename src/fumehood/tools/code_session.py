@@ -100,6 +100,7 @@ class CodeSession:
     def __init__(self, workplace: Workplace, context: CallContext) -> None:
         self._place = workplace
         self._context = context
+        self._index = context.output_index
         self._id = new_id("ci")
         self._field = StringField("code")
         self._output = CodeOutput(workplace.settings.output)
@@ -108,18 +109,17 @@ class CodeSession:
     # ---- while the model writes -----------------------------------------------------------------------------------
 
     def open(self) -> Sequence[StreamEvent]:
-        index = self._context.output_index
         item = CodeInterpreterCall(id=self._id, container_id=self._place.container_id, outputs=[])
         return (
-            ItemAdded(output_index=index, item=item),
-            InterpreterInProgress(item_id=self._id, output_index=index),
+            ItemAdded(output_index=self._index, item=item),
+            InterpreterInProgress(item_id=self._id, output_index=self._index),
         )
 
     def feed(self, arguments: str) -> Sequence[StreamEvent]:
         delta = self._field.feed(arguments)
         if not delta:
             return ()
-        return (CodeDelta(item_id=self._id, output_index=self._context.output_index, delta=delta),)
+        return (CodeDelta(item_id=self._id, output_index=self._index, delta=delta),)
 
     # ---- when it has written --------------------------------------------------------------------------------------
 
@@ -129,8 +129,7 @@ class CodeSession:
         except ValueError as error:
             yield self._failed(f"Nothing ran: {error}.")
             return
-        index = self._context.output_index
-        yield (*self._code_done(), InterpreterInterpreting(item_id=self._id, output_index=index))
+        yield (*self._code_done(), InterpreterInterpreting(item_id=self._id, output_index=self._index))
         try:
             container = await self._place.containers.open(
                 self._context.caller, self._place.container_id, self._place.spec
@@ -193,8 +192,7 @@ class CodeSession:
         if self._code_is_done:
             return ()
         self._code_is_done = True
-        index = self._context.output_index
-        return (CodeDone(item_id=self._id, output_index=index, code=self._field.value or ""),)
+        return (CodeDone(item_id=self._id, output_index=self._index, code=self._field.value or ""),)
 
     def _failed(self, reason: str) -> ToolResult:
         """Of a call that never ran."""
@@ -204,7 +202,7 @@ class CodeSession:
     def _result(self, produced: Produced) -> ToolResult:
         completed = self._output.end is not None and self._output.end.status in _RAN
         kind = InterpreterCompleted if completed else InterpreterFailed
-        last = kind(item_id=self._id, output_index=self._context.output_index)
+        last = kind(item_id=self._id, output_index=self._index)
         return self._settled("completed" if completed else "failed", (*self._code_done(), last), produced)
 
     def _settled(self, status: CallStatus, events: Sequence[StreamEvent], produced: Produced) -> ToolResult:
@@ -224,7 +222,7 @@ class CodeSession:
                 truncated=output.truncated,
             ),
         )
-        done = ItemDone(output_index=self._context.output_index, item=item)
+        done = ItemDone(output_index=self._index, item=item)
         exchange = Exchange(
             call_id=self._context.call_id,
             name=NAME,

@@ -98,7 +98,7 @@ class Gatherer:
     async def _saved(self, figure: Picture) -> ProducedFile | None:
         try:
             record = await self._container.save(f"{_FIGURE}{figure.suffix}", figure.content)
-        except SandboxError:  # there is no room for it
+        except (ApiError, SandboxError):  # there is no room for it
             return None
         return produced_file(record)
 

@@ -148,6 +148,54 @@ async def test_silent_servers(net: Net, hasty: Bounds, monkeypatch: pytest.Monke
     await box.destroy()
 
 
+ASK = "s.sendall(b'GET http://data.test:{plain}/ HTTP/1.1\\r\\nHost: data.test:{plain}\\r\\n\\r\\n')"
+TUNNEL = """
+import ssl
+s.sendall(b'CONNECT secure.test:{secure} HTTP/1.1\\r\\nHost: secure.test:{secure}\\r\\n\\r\\n')
+s.recv(999)
+s = ssl.create_default_context().wrap_socket(s, server_hostname='secure.test')
+"""
+
+
+@pytest.mark.parametrize(
+    ("asks", "gives_up"),
+    [(ASK, "s.close()"), (ASK, "s.shutdown(socket.SHUT_WR)"), (TUNNEL, "s.close()")],
+    ids=["plain", "half", "tunnel"],
+)
+async def test_a_client_that_gave_up_holds_nothing(
+    net: Net, hasty: Bounds, monkeypatch: pytest.MonkeyPatch, asks: str, gives_up: str
+) -> None:
+    """Long before the silence of a server that somebody waits for is too long."""
+    monkeypatch.setattr(net.supervisor.egress, "bounds", replace(hasty, idle_seconds=60, left_seconds=0.1))
+    deaf = asyncio.Event()
+
+    async def handler(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await deaf.wait()
+        writer.close()
+
+    monkeypatch.setattr(net.plain, "handler", handler)
+    monkeypatch.setattr(net.secure, "handler", handler)
+    box = await net.create(PLAIN, SECURE)
+    asked = asks.format(plain=net.plain.port, secure=net.secure.port)
+    outcome = await run(box, f"import socket\ns = socket.create_connection(('127.0.0.1', 3128), 10)\n{asked}")
+    assert outcome.end.status == "ok", outcome
+    await asyncio.sleep(0.5)
+    assert net.supervisor.egress.connections == 1, "who waits is not hurried"
+    await run(box, gives_up)
+    await until(lambda: net.supervisor.egress.connections == 0, 10)
+    await box.destroy()
+    deaf.set()
+
+
+async def test_how_long_a_silence_may_be_is_a_setting(authority: Authority) -> None:
+    async with (
+        Website(handler=never) as site,
+        Supervisor(net_settings(authority, site, egress_idle_seconds=0.4)) as supervisor,
+    ):
+        box = await Net(supervisor, site, site, authority).create(PLAIN)
+        assert "HTTPError 504" in await proxied(box, f"http://{PLAIN}:{site.port}/")
+
+
 async def test_a_life_is_bounded(net: Net, hasty: Bounds, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(net.supervisor.egress, "bounds", replace(hasty, total_seconds=0.5))
     monkeypatch.setattr(net.plain, "handler", endless)

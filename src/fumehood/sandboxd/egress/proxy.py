@@ -57,7 +57,7 @@ class Egress:
 
     def __init__(self, settings: Settings, bounds: Bounds | None = None) -> None:
         self._settings = settings
-        self.bounds = bounds or Bounds()
+        self.bounds = bounds or Bounds(idle_seconds=settings.egress_idle_seconds)
         hosts = {
             normalised(name): str(ipaddress.ip_address(address))
             for name, address in settings.egress_hosts.items()

@@ -1,8 +1,9 @@
 """One connection of a sandbox to its proxy, from the first byte to the last; imports only siblings."""
 
 import asyncio
+import contextlib
 import ssl
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Literal
@@ -70,6 +71,8 @@ class Session:
         self._gate = gate
         self._upstream: Upstream | None = None
         self._clock: asyncio.Timeout | None = None
+        self._next_look: asyncio.TimerHandle | None = None
+        self._quiet = True
         self._sent = self._received = 0
 
     async def run(self) -> None:
@@ -136,7 +139,7 @@ class Session:
             incoming.receive_data(held)
         exchange = Exchange(stream, incoming, upstream, self._moved)
         try:
-            async with asyncio.timeout(self._gate.bounds.idle_seconds) as self._clock:
+            async with self._while_it_moves():
                 await exchange.run(asked)
         except (TimeoutError, Broken, _Spent) as error:
             if isinstance(error, TimeoutError) and not exchange.answered:
@@ -145,7 +148,6 @@ class Session:
             self._report(asked.to, "failed", "broken off")
             raise
         finally:
-            self._clock = None
             if not exchange.upstream_goes_on:
                 self._drop_upstream()
         self._report(asked.to, "allowed")
@@ -210,7 +212,7 @@ class Session:
 
     async def _tunnel(self, server: SocketStream, to: Authority) -> None:
         try:
-            async with asyncio.timeout(self._gate.bounds.idle_seconds) as self._clock:
+            async with self._while_it_moves():
                 await tunnel.join(self._client, server, self._moved)
         finally:
             self._report(to, "allowed")
@@ -248,9 +250,34 @@ class Session:
 
     # ---- counting ---------------------------------------------------------------------------------------------
 
+    @contextlib.asynccontextmanager
+    async def _while_it_moves(self) -> AsyncGenerator[None]:
+        """TimeoutError after a silence, which is shorter once the client has ended its side."""
+        try:
+            async with asyncio.timeout(self._gate.bounds.idle_seconds) as self._clock:
+                self._look_in_a_while()
+                yield
+        finally:
+            self._clock = None
+            if self._next_look is not None:
+                self._next_look.cancel()
+
+    def _look_in_a_while(self) -> None:
+        self._quiet = True
+        self._next_look = asyncio.get_running_loop().call_later(self._gate.bounds.left_seconds, self._look)
+
+    def _look(self) -> None:
+        if self._clock is None:
+            return
+        if self._quiet and self._client.left:
+            self._clock.reschedule(asyncio.get_running_loop().time())
+        else:
+            self._look_in_a_while()
+
     def _moved(self, sent: int, received: int) -> None:
         self._sent += sent
         self._received += received
+        self._quiet = False
         if not self._gate.spend(sent + received):
             raise _Spent
         if self._clock is not None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 CHUNK = 64 * 1024
 _RESET = struct.pack("ii", 1, 0)
+_TCP_CLOSE, _TCP_CLOSE_WAIT = 7, 8  # states in the kernel's tcp_info
 
 
 class Stream(Protocol):
@@ -97,6 +98,12 @@ class SocketStream:
     def ended(self) -> bool:
         """Whether the peer is known to send nothing more."""
         return self._reader.at_eof() or self._writer.is_closing()
+
+    @property
+    def left(self) -> bool:
+        """Whether the peer has ended its side, also with bytes that nobody has read yet."""
+        state = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        return state in (_TCP_CLOSE, _TCP_CLOSE_WAIT)
 
     def close(self) -> None:
         self._writer.transport.abort()

@@ -92,6 +92,7 @@ def _lay_out(trees: Trees) -> bool:
     guest = "/fumehood/sandboxd/inside"
     neutral.append(_overlay("/guest" + guest, layout.GUEST + guest, hidden=set()))
     _etc(trees)
+    _first_process()
     _devices()
     if trees.layers is not None:
         # As bubblewrap bound it, read-only; the zygote takes it out of every sandbox's sight.
@@ -178,6 +179,18 @@ def _etc(trees: Trees) -> None:
         with open(f"{_NEW}/etc/ssl/certs/ca-certificates.crt", "wb") as file:
             file.write(bundle)
         os.symlink("certs/ca-certificates.crt", f"{_NEW}/etc/ssl/cert.pem")
+
+
+def _first_process() -> None:
+    """Where it can be executed, whatever became of its mode when this package was installed."""
+    try:
+        with open(f"/guest/fumehood/sandboxd/inside/first.{os.uname().machine}", "rb") as source:
+            program = source.read()
+    except FileNotFoundError:
+        return
+    with open(_NEW + layout.FIRST, "wb") as file:
+        file.write(program)
+        os.fchmod(file.fileno(), 0o755)
 
 
 def _devices() -> None:

@@ -1,10 +1,11 @@
-"""Serves requests with descriptors and watches the processes it forks; imports only the standard library.
+"""Serves requests with descriptors and watches the processes it forks; imports only siblings.
 
 It knows its children by the supervisor's numbers, never by a name: what this process knows, every later fork
 could read.
 """
 
 import abc
+import contextlib
 import json
 import os
 import selectors
@@ -12,6 +13,8 @@ import signal
 import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
+
+from fumehood.sandboxd.inside import forks
 
 _MAX_REQUEST = 256 * 1024
 _MAX_FDS = 16
@@ -52,13 +55,17 @@ class Parent(abc.ABC):
     def watch(self, number: int, pid: int) -> int:
         """Take note of a child; the pidfd stays ours."""
         pidfd = os.pidfd_open(pid)
+        self.watch_pidfd(number, pid, pidfd)
+        return pidfd
+
+    def watch_pidfd(self, number: int, pid: int, pidfd: int) -> None:
         self._children[number] = (pid, pidfd)
         self._selector.register(pidfd, selectors.EVENT_READ, number)
-        return pidfd
 
     def signal(self, number: int, which: int) -> None:
         if number in self._children:
-            signal.pidfd_send_signal(self._children[number][1], which)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, of which we are about to hear
+                signal.pidfd_send_signal(self._children[number][1], which)
 
     def signal_group(self, number: int, which: int) -> None:
         """To the process group that this child leads; it is not reaped yet, so its number is still its own."""
@@ -72,16 +79,20 @@ class Parent(abc.ABC):
         pid, pidfd = self._children.pop(number)
         self._selector.unregister(pidfd)
         os.close(pidfd)
+        self.ended(number, self.reap(pid))
+
+    def reap(self, pid: int) -> int:
+        """How a child has ended; negative codes are signals."""
         _, status = os.waitpid(pid, 0)
-        self.ended(number, os.waitstatus_to_exitcode(status))
+        return os.waitstatus_to_exitcode(status)
 
     @abc.abstractmethod
     def ended(self, number: int, code: int) -> None:
-        """A child has ended and is reaped; negative codes are signals."""
+        """A child has ended and is reaped."""
 
 
 def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    body, fds, _, _ = socket.recv_fds(source, _MAX_REQUEST, _MAX_FDS)
+    body, fds, _, _ = socket.recv_fds(source, _MAX_REQUEST, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
     if not body:
         os._exit(0)  # the other end is gone, and with this process every sandbox
     return json.loads(body), fds
@@ -103,24 +114,29 @@ def no_stdin() -> None:
 
 
 class ForkElsewhere:
-    """Forks children into other PID namespaces; the process itself stays in its own."""
+    """Forks children into the PID namespaces of others; the process itself stays in its own."""
 
     def __init__(self) -> None:
         self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
 
-    def fork(self, jail: int | None = None) -> int:
-        """As os.fork, into the PID namespace of the process of this pidfd, or into a new one."""
-        if jail is None:
-            os.unshare(os.CLONE_NEWPID)
-        else:
-            os.setns(jail, os.CLONE_NEWPID)
+    def fork(self, first: int) -> int:
+        """As os.fork, into the PID namespace of the process of this pidfd."""
+        os.setns(first, os.CLONE_NEWPID)
         pid = -1
         try:
-            pid = os.fork()
+            pid = forks.plain_fork()
         finally:
             if pid != 0:
                 os.setns(self._own, os.CLONE_NEWPID)
         return pid
+
+
+def no_room(error: OSError) -> str:
+    """What the supervisor is told of a fork that failed."""
+    return (
+        f"no process could be forked for it ({os.strerror(error.errno or 0)}): this host has too few processes or too "
+        "little memory left; end sandboxes, or raise the limits of the server's cgroup and user"
+    )
 
 
 def only_these_fds(fds: list[int]) -> None:

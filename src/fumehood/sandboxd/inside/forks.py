@@ -3,9 +3,10 @@
 Python calls them in each child: `threading` and `logging` renew locks, `random` its state, and so on. In a child of
 the zygote, which has one thread and holds no lock, that is of no use, and it is a third of all pages which such a
 child copies. So they are held back while the zygote imports, and take effect in the sandbox, for the forks of its
-program.
+program. Handlers that libraries have given to the C library cannot be held back; `plain_fork` passes them over.
 """
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +14,26 @@ from typing import Any
 
 _withheld: list[dict[str, Callable[[], Any]]] = []
 _register = os.register_at_fork
+
+
+_python = ctypes.PyDLL(None, use_errno=True)
+_fork: Callable[[], int] | None = getattr(_python, "_Fork", None)  # of glibc 2.34 and later
+
+
+def plain_fork() -> int:
+    """As os.fork, for a process with one thread: what a lock may need in others is left out."""
+    if _fork is None:
+        return os.fork()
+    _python.PyOS_BeforeFork()
+    pid = _fork()
+    if pid == 0:
+        _python.PyOS_AfterFork_Child()
+        return 0
+    number = ctypes.get_errno()
+    _python.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError(number, os.strerror(number))
+    return pid
 
 
 def withhold_hooks() -> None:

@@ -1,53 +1,31 @@
-"""PID 1 of a sandbox with namespaces: builds the jail, lets the interpreter in, reaps; imports only siblings."""
+"""What the first process of a sandbox does, or says, before any code of others; imports only siblings."""
 
-import contextlib
 import os
 import signal
 import socket
 from typing import NoReturn
 
-from fumehood.sandboxd.inside import filters, jail, layout, wire
+from fumehood.sandboxd.inside import children, filters, jail, layout, syscalls, wire
 
 MAX_PLAN = 64 * 1024
-FORKED, FRESH = b"0", b"1"  # what the interpreter is to be
-FINISHED = b"."  # this process has no right left, so code may come
+_CONFIGURATION = os.path.dirname(layout.MATPLOTLIB)
 OOM_SCORE = 800  # so that the kernel chooses sandboxes before anything of the host's
 
 
-def run_jail(program: bytes, channel: socket.socket, door: socket.socket, cgroups: list[int]) -> NoReturn:
-    """PID 1 of a sandbox with namespaces: build them, let the interpreter in through `door`, then only reap."""
+def sleep(program: bytes, undone: int) -> NoReturn:
+    """PID 1 of a sandbox with namespaces, where there is no smaller program for it: give up every right, and sleep."""
     try:
+        children.only_these_fds([undone])
         silence()
-        # Python's handler would end this process; a signal without one cannot come from inside.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        jail.join_cgroups(cgroups)
-        jail.prefer_for_oom(OOM_SCORE)
-        body, disks, _, _ = socket.recv_fds(channel, MAX_PLAN, 1)
-        plan = jail.Plan.decode(body.decode())
-        jail.build_namespaces(plan, disks)
-        _offer_font_list()
-        send_handles(channel, plan)
-        door.send(FRESH if plan.fresh_interpreter else FORKED)
-        jail.limit(plan)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a signal without a handler cannot come from inside
         jail.renounce()
+        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
         filters.install(program)
-        door.send(FINISHED)
-        channel.close()
-        door.close()
-        _reap()
-    except BaseException as error:
-        report(channel, f"{type(error).__name__}: {error}")
-    os._exit(125)
-
-
-def _reap() -> NoReturn:
-    """Whatever loses its parent in here becomes a child of this process; the interpreter itself is the zygote's."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
-    while True:
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        signal.sigwait((signal.SIGCHLD,))
+        os.close(undone)
+        while True:
+            signal.pause()
+    finally:
+        os._exit(125)
 
 
 def silence() -> None:
@@ -76,8 +54,9 @@ def report(channel: socket.socket, text: str) -> None:
         channel.send(packet)
 
 
-def _offer_font_list() -> None:
+def offer_font_list(names: list[str]) -> None:
     """Spare new Python processes the search for fonts: matplotlib looks for its list where it may write."""
-    os.makedirs(layout.MATPLOTLIB)
-    for name in os.listdir(layout.CACHE):
+    os.mkdir(_CONFIGURATION)
+    os.mkdir(layout.MATPLOTLIB)
+    for name in names:
         os.symlink(f"{layout.CACHE}/{name}", f"{layout.MATPLOTLIB}/{name}")

@@ -1,11 +1,12 @@
 """The process in which a sandbox's code runs, from its fork to its first request; imports only siblings."""
 
+import functools
 import os
 import socket
 import sys
 from typing import NoReturn
 
-from fumehood.sandboxd.inside import forks, init, jail, runner, syscalls
+from fumehood.sandboxd.inside import forks, init, jail, layout, runner, syscalls
 
 _GUEST = os.path.dirname(__file__).removesuffix("/fumehood/sandboxd/inside")
 _START_RUNNER = (
@@ -18,34 +19,41 @@ def enter_jail(
     common: jail.Plan,
     program: bytes,
     channel: socket.socket,
-    door: socket.socket,
-    first: int,
+    first_process: tuple[int, int],
     cgroups: list[int],
     prepared: runner.Runner,
 ) -> NoReturn:
-    """The interpreter of a sandbox with namespaces: forked from the zygote while the jail is being built.
+    """The interpreter of a sandbox with namespaces, in a fresh fork of the zygote: builds the jail around itself.
 
     Every page that is touched here is copied, and that is what a start costs: so it does little, and what can be
-    done for all is done in the zygote. `common` is what all plans of this zygote have in common.
+    done for all is done in the zygote. `common` is what all plans of this zygote have in common,
+    `first_process` a pidfd, and a pipe that ends when it is done.
     """
+    first, done = first_process
     try:
         jail.join_cgroups(cgroups)
         jail.prefer_for_oom(init.OOM_SCORE)
-        kind = door.recv(1)
-        if not kind:
-            os._exit(125)  # there is no jail; its builder has told why
         forks.after_fork()
-        jail.enter_namespaces(first)
+        body, disks, _, _ = socket.recv_fds(channel, init.MAX_PLAN, 1, socket.MSG_CMSG_CLOEXEC)
+        plan = common.with_particulars(body)
+        jail.build(plan, first, disks)
         os.close(first)
-        jail.limit(common)
+        init.offer_font_list(cached())
+        init.send_handles(channel, plan)
+        jail.limit(plan)
         jail.renounce()
-        if door.recv(1) != init.FINISHED:
-            os._exit(125)  # its builder could not give up its rights, and has told so
-        door.close()
-        interpret(common, program, channel, prepared, fresh=kind == init.FRESH)
+        os.read(done, 1)  # ends when the first process has no right left, so that code may come
+        os.close(done)
+        interpret(plan, program, channel, prepared, fresh=plan.fresh_interpreter)
     except BaseException as error:
         init.report(channel, f"{type(error).__name__}: {error}")
     os._exit(125)
+
+
+@functools.cache
+def cached() -> list[str]:
+    """What the zygote has prepared by the time it first asks."""
+    return os.listdir(layout.CACHE)
 
 
 def interpret(

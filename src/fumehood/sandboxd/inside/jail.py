@@ -12,19 +12,21 @@ import resource
 import socket
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fumehood.sandboxd.inside import filters, landlock, layout, syscalls
 
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP_RUNNING = 0x1 | 0x40
 _BACKLOG = 64
+NAMESPACES = os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS
 _MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What the supervisor asks for, told to the sandbox's first process over its own channel.
+class Plan(NamedTuple):
+    """What the supervisor asks for, told over the sandbox's own channel.
+
+    With namespaces the zygote has what is common to all, and only the rest is told: see `particulars`.
 
     uid: the sandbox's user in the zygote's user namespace.
     disk: a detached mount came with the plan; it holds the files, and `data_bytes` is for shared memory alone.
@@ -50,6 +52,19 @@ class Plan:
     def decode(cls, body: str) -> "Plan":
         return cls(**json.loads(body))
 
+    def encode(self) -> str:
+        return json.dumps(self._asdict())
+
+    def particulars(self) -> bytes:
+        """In few bytes and without JSON, whose code a sandbox would have to copy while it starts."""
+        return b"%d %d %d %d" % (self.uid, self.data_bytes, self.fresh_interpreter, self.disk)
+
+    def with_particulars(self, body: bytes) -> "Plan":
+        uid, data_bytes, fresh, disk = body.split()
+        return self._replace(
+            uid=int(uid), data_bytes=int(data_bytes), fresh_interpreter=fresh == b"1", disk=disk == b"1"
+        )
+
 
 def join_cgroups(fds: list[int]) -> None:
     for fd in fds:
@@ -68,11 +83,10 @@ def prefer_for_oom(score: int) -> None:
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
 
 
-def build_namespaces(plan: Plan, disks: list[int]) -> None:
-    """Mounts, namespaces and user of a sandbox; afterwards the caller owns a user namespace of its own."""
-    os.unshare(
-        os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS | os.CLONE_NEWCGROUP,
-    )
+def build(plan: Plan, first: int, disks: list[int]) -> None:
+    """Furnish the namespaces of the sandbox's first process and enter them, as an owner of nothing outside."""
+    os.setns(first, NAMESPACES)
+    os.unshare(os.CLONE_NEWCGROUP)  # whose root is where this process has just gone
     _raise_loopback()  # needs the proc that shows more than processes
     if plan.disk:
         _attach_disk(plan, disks)
@@ -81,21 +95,6 @@ def build_namespaces(plan: Plan, disks: list[int]) -> None:
     _mount_proc()
     syscalls.set_hostname(layout.HOSTNAME)
     _become_user(plan.uid)
-
-
-def enter_namespaces(first: int) -> None:
-    """Join those of the sandbox's first process, which is done with building them, as its user."""
-    os.setns(
-        first,
-        os.CLONE_NEWUSER
-        | os.CLONE_NEWNS
-        | os.CLONE_NEWNET
-        | os.CLONE_NEWIPC
-        | os.CLONE_NEWUTS
-        | os.CLONE_NEWCGROUP,
-    )
-    os.setresgid(layout.USER_ID, layout.USER_ID, layout.USER_ID)
-    os.setresuid(layout.USER_ID, layout.USER_ID, layout.USER_ID)
 
 
 def _mount_data(plan: Plan) -> None:
@@ -202,8 +201,8 @@ def limit(plan: Plan) -> None:
         (resource.RLIMIT_STACK, 8 << 20, 64 << 20),
     ):
         _, ceiling = resource.getrlimit(kind)
-        if ceiling != resource.RLIM_INFINITY:
-            soft, hard = min(soft, ceiling), min(hard, ceiling)
+        if ceiling != resource.RLIM_INFINITY and hard > ceiling:
+            soft, hard = min(soft, ceiling), ceiling
         resource.setrlimit(kind, (soft, hard))
 
 

@@ -1,6 +1,7 @@
 """Landlock, the second wall behind the mounts: which trees may be touched; imports only the standard library."""
 
 import os
+import stat
 from collections.abc import Iterable
 
 from fumehood.sandboxd.inside import syscalls
@@ -93,7 +94,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     except FileNotFoundError:
         return
     try:
-        if not os.path.isdir(path):
+        if not stat.S_ISDIR(os.fstat(anchor).st_mode):
             rights &= _FILE_RIGHTS
         syscalls.landlock_allow(ruleset, anchor, rights)
     finally:

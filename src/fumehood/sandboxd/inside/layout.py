@@ -4,6 +4,7 @@ PYTHON = "/opt/python"  # the interpreter's home, unless it is the distribution'
 ENVIRONMENT = "/opt/sandbox"  # the virtual environment that user code sees
 GUEST = "/opt/fumehood/guest"  # this package, for the zygote and the runner only
 PACKAGES = "/opt/packages"  # empty, until a layer of further packages is attached
+FIRST = "/opt/fumehood/first"  # the program that is process 1, where there is one for this machine
 LAYERS = "/opt/fumehood/layers"  # all such layers, for the zygote's helper only
 CACHE = "/opt/fumehood/cache"  # what the zygote prepares at start: matplotlib's font list
 MATPLOTLIB = "/home/user/.config/matplotlib"  # wants to be writable; refers to the cache

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import replace
 from typing import NoReturn
 
 from fumehood.sandboxd.inside import filters, init, interpreter, jail, runner, syscalls
@@ -36,7 +35,7 @@ def _start(plan: jail.Plan, program: bytes, channel: socket.socket, prepared: ru
     if pid == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-        plan = replace(plan, read_only=[*plan.read_only, *_own_trees()])
+        plan = plan._replace(read_only=[*plan.read_only, *_own_trees()])
         interpreter.interpret(plan, program, channel, prepared, fresh=plan.fresh_interpreter)
     channel.close()
     filters.install(program)

@@ -144,7 +144,6 @@ class Runner:
     # --- requests -----------------------------------------------------------------------------------
 
     def _loop_for_ever(self) -> NoReturn:
-        self._output.reply(wire.Kind.READY, b"{}")
         assembler = wire.Assembler(limit=_REQUEST_LIMIT)
         while True:
             try:

@@ -10,10 +10,11 @@ import base64
 import contextlib
 import gc
 import os
+import signal
 import socket
 from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import attach, children, forks, helper, immortal, init, layout, syscalls
+from fumehood.sandboxd.inside import attach, children, forks, helper, immortal, init, jail, layout, syscalls
 
 _ZYGOTE = 0  # the number of the zygote among the children; sandboxes count from 1
 
@@ -85,39 +86,88 @@ class Warden(children.Parent):
         if pid == 0:
             children.only_these_fds(held)
             return True
-        self._helpers.add(number)
-        self.watch(number, pid)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody waits for it
+            self.watch(number, pid)
+            self._helpers.add(number)
         return False
 
 
 class NamespaceWarden(Warden):
-    """Mode `namespaces`: a jail of nested namespaces for each sandbox, into which the zygote forks its interpreter."""
+    """Mode `namespaces`: a jail of nested namespaces for each sandbox, into which the zygote forks its interpreter.
 
-    def __init__(self, control: socket.socket, program: bytes, layers: int, link: socket.socket) -> None:
+    Its first process only sleeps. The kernel reaps for it and for this process, as both ignore SIGCHLD: how a first
+    process ended says nothing anyway, for it can only have been killed.
+    """
+
+    def __init__(
+        self,
+        control: socket.socket,
+        program: bytes,
+        layers: int,
+        link: socket.socket,
+        zygote: tuple[int, int],
+    ) -> None:
         super().__init__(control, program, layers)
         self._link = link
-        self._elsewhere = children.ForkElsewhere()
+        self._has_program = os.path.exists(layout.FIRST)
+        self._zygote = zygote[1]
+        self.watch_pidfd(_ZYGOTE, *zygote)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def spawn(self, number: int, fds: list[int]) -> None:
-        channel, *cgroups = fds
-        inner, outer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with inner, outer:
-            try:
-                pid = self._elsewhere.fork()
-            except OSError as error:
-                self.report({"event": "refused", "number": number, "error": f"fork: {error}"})
-                return
-            if pid == 0:
-                children.only_these_fds([*fds, inner.fileno()])
-                init.run_jail(self.program, socket.socket(fileno=channel), inner, cgroups)
-            pidfd = self.watch(number, pid)
-            children.send(self._link, {"number": number}, [channel, outer.fileno(), pidfd, *cgroups])
-        self.report({"event": "spawned", "number": number}, [pidfd])
+        done, undone = os.pipe2(os.O_CLOEXEC)
+        try:
+            pid, pidfd = self._start_first(undone)
+            self.watch_pidfd(number, pid, pidfd)
+            children.send(self._link, {"number": number}, [fds[0], pidfd, done, *fds[1:]])
+            self.report({"event": "spawned", "number": number}, [pidfd])
+        except ProcessLookupError:
+            self.report({"event": "refused", "number": number, "error": "its first process was killed"})
+        except OSError as error:
+            self.report({"event": "refused", "number": number, "error": children.no_room(error)})
+        finally:
+            os.close(done)
+            os.close(undone)
+
+    def _start_first(self, undone: int) -> tuple[int, int]:
+        """In new namespaces, from which this process returns to those of the zygote, its own.
+
+        The first process closes `undone` when it has given up its rights.
+        """
+        namespaces = jail.NAMESPACES | os.CLONE_NEWPID
+        os.unshare(namespaces)
+        pid = -1
+        try:
+            if self._has_program:
+                pid = os.posix_spawn(layout.FIRST, ["init"], {}, file_actions=[_third(undone)])
+            else:
+                pid = forks.plain_fork()
+        finally:
+            if pid != 0:
+                self._return(namespaces)
+        if pid == 0:
+            init.sleep(self.program, undone)
+        return pid, os.pidfd_open(pid)
+
+    def _return(self, namespaces: int) -> None:
+        try:
+            os.setns(self._zygote, namespaces)
+        except OSError:
+            os._exit(1)  # the zygote has ended, and this process ends with it
+
+    def reap(self, pid: int) -> int:
+        del pid
+        return -signal.SIGKILL
 
     def ended(self, number: int, code: int) -> None:
         if number == _ZYGOTE:
             os._exit(1)
         super().ended(number, code)
+
+
+def _third(fd: int) -> tuple[int, int, int]:
+    """Where the first process expects it."""
+    return os.POSIX_SPAWN_DUP2, fd, 3
 
 
 def _withdraw_layers() -> int:
@@ -171,6 +221,4 @@ def main(control_fd: int) -> NoReturn:
     gc.disable()  # a collection in a fork would touch, and so copy, every object there is
     immortal.make_immortal()
     gc.freeze()
-    warden = NamespaceWarden(control, program, layers, link)
-    warden.watch(_ZYGOTE, pid)
-    warden.serve()
+    NamespaceWarden(control, program, layers, link, (pid, os.pidfd_open(pid))).serve()

@@ -30,8 +30,7 @@ class Kind(enum.IntEnum):
     FAILED = 14  # UTF-8 text: the jail could not be built, nothing ran
     JAILED = 15  # carries fds: the data directory, the mount namespace, the listeners of `namespaces`
     # runner -> supervisor
-    READY = 16  # JSON, once
-    CONFIGURED = 17
+    CONFIGURED = 17  # each time; the first one says that the sandbox has started
     STDOUT = 18  # UTF-8 text
     STDERR = 19  # UTF-8 text
     DISPLAY = 20  # JSON {mime type: text or base64}

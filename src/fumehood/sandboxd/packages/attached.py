@@ -40,6 +40,7 @@ class SandboxPackages:
         self._attaching = asyncio.Lock()
         self._pip: PipService | None = None
         self._closed = False
+        self.tenant = ""  # on whose account more is built
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -57,7 +58,7 @@ class SandboxPackages:
             if not missing:
                 return []
             say(f"installing {_few(missing)}")
-            provision = await self._installer.provide(wanted, present, may_replace=False)
+            provision = await self._installer.provide(wanted, present, may_replace=False, tenant=self.tenant)
             # Whoever stops waiting here does not leave a layer behind that is attached and not held.
             await asyncio.shield(self.take(provision))
             if provision.pins:

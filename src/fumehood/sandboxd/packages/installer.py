@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fumehood.protocol.sandbox_errors import InstallFailed
@@ -17,12 +17,14 @@ from fumehood.sandboxd.packages.jail import TookTooLong, TookTooMuch
 from fumehood.sandboxd.packages.resolving import Resolver, Unresolved
 from fumehood.sandboxd.packages.store import Layer, Pin, Request, Store
 from fumehood.sandboxd.packages.trees import UnfitTree
+from fumehood.sandboxd.packages.turns import Turns
 
 logger = logging.getLogger(__name__)
 
 _FRESH_SECONDS = 24 * 3600  # for so long a request leads to the same versions without asking the index
-_AT_ONCE = 2
+_AT_ONCE, _OF_ONE_TENANT = 3, 2
 _POLL = 0.05
+_SMALL = "iniconfig"  # on most indexes, and not among the usual packages of sandboxes
 _NEW_CONTAINER = "A new container is needed for other versions."
 
 
@@ -83,7 +85,7 @@ class Installer:
         self.base = resolver.base
         self._resolver = resolver
         self._builds: dict[str, _Build] = {}
-        self._at_once = asyncio.Semaphore(_AT_ONCE)
+        self._turns = Turns(_AT_ONCE, _OF_ONE_TENANT)
 
     async def close(self) -> None:
         tasks = [build.task for build in self._builds.values()]
@@ -92,11 +94,12 @@ class Installer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def provide(
-        self, wanted: Sequence[str], present: Mapping[str, str], *, may_replace: bool
+        self, wanted: Sequence[str], present: Mapping[str, str], *, may_replace: bool, tenant: str = ""
     ) -> Provision:
         """A layer with what is missing for these requirements, already parsed; raises InstallFailed.
 
         may_replace: other versions than the present ones may be taken where nothing else will do.
+        tenant: on whose account it is built, if nobody else is having it built already.
         """
         if not requirements.unmet(wanted, present):
             return NOTHING
@@ -110,20 +113,38 @@ class Installer:
         key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
         build = self._builds.get(key)
         if build is None:
-            task = asyncio.create_task(self._build(key, wanted, present, may_replace=may_replace))
+            work = self._build(key, wanted, present, may_replace=may_replace, tenant=tenant)
+            task = asyncio.create_task(work)
             build = self._builds[key] = _Build(task)
             task.add_done_callback(lambda _: self._builds.pop(key, None))
         return await build.share()
 
+    async def reach_index(self, seconds: float) -> None:
+        """Ask the index for something small; raises InstallFailed that says why nothing new can be had.
+
+        An index that does not have it has answered all the same.
+        """
+        jail = replace(self._resolver.jail, timeout=seconds)
+        try:
+            async with self._staging() as staging:
+                await Resolver(jail, self.base).resolve([_SMALL], {}, staging, fixed=False, offline=False)
+        except Unresolved as problem:
+            if not resolving.is_unknown(problem.said):
+                raise self._explained([_SMALL], problem.said) from None
+        except TookTooLong:
+            raise _failed([_SMALL], f"the package index did not answer within {seconds:g} s") from None
+        except (TookTooMuch, OSError) as error:
+            raise _failed([_SMALL], f"the server could not try: {error or 'no space is left'}") from error
+
     async def _build(
-        self, key: str, wanted: Sequence[str], present: Mapping[str, str], *, may_replace: bool
+        self, key: str, wanted: Sequence[str], present: Mapping[str, str], *, may_replace: bool, tenant: str
     ) -> Provision:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 await self._turn(key, stack)
                 if found := self._recall(key, fresh=True):
                     return found
-                async with self._at_once:
+                async with self._turns.place(tenant):
                     staging = await stack.enter_async_context(self._staging())
                     return await self._make(key, wanted, present, staging, may_replace=may_replace)
         except (TookTooLong, TimeoutError):

@@ -121,6 +121,11 @@ def read_pins(text: str) -> list[Pin]:
     return sorted(pins)
 
 
+def is_unknown(said: str) -> bool:
+    """Whether an index answered that it has no such package."""
+    return bool(_UNKNOWN.search(said[:_MOST_READ]))
+
+
 def explain(said: str) -> str:
     """uv's error as one sentence for whoever asked; quoted only where nothing simpler is known."""
     said = said[:_MOST_READ]

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -99,6 +99,11 @@ class Store:
             os.chown(path, uid, uid)
         return path
 
+    def kept(self) -> tuple[int, int]:
+        """How many layers there are, and their bytes."""
+        sizes = [manifest.bytes for _, manifest, _ in self._manifests()]
+        return len(sizes), sum(sizes)
+
     # ---- work in progress -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -174,13 +179,7 @@ class Store:
 
     def evict(self) -> list[str]:
         """Remove the least recently used layers that nobody holds until all are within the bound."""
-        found: list[tuple[float, int, str]] = []
-        for path in (self.path / "manifests").glob("*.json"):
-            try:
-                manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-                found.append((path.stat().st_mtime, manifest.bytes, path.stem))
-            except (OSError, msgspec.MsgspecError):
-                continue
+        found = [(used, manifest.bytes, key) for used, manifest, key in self._manifests()]
         total = sum(size for _, size, _ in found)
         gone: list[str] = []
         for _, size, key in sorted(found):
@@ -191,6 +190,13 @@ class Store:
                 gone.append(key)
         self._forget_requests()
         return gone
+
+    def _manifests(self) -> Iterator[tuple[float, Manifest, str]]:
+        """When a layer was last used, what it is, and its key."""
+        for path in (self.path / "manifests").glob("*.json"):
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+                yield path.stat().st_mtime, manifest, path.stem
 
     def _evict_one(self, key: str) -> bool:
         path = self.layers / key

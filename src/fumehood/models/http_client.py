@@ -1,0 +1,413 @@
+"""A small HTTP/1.1 client made for streams of many small events; imports httptools and the standard library.
+
+HttpTrouble
+├── NotConnected     no connection came about
+├── Broken           the connection ended before the answer did
+├── Silent           nothing came for longer than one waits
+└── NotHttp          what came is no HTTP
+
+One task reads an answer, and gets all that has come since it last asked. There are no redirects, no proxies, no
+cookies and no compression: a model server has no use for them, and each is a way for a key to get lost.
+"""
+
+import asyncio
+import os
+import socket
+import ssl
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from functools import cached_property
+from typing import NamedTuple, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+# Less than servers keep an idle connection, which is five seconds for many: else one is used while it is being closed.
+_KEEP_ALIVE_SECONDS = 4.0
+_MOST_CONNECTIONS = 1024
+_MOST_IDLE = 256  # of one server
+_LONGEST_HEAD = 1 << 16
+_HIGH_WATER = 1 << 20
+_DRAIN_SECONDS = 1.0
+
+
+class HttpTrouble(Exception):
+    """The answer cannot be had, or cannot go on."""
+
+
+class NotConnected(HttpTrouble):
+    """Its text says why, without naming an address."""
+
+
+class Broken(HttpTrouble):
+    pass
+
+
+class Silent(HttpTrouble):
+    pass
+
+
+class NotHttp(HttpTrouble):
+    pass
+
+
+class Patience(NamedTuple):
+    """In seconds: until there is a connection, and how long the server may be silent."""
+
+    connect: float
+    silence: float
+
+
+class Address(NamedTuple):
+    """Where a server is, and what requests to it begin with."""
+
+    secure: bool
+    host: str
+    port: int
+    name: str
+    path: str
+
+    @classmethod
+    def of(cls, url: str) -> "Address":
+        """Of an http(s) URL without query; raises ValueError."""
+        parts = urlsplit(url)
+        secure = parts.scheme == "https"
+        host = parts.hostname or ""
+        name = parts.netloc.rpartition("@")[2]
+        return cls(secure, host, parts.port or (443 if secure else 80), name, parts.path.rstrip("/"))
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: an asyncio protocol, and the callbacks of the parser."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._silence = 0.0
+        self._heard = 0.0
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._paused = False
+        self._trouble: HttpTrouble | None = None
+        self._keeps_alive = False
+        self.used = False
+        self.idle_since = 0.0
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self._head_bytes = 0
+        self._in_body = False
+        self._by_end = False  # the body ends with the connection
+        self.complete = False
+
+    # ---- for whoever asks -------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def answered(self) -> bool:
+        """Whether anything has come."""
+        return self._head_bytes > 0
+
+    def send(self, head: bytes, body: bytes, silence: float) -> None:
+        """Begin an exchange."""
+        if self._transport is None:
+            raise Broken
+        self._parser = httptools.HttpResponseParser(self)
+        self._parts, self._size = [], 0
+        self._head_bytes, self._in_body, self._by_end = 0, False, False
+        self.headers = {}
+        self.complete = self._keeps_alive = False
+        self._silence = silence
+        self._heard = self._loop.time()
+        self._timer = self._loop.call_later(silence, self._check_silence)
+        self._transport.writelines([head, body])
+
+    async def read_head(self) -> None:
+        """Until status and headers are there; raises HttpTrouble."""
+        while not self._in_body:
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """All of the body that has come since the last time, at least something; nothing at the end. Raises
+        HttpTrouble.
+        """
+        while not self._parts:
+            if self.complete:
+                return b""
+            await self._wait()
+        parts, self._parts = self._parts, []
+        self._size = 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def end(self) -> bool:
+        """The exchange is over; whether the connection may be used again."""
+        if self._timer is not None:
+            self._timer.cancel()
+        reusable = self.complete and self._keeps_alive and not self._parts and self.is_open
+        self._parser = None
+        self.used = True
+        self.idle_since = self._loop.time()
+        return reusable
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _wait(self) -> None:
+        if self._trouble is not None:
+            raise self._trouble
+        self._heard = self._loop.time()
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, trouble: HttpTrouble) -> None:
+        if self._trouble is None and not self.complete:
+            self._trouble = trouble
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_exception(trouble)
+        self.abort()
+
+    def _check_silence(self) -> None:
+        """One timer for a whole answer: it looks when something was last heard, and goes on waiting for the rest."""
+        left = self._heard + self._silence - self._loop.time()
+        if self._waiter is not None and left <= 0.001:
+            self._fail(Silent())
+        else:
+            wait = left if self._waiter is not None else self._silence
+            self._timer = self._loop.call_later(wait, self._check_silence)
+
+    # ---- asyncio.Protocol -------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None:
+            self.abort()  # nobody asked
+            return
+        self._heard = self._loop.time()
+        if not self._in_body:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._fail(NotHttp())
+            return
+        if not self._in_body and self._head_bytes > _LONGEST_HEAD:
+            self._fail(NotHttp())
+            return
+        self._wake()
+        if self._size > _HIGH_WATER and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._in_body and self._by_end and exc is None:
+            self.complete = True
+            self._wake()
+        self._fail(Broken())
+        self._transport = None
+
+    # ---- callbacks of the parser ------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            self._keeps_alive = False  # an answer that nobody asked for
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        parser = self._parser
+        if parser is None or self.complete:
+            return
+        self.status = parser.get_status_code()
+        if self.status < 200:
+            self.headers.clear()
+            return
+        self._in_body = True
+        self._keeps_alive = parser.should_keep_alive()
+        self._by_end = b"content-length" not in self.headers and b"transfer-encoding" not in self.headers
+
+    def on_body(self, body: bytes) -> None:
+        if not self.complete:
+            self._parts.append(body)
+            self._size += len(body)
+
+    def on_message_complete(self) -> None:
+        if self._in_body:
+            self.complete = True
+
+
+class HttpAnswer:
+    """An answer whose body is still coming.
+
+    complete: set it where nothing of interest is to come: then the end of the body is waited for, for a moment, and
+        the connection lives on.
+    """
+
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+        self.status = connection.status
+        self.read = connection.read
+        self.complete = False
+
+    def header(self, name: str) -> str:
+        """Empty if there is none."""
+        return self._connection.headers.get(name.lower().encode(), b"").decode("latin-1")
+
+
+class HttpClient:
+    """Connections to any number of servers, kept alive between requests."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[bool, str, int], list[_Connection]] = {}
+        self._all: set[_Connection] = set()
+        self._free = asyncio.Semaphore(_MOST_CONNECTIONS)
+        self._closed = False
+
+    async def close(self) -> None:
+        self._closed = True
+        for connection in self._all:
+            connection.abort()
+        self._idle.clear()
+        await asyncio.sleep(0)  # lets the transports go
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        return ssl.create_default_context()
+
+    @asynccontextmanager
+    async def request(
+        self,
+        address: Address,
+        path: str,
+        headers: Mapping[str, str],
+        patience: Patience,
+        body: bytes | None = None,
+    ) -> AsyncGenerator[HttpAnswer]:
+        """A POST with that body, or a GET; its answer, whatever its status. Raises HttpTrouble. Leaving it before its
+        end closes the connection, which is how a server learns that nobody wants the rest.
+        """
+        head = _head(address, path, headers, body)
+        connection = await self._answering(address, head, body or b"", patience)
+        answer = HttpAnswer(connection)
+        try:
+            yield answer
+        finally:
+            if answer.complete and not connection.complete:
+                await _drained(connection)
+            self._give_back(address, connection)
+
+    async def _answering(self, address: Address, head: bytes, body: bytes, patience: Patience) -> _Connection:
+        """A connection on which the head of the answer has come."""
+        while True:
+            connection = self._take(address) or await self._connect(address, patience.connect)
+            try:
+                connection.send(head, body, patience.silence)
+                await connection.read_head()
+                return connection
+            except Broken:
+                again = connection.used and not connection.answered
+                self._give_back(address, connection)
+                if not again:  # else the server had closed it while it was idle
+                    raise
+            except BaseException:
+                self._give_back(address, connection)
+                raise
+
+    def _take(self, address: Address) -> _Connection | None:
+        if self._closed:
+            raise NotConnected("the gateway is closing its connections")
+        idle = self._idle.get(address[:3])
+        while idle:
+            connection = idle.pop()
+            fresh = asyncio.get_running_loop().time() - connection.idle_since < _KEEP_ALIVE_SECONDS
+            if fresh and connection.is_open:
+                return connection
+            self._drop(connection)
+        return None
+
+    async def _connect(self, address: Address, seconds: float) -> _Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(seconds):
+                self._make_room()
+                await self._free.acquire()
+                try:
+                    _, connection = await loop.create_connection(
+                        _Connection, address.host, address.port, ssl=self._tls if address.secure else None
+                    )
+                except BaseException:
+                    self._free.release()
+                    raise
+        except TimeoutError:
+            raise NotConnected(f"no connection within {seconds:g} s") from None
+        except (OSError, ValueError) as error:
+            raise NotConnected(_reason(error)) from error
+        self._all.add(connection)
+        return connection
+
+    def _make_room(self) -> None:
+        """What is idle gives way to what is needed."""
+        if self._free.locked():
+            for idle in self._idle.values():
+                while idle:
+                    self._drop(idle.pop())
+
+    def _give_back(self, address: Address, connection: _Connection) -> None:
+        idle = self._idle.setdefault(address[:3], [])
+        if connection.end() and not self._closed and len(idle) < _MOST_IDLE:
+            idle.append(connection)
+        else:
+            self._drop(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        connection.abort()
+        self._all.discard(connection)
+        self._free.release()
+
+
+def _head(address: Address, path: str, headers: Mapping[str, str], body: bytes | None) -> bytes:
+    lines = [f"{'GET' if body is None else 'POST'} {address.path}{path} HTTP/1.1", f"Host: {address.name}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    if body is not None:
+        lines.append(f"Content-Length: {len(body)}")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+async def _drained(connection: _Connection) -> None:
+    try:
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            await connection.read()
+    except (HttpTrouble, TimeoutError):
+        pass
+
+
+def _reason(error: Exception) -> str:
+    match error:
+        case ssl.SSLCertVerificationError():
+            return "its certificate is not to be trusted"
+        case ssl.SSLError():
+            return "it does not speak TLS as it should"
+        case socket.gaierror():
+            return "its name is not known"
+        case OSError() if error.errno and error.errno > 0:
+            return os.strerror(error.errno)
+        case _:
+            return "no connection could be made"
