@@ -331,6 +331,8 @@ def _interpreter_problems(settings: CodeInterpreterSettings) -> Iterator[str]:
 
 
 def _url_problems(setting: str, url: str) -> Iterator[str]:
+    if url.startswith("unix:/"):
+        return
     try:
         parts = urlsplit(url)
         ported = parts.port is None or parts.port > 0

@@ -1,11 +1,12 @@
 """Puts a gateway together from its configuration, and takes it apart again; imports everything below it."""
 
 import asyncio
+import contextlib
 import logging
-import os
 import socket
+import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,23 @@ from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRuns
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.auth import Everybody
+from fumehood.gateway.metrics import Metrics
+from fumehood.gateway.request_log import RequestLines, RequestLog, to_logging
 from fumehood.gateway.server import Server
-from fumehood.interfaces import BlobStore, Clock, Containers, HostedTool, Runs, SandboxProvider, Store
+from fumehood.interfaces import (
+    BlobStore,
+    Clock,
+    Containers,
+    HostedTool,
+    ModelBackend,
+    Models,
+    Runs,
+    SandboxProvider,
+    Store,
+)
 from fumehood.models.registry import open_models
 from fumehood.protocol.folding import OUTPUTS
+from fumehood.protocol.models import AnyModelEvent, ModelRequest
 from fumehood.protocol.sandbox_errors import SandboxError
 from fumehood.sandbox.container import ContainerSettings
 from fumehood.sandbox.containers import SandboxContainers
@@ -66,13 +80,23 @@ async def serve(
     config: Config, environ: Mapping[str, str], sock: socket.socket, on_ready: Callable[[], None]
 ) -> None:
     """Until a signal comes; raises Misconfigured, CannotServe."""
-    async with assembled(config, environ) as parts:
+    lines = RequestLines(_to_standard_error, config.telemetry.log_format)
+    async with assembled(config, environ, lines) as parts:
         server = Server(parts.gateway, sock, lambda: parts.runs.drain(config.server.grace))
         await server.run(on_ready)
+    lines.flush()
+
+
+def _to_standard_error(lines: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        sys.stderr.write(lines)
+        sys.stderr.flush()
 
 
 @asynccontextmanager
-async def assembled(config: Config, environ: Mapping[str, str]) -> AsyncGenerator[Assembled]:
+async def assembled(
+    config: Config, environ: Mapping[str, str], log: RequestLog = to_logging
+) -> AsyncGenerator[Assembled]:
     """Everything that the configuration asks for, until the block is left; then it is closed, last things first.
 
     Raises Misconfigured, CannotServe.
@@ -86,10 +110,11 @@ async def assembled(config: Config, environ: Mapping[str, str]) -> AsyncGenerato
         except ValueError as error:
             raise Misconfigured(f"models: {error}.") from None
         stack.push_async_callback(models.close)
+        metrics = Metrics()
         containers, tools = await _interpreter(config, environ, store, blobs, clock, stack)
         limits = config.limits
         runs = EngineRuns(
-            models,
+            _CountedModels(models, metrics),
             tools,
             store,
             clock,
@@ -104,12 +129,41 @@ async def assembled(config: Config, environ: Mapping[str, str]) -> AsyncGenerato
             models=models,
             containers=containers,
             callers=Everybody(config.server.hosts),
+            metrics=metrics,
+            log=log,
             body_bytes=limits.body_bytes,
             concurrent=limits.concurrent,
             always_include=(OUTPUTS,) if always else (),
             show_metrics=config.telemetry.metrics,
         )
         yield Assembled(gateway, runs)
+
+
+class _CountedModels:
+    """`Models` whose turns are counted."""
+
+    def __init__(self, models: Models, metrics: Metrics) -> None:
+        self._models = models
+        self._metrics = metrics
+        self.cards = models.cards
+        self.close = models.close
+
+    def backend(self, model: str) -> ModelBackend:
+        return _CountedBackend(self._models.backend(model), self._metrics)
+
+
+class _CountedBackend:
+    def __init__(self, backend: ModelBackend, metrics: Metrics) -> None:
+        self._backend = backend
+        self._metrics = metrics
+        self.check = backend.check
+        self.count = backend.count
+        self.profile = backend.profile
+        self.close = backend.close
+
+    def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+        self._metrics.turns += 1
+        return self._backend.stream(request)
 
 
 async def _store(config: Config, stack: AsyncExitStack) -> SqliteStore:
@@ -181,7 +235,7 @@ async def _sandboxes(
         remote = RemoteSandboxes(settings.sandbox_url, token=token)
         stack.push_async_callback(remote.close)
         return remote
-    local = LocalSandboxes(_local_settings(settings))
+    local = LocalSandboxes(_local_settings(settings, environ))
     stack.push_async_callback(local.close)
     if start:
         try:
@@ -191,11 +245,8 @@ async def _sandboxes(
     return local
 
 
-def _local_settings(settings: CodeInterpreterSettings) -> LocalSettings:
-    variables: dict[str, str] = {}
-    for name in ("FUMEHOOD_INDEX_URL",):  # where packages come from; it may hold a password
-        if name in os.environ:
-            variables[name] = os.environ[name]
+def _local_settings(settings: CodeInterpreterSettings, environ: Mapping[str, str]) -> LocalSettings:
+    variables = {name: value for name, value in environ.items() if _is_for_sandboxes(name)}
     if settings.allowed_domains:
         variables["FUMEHOOD_SANDBOX_EGRESS"] = "allowlist"
         if "*" not in settings.allowed_domains:
@@ -210,3 +261,10 @@ def _local_settings(settings: CodeInterpreterSettings) -> LocalSettings:
         else ("--config", str(Path(settings.sandbox_config).absolute())),
         environment=variables,
     )
+
+
+def _is_for_sandboxes(variable: str) -> bool:
+    """Whether the sandbox server may know it: its settings, and where packages come from, which may hold a password."""
+    if variable.startswith("FUMEHOOD_SANDBOX_"):
+        return variable not in ("FUMEHOOD_SANDBOX_TOKEN", "FUMEHOOD_SANDBOX_CONFIG")
+    return variable in ("FUMEHOOD_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")

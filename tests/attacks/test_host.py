@@ -9,6 +9,7 @@ from textwrap import dedent
 
 import pytest
 
+from fumehood.sandboxd.inside import layout
 from tests.attacks.conftest import Host
 from tests.support.client import PROJECT, SandboxClient
 
@@ -154,7 +155,7 @@ def test_proc_has_processes_only(box: SandboxClient) -> None:
 
 WALK = """
     import stat
-    accepted, refusals, seen = [], {}, 0
+    accepted, refusals, seen, busy = [], {}, 0, set()
     token = f".attack-{os.getpid()}"
     for top, directories, files in os.walk("/", followlinks=False):
         if top.startswith("/proc/") or top.count("/") > 5:
@@ -180,17 +181,21 @@ WALK = """
                         accepted.append(path)
                 except OSError as error:
                     refusals[name_of(error.errno)] = refusals.get(name_of(error.errno), 0) + 1
-    report([sorted(set(accepted)), refusals, seen])
+                    if error.errno == errno.ETXTBSY: busy.add(path)
+    changes = {path: [call(269, -100, path.encode(), os.W_OK), attempt(os.chmod, path, 0o777)] for path in busy}
+    report([sorted(set(accepted)), refusals, seen, changes])
 """
 
 
 def test_only_the_four_places_can_be_written(box: SandboxClient) -> None:
-    accepted, refusals, seen = box.ask(dedent(WALK), timeout=120)
+    accepted, refusals, seen, busy = box.ask(dedent(WALK), timeout=120)
     assert set(accepted) >= WRITABLE
     assert [path for path in accepted if not path.startswith(tuple(WRITABLE))] == []
     assert seen > 200
-    # The last is said of the program that is init, before it is looked at whether it may be written.
+    # The last is said of the program that is init, before it is looked at whether it may be written: it may not.
     assert set(refusals) <= {"EROFS", "EACCES", "EPERM", "EXDEV", "ENOENT", "ETXTBSY"}
+    assert set(busy) <= {layout.FIRST}
+    assert {answer for answers in busy.values() for answer in answers} <= {"EROFS", "EACCES", "EPERM"}
 
 
 PROC_FILES = """

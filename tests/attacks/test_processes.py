@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.attacks.conftest import Host, children_of, wait_for
+from tests.support.census import roles
 from tests.support.client import SandboxClient
 
 SETUID = ["su", "mount", "umount", "passwd", "chsh", "chfn", "newgrp", "gpasswd", "sudo", "pkexec"]
@@ -247,6 +248,13 @@ def test_daemons_belong_to_no_later_call_and_die_with_the_sandbox(host: Host) ->
     if host.limited:
         assert len(before) == 2  # the interpreter, the daemon
         assert wait_for(lambda: not set(before) & children_of({host.zygote}))
+    # The first process is in no cgroup of the sandbox, and goes as well: each that is left has an interpreter.
+    assert wait_for(lambda: _alone(host) == 0)
+
+
+def _alone(host: Host) -> int:
+    found = roles(host.driver.started["supervisor"])
+    return len(found["init"]) - len(found["interpreter"])
 
 
 def test_zombies_are_reaped(host: Host, box: SandboxClient) -> None:

@@ -47,6 +47,7 @@ REFUSED = {
     "JAILED": ("socket.send_fds(channel, [frame(JAILED, bytes(16))], [0, 1])", "not running"),
     "JAILED for this call": ("socket.send_fds(channel, [frame(JAILED, current())], [0, 1])", "JAILED"),
     "a kind that was": ("channel.send(frame(16, current(), b'{}'))", "unknown frame kind 16"),
+    "CONFIGURED": ("channel.send(frame(CONFIGURED, current(), b'{}'))", "CONFIGURED"),
     "FAILED": ("channel.send(frame(FAILED, current(), b'no'))", "FAILED"),
     "EXECUTE": ("channel.send(frame(EXECUTE, current(), b'{}'))", "EXECUTE"),
     "unknown kind": ("channel.send(frame(99, current()))", "unknown frame kind"),

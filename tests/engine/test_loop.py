@@ -1,13 +1,17 @@
 """What the loop does between the model's turns; imports the engine over doubles."""
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
+from fumehood.engine.citations import find_links
 from fumehood.engine.log import LagLimits
 from fumehood.engine.loop import LoopLimits
+from fumehood.engine.runs import EngineRun
 from fumehood.protocol.errors import (
     ApiError,
     InvalidRequest,
@@ -24,8 +28,9 @@ from fumehood.protocol.items import (
     Message,
     OutputText,
     ProducedFile,
+    Refusal,
 )
-from fumehood.protocol.models import Text, TurnEnded
+from fumehood.protocol.models import Refused, Text, TurnEnded
 from fumehood.protocol.responses import Usage
 from fumehood.testing import ScriptedModel, calls, says
 from tests.support.engines import Engine
@@ -49,6 +54,15 @@ def text_of(message: object) -> str:
     part = message.content[0]
     assert isinstance(part, OutputText)
     return part.text
+
+
+async def collected(run: EngineRun) -> list[StreamEvent]:
+    return [event async for batch in run.subscribe() for event in batch]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0)
 
 
 async def test_a_hosted_call_and_the_answer() -> None:
@@ -341,6 +355,79 @@ async def test_cancelled_while_code_runs() -> None:
     assert call.status == "incomplete"
 
 
+async def test_cancelled_while_files_are_looked_up() -> None:
+    looking = asyncio.Event()
+
+    class Slow(Echo):
+        async def find(self) -> None:
+            looking.set()
+            await asyncio.Event().wait()
+
+    text = "See sandbox:/mnt/data/old.txt"
+    engine = Engine(ScriptedModel(says(text)), [Slow(known=[produced("old.txt")])])
+    run = await engine.start(tools=[ECHO])
+    reading = asyncio.ensure_future(collected(run))
+    await looking.wait()
+    run.cancel("the client has gone")
+    response = check_invariants(await reading)
+    assert response.status == "cancelled"
+    assert text_of(response.output[0]) == text
+    assert await engine.store.response("", run.id) == response
+
+
+async def test_cancelled_twice_the_tool_is_interrupted_once_and_in_peace() -> None:
+    """A client that has gone, and then a server that stops: what is being ended ends."""
+
+    class Patient(Echo):
+        async def leave(self) -> None:
+            self.log.append("leaving")
+            left.set()
+            await go_on.wait()
+            self.log.append("has left")
+
+    left, go_on = asyncio.Event(), asyncio.Event()
+    echo = Patient(gate=lambda _: asyncio.Event())
+    run = await Engine(ScriptedModel(calls("echo", {"text": "x"})), [echo]).start(tools=[ECHO])
+    reading = asyncio.ensure_future(collected(run))
+    await until(lambda: any(line.startswith("began") for line in echo.log))
+    run.cancel("the client has gone")
+    await left.wait()
+    run.cancel("the server is shutting down")
+    await asyncio.sleep(0)
+    go_on.set()
+    assert check_invariants(await reading).status == "cancelled"
+    assert echo.log[-1] == "has left"
+
+
+async def test_a_refusal_that_is_cut_off_is_kept() -> None:
+    model = ScriptedModel([Refused("I ca"), ModelUnreachable("gone")])
+    response = check_invariants(await Engine(model).stream())
+    message = response.output[0]
+    assert isinstance(message, Message)
+    assert message.content == [Refusal(refusal="I ca")]
+
+
+async def test_a_text_full_of_links_without_an_end_holds_up_nobody() -> None:
+    """Each was searched to the end of the text: half a minute, in which nobody else was served."""
+    text = "(sandbox:/mnt/data/x " * 20_000
+    began = time.thread_time()
+    assert len(find_links(text)) == 1_000
+    assert time.thread_time() - began < 1.0
+
+
+@pytest.mark.parametrize("piece", ["x" * 70, "x"])
+async def test_a_model_that_never_ends_is_cut_off(piece: str) -> None:
+    """By its characters or by its pieces, whichever is too much first: neither may fill the memory."""
+    model = ScriptedModel([*(Text(piece) for _ in range(1_000)), asyncio.Event()])
+    events = await Engine(model, limits=LoopLimits(characters=1_600)).stream()
+    response = check_invariants(events)
+    assert response.status == "failed"
+    assert response.error is not None
+    assert "without end" in response.error.message
+    assert 70 < len(text_of(response.output[0])) < 2_000
+    assert len(model.aborted) == 1
+
+
 async def test_cancelled_before_it_began() -> None:
     run = await Engine(ScriptedModel()).start()
     run.cancel("at once")
@@ -543,6 +630,31 @@ async def test_unknown_tools_are_tolerated_and_shown() -> None:
         response = await Engine(model, [Echo()]).block(tools=[*tools, ECHO])
     assert [msgspec.json.decode(tool) for tool in response.tools] == [*tools, {"type": "echo", "shown": True}]
     assert [function.name for function in model.requests[0].functions] == ["echo"]
+
+
+async def test_logprobs_are_asked_for_by_whoever_includes_them() -> None:
+    async with ScriptedModel(says("a"), says("b")) as model:
+        engine = Engine(model)
+        await engine.block(include=["message.output_text.logprobs"])
+        await engine.block()
+    assert [request.sampling.logprobs for request in model.requests] == [True, False]
+
+
+async def test_a_tier_that_nobody_knows_is_not_promised() -> None:
+    async with ScriptedModel(says("a"), says("b")) as model:
+        engine = Engine(model)
+        tiers = [(await engine.block(service_tier=tier)).service_tier for tier in ("flex", "golden")]
+    assert tiers == ["flex", "default"]
+
+
+async def test_an_id_alone_is_a_reference() -> None:
+    async with ScriptedModel(says("a"), says("b")) as model:
+        engine = Engine(model)
+        first = await engine.block()
+        message = first.output[0]
+        assert isinstance(message, Message)
+        await engine.block(input=[{"id": message.id}, {"role": "user", "content": "again"}])
+    assert model.requests[1].segments[0].entries[0].id == message.id
 
 
 async def test_structured_output_goes_to_the_model() -> None:

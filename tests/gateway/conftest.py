@@ -16,6 +16,5 @@ async def running() -> AsyncIterator[Served]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def gateway(running: Served) -> Served:
     running.runs.reset()
-    running.store.reset()
     running.files.reset()
     return running

@@ -10,6 +10,8 @@ import pytest
 from inline_snapshot import snapshot
 
 from fumehood import __version__
+from fumehood.gateway import exchange
+from fumehood.protocol.conversation import Entry
 from fumehood.protocol.errors import ModelRateLimited, ModelUnreachable, PreviousNotFound, RateLimited
 from fumehood.protocol.responses import Response
 from tests.support.gateway import Served, raw_items, serving_gateway, text_events
@@ -187,15 +189,15 @@ async def test_a_caller_who_leaves_early_is_no_error(
             )
             await writer.drain()
         async with asyncio.timeout(30):
-            while not caplog.records:
+            while "left before" not in str([getattr(record, "fields", "") for record in caplog.records]):
                 await asyncio.sleep(0.01)
-    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
 
 
 @pytest.mark.parametrize(
     ("refusal", "expected", "retry"),
     [
-        (PreviousNotFound("no", param="previous_response_id"), (400, "previous_response_not_found", "previous_response_id"), None),
+        (PreviousNotFound("no", param="x"), (400, "previous_response_not_found", "x"), None),
         (RateLimited("later", retry_after=7), (429, "rate_limit_exceeded", None), "7"),
         (ModelRateLimited("busy"), (429, "rate_limit_exceeded", None), None),
         (ModelUnreachable("gone"), (502, "server_error", None), None),
@@ -280,14 +282,15 @@ async def test_more_responses_at_once_than_allowed() -> None:
 # --- responses that are kept --------------------------------------------------------------------------
 
 
-def keep(gateway: Served, response_id: str = "resp_1") -> Response:
-    response = Response(id=response_id, created_at=1, model="m", status="completed")
-    gateway.store.kept[response_id] = response
-    return response
+async def keep(gateway: Served, *inputs: dict[str, Any]) -> None:
+    """resp_1, which has ended, and what it was asked."""
+    response = Response(id="resp_1", created_at=1, model="m", status="completed")
+    await gateway.store.delete_response("", "resp_1")
+    await gateway.store.commit(None, "", response, raw_items(*inputs))
 
 
 async def test_a_response_is_read_and_deleted(gateway: Served) -> None:
-    keep(gateway)
+    await keep(gateway)
     answer = await gateway.ask("GET", "/v1/responses/resp_1")
     assert (answer.status, answer.json["id"]) == (200, "resp_1")
     answer = await gateway.ask("DELETE", "/v1/responses/resp_1")
@@ -297,7 +300,7 @@ async def test_a_response_is_read_and_deleted(gateway: Served) -> None:
 
 
 async def test_include_of_a_query(gateway: Served) -> None:
-    keep(gateway)
+    await keep(gateway)
     path = "/v1/responses/resp_1?include[]=code_interpreter_call.outputs&include=fumehood:execution"
     assert (await gateway.ask("GET", path)).status == 200
     assert (await gateway.ask("GET", "/v1/responses/resp_1?include=x")).error == (
@@ -308,7 +311,7 @@ async def test_include_of_a_query(gateway: Served) -> None:
 
 
 async def test_a_foreground_response_can_be_neither_streamed_again_nor_cancelled(gateway: Served) -> None:
-    keep(gateway)
+    await keep(gateway)
     assert (await gateway.ask("GET", "/v1/responses/resp_1?stream=true")).error == (400, None, "stream")
     answer = await gateway.ask("POST", "/v1/responses/resp_1/cancel")
     assert answer.status == 400
@@ -317,9 +320,7 @@ async def test_a_foreground_response_can_be_neither_streamed_again_nor_cancelled
 
 
 async def test_input_items_in_pages(gateway: Served) -> None:
-    gateway.store.inputs["resp_1"] = raw_items(
-        *({"type": "message", "id": f"msg_{number}", "role": "user"} for number in range(5))
-    )
+    await keep(gateway, *({"type": "message", "id": f"msg_{number}", "role": "user"} for number in range(5)))
     path = "/v1/responses/resp_1/input_items"
     newest = (await gateway.ask("GET", f"{path}?limit=2")).json
     assert [item["id"] for item in newest["data"]] == ["msg_4", "msg_3"]
@@ -338,17 +339,92 @@ async def test_input_items_in_pages(gateway: Served) -> None:
 
 @pytest.mark.parametrize(
     ("query", "param"),
-    [("limit=0", "limit"), ("limit=101", "limit"), ("limit=x", "limit"), ("limit=%C2%B2", "limit"), ("order=up", "order"), ("after=msg_9", "after"), ("include=x", "include[0]")],
-)  # fmt: skip
+    [
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("limit=x", "limit"),
+        ("limit=%C2%B2", "limit"),
+        ("order=up", "order"),
+        ("after=msg_9", "after"),
+        ("include=x", "include[0]"),
+    ],
+)
 async def test_a_bad_page_is_refused(gateway: Served, query: str, param: str) -> None:
-    gateway.store.inputs["resp_1"] = []
+    await keep(gateway)
     answer = await gateway.ask("GET", f"/v1/responses/resp_1/input_items?{query}")
     assert answer.error == (400, "invalid_value", param)
 
 
+async def test_input_items_in_short_forms_are_shown_in_long_ones(gateway: Served) -> None:
+    """A client finds the next page by the id of the last item, and the SDK's types want the rest."""
+    forms: list[dict[str, Any]] = [
+        {"role": "user", "content": "easy"},
+        {"role": "assistant", "content": "yes", "id": None, "status": None},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "no"}]},
+        {"role": "developer", "content": [{"type": "input_image", "image_url": "data:,"}, 5]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "status": None},
+        {"type": "function_call_output", "call_id": "c", "output": "1", "unknown": {"a": [1e9]}},
+        {"type": "reasoning"},
+        {"type": "code_interpreter_call", "code": "1", "outputs": None},
+    ]
+    entries = [
+        Entry(type=form.get("type", "message"), id=f"item_{number}", turn=0, raw=json.dumps(form).encode())
+        for number, form in enumerate(forms)
+    ]
+    await gateway.store.delete_response("", "resp_1")
+    response = Response(id="resp_1", created_at=1, model="m", status="completed")
+    await gateway.store.commit(None, "", response, [*entries, entries[0]])
+    listed = (await gateway.ask("GET", "/v1/responses/resp_1/input_items?order=asc")).json["data"]
+    assert [item.pop("id") for item in listed] == [f"item_{number}" for number in range(8)]
+    assert listed == snapshot(
+        [
+            {
+                "type": "message",
+                "role": "user",
+                "content": [{"type": "input_text", "text": "easy"}],
+                "status": "completed",
+            },
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "yes", "annotations": []}],
+                "status": "completed",
+            },
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "no", "annotations": []}],
+                "status": "completed",
+            },
+            {
+                "type": "message",
+                "role": "developer",
+                "content": [{"type": "input_image", "image_url": "data:,", "detail": "auto"}, 5],
+                "status": "completed",
+            },
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "status": "completed"},
+            {
+                "type": "function_call_output",
+                "call_id": "c",
+                "output": "1",
+                "unknown": {"a": [1000000000.0]},
+                "status": "completed",
+            },
+            {"type": "reasoning", "summary": []},
+            {
+                "type": "code_interpreter_call",
+                "code": "1",
+                "outputs": None,
+                "status": "completed",
+                "container_id": "",
+            },
+        ]
+    )
+
+
 async def test_input_items_of_nothing(gateway: Served) -> None:
-    assert (await gateway.ask("GET", "/v1/responses/resp_1/input_items")).status == 404
-    gateway.store.inputs["resp_1"] = []
+    assert (await gateway.ask("GET", "/v1/responses/resp_2/input_items")).status == 404
+    await keep(gateway)
     assert (await gateway.ask("GET", "/v1/responses/resp_1/input_items")).json == {
         "object": "list",
         "data": [],
@@ -369,7 +445,7 @@ async def test_input_items_show_outputs_to_those_who_ask(gateway: Served) -> Non
         "fumehood:execution": {"exit_code": 0},
         "unknown": [1],
     }
-    gateway.store.inputs["resp_1"] = raw_items(call)
+    await keep(gateway, call)
     path = "/v1/responses/resp_1/input_items"
     hidden = {key: value for key, value in call.items() if key != "fumehood:execution"} | {"outputs": None}
     assert (await gateway.ask("GET", path)).json["data"] == [hidden]
@@ -527,6 +603,30 @@ async def test_a_stopped_server_lets_streams_end() -> None:
         assert served.runs.drained == 1.0
         with pytest.raises(OSError):
             await asyncio.open_connection("127.0.0.1", served.port)
+
+
+async def test_a_second_stop_is_at_once() -> None:
+    async with serving_gateway() as served:
+        served.runs.script = lambda response: [text_events(response)[:2]]
+        served.runs.stubborn = True
+        async with served.posted(stream=True) as (reader, _):
+            await reader.readuntil(b"\r\n\r\n")
+            served.server.stop()
+            await served.runs.draining.wait()
+            assert not served.task.done()
+            served.server.stop()
+            async with asyncio.timeout(4):  # less than connections are waited for otherwise
+                await served.task
+
+
+async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_PATIENCE", 0.1)
+    async with serving_gateway() as served, served.connected() as (reader, writer):
+        writer.write(
+            b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: 10\r\n\r\n{"
+        )
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 408")
 
 
 async def test_figures_may_be_hidden() -> None:

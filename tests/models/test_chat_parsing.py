@@ -108,7 +108,8 @@ def test_content_in_parts() -> None:
 def test_logprobs() -> None:
     choice = {"index": 0, "delta": {"content": "a"}, "logprobs": {"content": [{"token": "a", "logprob": -1}]}}
     (text, _) = parse(data({"choices": [choice]}), says())
-    assert text == Text("a", [Raw(b'{"token":"a","logprob":-1}')])
+    whole = b'{"token":"a","bytes":[97],"logprob":-1.0,"top_logprobs":[]}'
+    assert text == Text("a", [Raw(whole)])
 
 
 def test_deltas_that_say_nothing() -> None:
@@ -465,7 +466,9 @@ def test_a_stream_that_is_cut_off() -> None:
     assert isinstance(error, ModelUnreachable)
 
 
-@pytest.mark.parametrize("body", [b"", b"\n\n", b"<html>\n<body>Welcome</body>\n</html>\n", b": ping\n\n"])
+@pytest.mark.parametrize(
+    "body", [b"", b"\n\n", b"<html>\n<body>Welcome</body>\n</html>\n", b": ping\n\n", DONE.rstrip()]
+)
 def test_an_answer_to_something_else(body: bytes) -> None:
     events, error = fail(body)
     assert events == []
@@ -489,6 +492,13 @@ def test_errors_within_the_stream() -> None:
         assert events == [Text("a")]
         assert type(error) is kind, said
         assert error.wire_code == code
+
+
+def test_an_error_without_a_field_of_its_own() -> None:
+    told = {"object": "error", "message": "the prompt is too long", "code": 400}
+    for body in (data(told), json.dumps(told).encode()):
+        _, error = fail(body)
+        assert error.wire_code == "context_length_exceeded"
 
 
 def test_an_error_shows_no_secrets() -> None:

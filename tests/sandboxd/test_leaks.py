@@ -134,6 +134,7 @@ class Chaos:
         # More deaths of zygotes than this, and the supervisor rightly takes its time.
         role = "supervisor" if self.zygotes_lost == 2 else self.random.choice(self.ROLES)
         box = self.driver.create(memory=self.random.choice(("1g", self.large)))
+        zygote = self.driver.info()["zygote"]
         action = "upload" if role == "helper" else self.random.choice(self.ACTIONS)
         waiting = self._begin(action, box)
         pid = self.counter.supervisor
@@ -144,6 +145,8 @@ class Chaos:
             return
         assert not gone, f"the supervisor ended when the {role} was killed"
         self._works_on()
+        if role in ("init", "interpreter", "helper"):
+            assert self.driver.info()["zygote"] == zygote, f"the death of {role} cost the zygote as well"
         with contextlib.suppress(DriverError):
             box.destroy()
         for made in self.leftover:

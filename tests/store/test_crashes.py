@@ -105,7 +105,7 @@ async def _kill_often(path: Path, times: int, seed: int) -> None:
         await _run_and_kill(path, chance, heard)
         lost += await _check(path, heard)
     assert len(heard.kept) > 10 * times
-    assert lost > 0, "no kill hit a response that ran"
+    assert lost >= times, "each of them had one that never ends"
     await _delete_all(path)
 
 

@@ -21,91 +21,108 @@ from fumehood.testing import FakeClock, MemoryStore
 from fumehood.testing.turns import answered, made, said, turn
 
 TENANTS = ("one", "two")
+DEEPEST_FORK = rows.DEEPEST_FORK
+# Nothing is killed here, so nobody needs to wait for a disk.
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
-type Running = tuple[str, Response, tuple[Lease, Lease]]
+type Name = tuple[str, str]
+type Running = tuple[Name, Response, list[Lease]]
+
+words = st.lists(st.text(max_size=5), max_size=2)
 
 
 class Stores(RuleBasedStateMachine):
-    """Two stores side by side."""
+    """Two stores side by side. A name is a tenant and the id of a response."""
 
-    ids = Bundle("ids")
+    names = Bundle("names")
     running = Bundle("running")
 
-    @initialize(cache=st.sampled_from([0, 3_000, 1 << 20]))
-    def open(self, cache: int) -> None:
-        self.directory = tempfile.TemporaryDirectory(prefix="fumehood-store-")
+    @initialize(cache=st.sampled_from([0, 3_000, 1 << 20]), deepest=st.integers(0, 2))
+    def open(self, cache: int, deepest: int) -> None:
+        rows.DEEPEST_FORK = deepest  # so that short histories get to copies too
+        self.directory = tempfile.TemporaryDirectory(prefix="fumehood-store-", dir=MEMORY)
         self.path = Path(self.directory.name) / "store.db"
         self.runner = asyncio.Runner()
         self.clock = FakeClock()
         self.memory = MemoryStore(self.clock)
         self.cache = cache
         self.sqlite = self.runner.run(SqliteStore.open(self.path, cache_bytes=cache))
-        self.names: set[tuple[str, str]] = set()
-        self.entries: dict[str, list[Entry]] = {tenant: [] for tenant in TENANTS}
-        self.lost = False
+        self.known: list[Name] = []
+        self.entries: list[Entry] = []
 
     @property
     def both(self) -> tuple[Store, Store]:
         return self.memory, self.sqlite
 
-    @rule(
-        target=running,
-        tenant=st.sampled_from(TENANTS),
-        previous=st.none() | ids,
-        flush=st.booleans(),
-    )
-    def begin(self, tenant: str, previous: str | None, flush: bool) -> Running:
-        response = turn(self.memory, tenant=tenant).response
-        response.previous_response_id = previous
-        response.output = []
-        self.names.add((tenant, response.id))
+    @rule(target=names, previous=names, words=words, items=st.integers(0, 2))
+    def go_on(self, previous: Name, words: list[str], items: int) -> Name:
+        return self._commit(self._begin(previous[0], previous, written=False), words, items)
 
-        async def begin() -> tuple[Lease, Lease]:
-            leases = await self.memory.begin(tenant, response), await self.sqlite.begin(tenant, response)
-            if flush:
-                assert await self.sqlite.renew([leases[1]]) == [leases[1]]
-                await self.sqlite.recover()
+    @rule(target=names, tenant=st.sampled_from(TENANTS), words=words)
+    def begin_anew(self, tenant: str, words: list[str]) -> Name:
+        return self._commit(self._begin(tenant, None, written=False), words, 1)
+
+    @rule(target=running, tenant=st.sampled_from(TENANTS), previous=st.none() | names, written=st.booleans())
+    def begin(self, tenant: str, previous: Name | None, written: bool) -> Running:
+        return self._begin(tenant, previous, written)
+
+    def _begin(self, tenant: str, previous: Name | None, written: bool) -> Running:
+        response = turn(self.memory).response
+        response.previous_response_id = previous[1] if previous else None
+        response.output = []
+        self.known.append((tenant, response.id))
+
+        async def begin() -> list[Lease]:
+            leases = [await store.begin(tenant, response) for store in self.both]
+            if written:
+                assert await self.sqlite.recover() == 0
             return leases
 
-        return tenant, response, self.runner.run(begin())
+        return (tenant, response.id), response, self.runner.run(begin())
 
-    @rule(
-        target=ids,
-        running=consumes(running),
-        words=st.lists(st.text(max_size=5), max_size=3),
-        made_=st.integers(0, 2),
-    )
-    def commit(self, running: Running, words: list[str], made_: int) -> str:
-        tenant, response, leases = running
-        response.output = [answered(f"answer {number}") for number in range(made_)]
+    @rule(target=names, running=consumes(running), words=words, items=st.integers(0, 2))
+    def commit(self, running: Running, words: list[str], items: int) -> Name:
+        return self._commit(running, words, items)
+
+    def _commit(self, running: Running, words: list[str], items: int) -> Name:
+        name, response, leases = running
+        response.output = [answered(f"answer {number}") for number in range(items)]
         entries = [*(said(word) for word in words), *(made(item) for item in response.output)]
         response.status = "completed"
-        self.entries[tenant] += entries
+        self.entries += entries
+
+        async def fenced(store: Store, lease: Lease) -> bool:
+            try:
+                await store.commit(lease, name[0], response, entries)
+            except Fenced:
+                return True
+            return False
 
         async def commit() -> list[bool]:
-            fenced: list[bool] = []
-            for store, lease in zip(self.both, leases, strict=True):
-                try:
-                    await store.commit(lease, tenant, response, entries)
-                    fenced.append(False)
-                except Fenced:
-                    fenced.append(True)
-            return fenced
+            return [await fenced(store, lease) for store, lease in zip(self.both, leases, strict=True)]
 
         assert len(set(self.runner.run(commit()))) == 1
-        return response.id
+        return name
 
-    @rule(tenant=st.sampled_from(TENANTS), response_id=ids)
-    def delete(self, tenant: str, response_id: str) -> None:
-        self._same("delete_response", tenant, response_id)
+    @rule(name=names, stranger=st.booleans())
+    def delete(self, name: Name, stranger: bool) -> None:
+        self._delete(name, stranger)
 
-    @rule(tenant=st.sampled_from(TENANTS), running=running)
-    def delete_running(self, tenant: str, running: Running) -> None:
-        self._same("delete_response", tenant, running[1].id)
+    def _delete(self, name: Name, stranger: bool) -> None:
+        tenant = TENANTS[1 - TENANTS.index(name[0])] if stranger else name[0]
 
-    @rule(target=ids, running=consumes(running))
-    def leave_running(self, running: Running) -> str:
-        return running[1].id
+        async def delete() -> list[bool]:
+            return [await store.delete_response(tenant, name[1]) for store in self.both]
+
+        assert len(set(self.runner.run(delete()))) == 1
+
+    @rule(running=running)
+    def delete_what_runs(self, running: Running) -> None:
+        self._delete(running[0], stranger=False)
+
+    @rule(target=names, running=running)
+    def know_what_runs(self, running: Running) -> Name:
+        return running[0]
 
     @rule()
     def restart(self) -> None:
@@ -121,27 +138,34 @@ class Stores(RuleBasedStateMachine):
 
     @invariant()
     def equal(self) -> None:
-        for tenant, response_id in sorted(self.names):
-            for method in ("response", "conversation", "input_entries"):
-                self._same(method, tenant, response_id)
-        for tenant in TENANTS:
-            self._same(
-                "entries", tenant, [entry.id for entries in self.entries.values() for entry in entries]
-            )
+        one, other = self.runner.run(self._seen())
+        assert one == other
 
-    def _same(self, method: str, *arguments: object) -> None:
-        async def ask() -> list[object]:
-            return [_plain(await getattr(store, method)(*arguments)) for store in self.both]
-
-        one, other = self.runner.run(ask())
-        assert one == other, method
+    async def _seen(self) -> list[list[object]]:
+        """All that can be asked, asked of both."""
+        item_ids = [entry.id for entry in self.entries if entry.id]
+        seen: list[list[object]] = []
+        for store in self.both:
+            seen.append(found := [])
+            for tenant, response_id in self.known:
+                response = await store.response(tenant, response_id)
+                conversation = await store.conversation(tenant, response_id)
+                found += [
+                    (tenant, response_id),
+                    msgspec.json.encode(response),
+                    conversation if conversation is None else [segment.entries for segment in conversation],
+                    await store.input_entries(tenant, response_id),
+                ]
+            found += [await store.entries(tenant, item_ids) for tenant in TENANTS]
+        return seen
 
     def teardown(self) -> None:
+        rows.DEEPEST_FORK = DEEPEST_FORK
         if not hasattr(self, "runner"):
             return
 
         async def delete_all() -> None:
-            for tenant, response_id in self.names:
+            for tenant, response_id in self.known:
                 await self.sqlite.delete_response(tenant, response_id)
             await self.sqlite.close()
 
@@ -153,22 +177,8 @@ class Stores(RuleBasedStateMachine):
         self.directory.cleanup()
 
 
-def _plain(found: object) -> object:
-    if isinstance(found, Response):
-        return msgspec.json.encode(found)
-    if isinstance(found, list):
-        return [getattr(one, "entries", one) for one in found]  # pyright: ignore[reportUnknownVariableType]
-    return found
-
-
-@pytest.fixture(autouse=True)
-def shallow_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that short histories get to copies too."""
-    monkeypatch.setattr(rows, "DEEPEST_FORK", 1)
-
-
 class TestStores(Stores.TestCase):
-    settings = settings(max_examples=25, stateful_step_count=25)
+    settings = settings(max_examples=15, stateful_step_count=30)
 
 
 @pytest.mark.slow

@@ -140,10 +140,15 @@ def roles(supervisor: int) -> Roles:
             found["bwrap"].append(jail)
             found["warden"] += children.get(jail, [])
     for warden in found["warden"]:
-        below = children.get(warden, [])
-        found["init"] += [child for child in below if _depth(child) > _depth(warden)]
-        # The first that the warden forks, before it serves anybody, is the zygote.
-        beside = sorted((child for child in below if _depth(child) == _depth(warden)), key=_started)
+        own = _depth(warden)
+        if own == 0:
+            continue
+        below = {child: _depth(child) for child in children.get(warden, [])}
+        found["init"] += [child for child, depth in below.items() if depth > own]
+        # The first that the warden forks, before it serves anybody, is the zygote. One that has ended since has no
+        # place in this order: it would be taken for the first, and the zygote for a helper.
+        started = ((_started(child), child) for child, depth in below.items() if depth == own)
+        beside = [child for start, child in sorted(started) if start]
         found["zygote"] += beside[:1]
         found["helper"] += beside[1:]
     for zygote in found["zygote"]:
@@ -184,6 +189,7 @@ def _name(pid: int) -> str:
 
 
 def _started(pid: int) -> int:
+    """In ticks since the machine was started; 0 when it is gone."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -191,7 +197,7 @@ def _started(pid: int) -> int:
 
 
 def _depth(pid: int) -> int:
-    """In how many PID namespaces a process has a number."""
+    """In how many PID namespaces a process has a number; 0 when it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -2,20 +2,20 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, override
+from typing import Any
 
 import aiohttp
 import msgspec
 
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.server import Server
-from fumehood.interfaces import Caller, Containers, ModelBackend, Models, Runs, Store
+from fumehood.interfaces import Caller
 from fumehood.protocol.containers import ContainerFileRecord
 from fumehood.protocol.conversation import Entry
-from fumehood.protocol.errors import InvalidRequest, NotFound
+from fumehood.protocol.errors import NotFound
 from fumehood.protocol.events import (
     CodeDelta,
     CodeDone,
@@ -39,6 +39,7 @@ from fumehood.protocol.items import CodeInterpreterCall, Execution, Logs, Messag
 from fumehood.protocol.models import ModelCard
 from fumehood.protocol.responses import CreateResponse, Response, Usage
 from fumehood.sandboxd.sockets import Address, listen
+from fumehood.testing import FakeClock, MemoryStore
 
 PATIENCE = 30
 TEXT = ("Hello", ", ", "world")
@@ -52,7 +53,7 @@ def text_events(response: Response, pieces: Sequence[str] = TEXT) -> list[Stream
     message = f"msg_{response.id.removeprefix('resp_')}"
     part = OutputText(text="".join(pieces))
     done = Message(id=message, status="completed", content=[part])
-    place = {"item_id": message, "output_index": 0, "content_index": 0}
+    place: Any = {"item_id": message, "output_index": 0, "content_index": 0}
     ended = msgspec.structs.replace(response, status="completed", output=[done], usage=Usage(output_tokens=3))
     return numbered(
         [
@@ -80,7 +81,7 @@ def code_events(response: Response, code: str = "print(6 * 7)") -> list[StreamEv
         outputs=[Logs(logs="42\n")],
         execution=Execution(stdout="42\n", stderr="", exit_code=0, duration_ms=5),
     )
-    place = {"item_id": "ci_1", "output_index": 0}
+    place: Any = {"item_id": "ci_1", "output_index": 0}
     ended = msgspec.structs.replace(response, status="completed", output=[done], usage=Usage())
     return numbered(
         [
@@ -197,7 +198,14 @@ class ScriptedReading:
         self._run.readers.remove(self)
 
 
-class ScriptedRuns(Runs):
+type Script = Callable[[Response], Sequence[Sequence[StreamEvent]]]
+
+
+def _hello(response: Response) -> Sequence[Sequence[StreamEvent]]:
+    return [text_events(response)]
+
+
+class ScriptedRuns:
     """Answers every request by the script that was put in last."""
 
     def __init__(self) -> None:
@@ -206,12 +214,13 @@ class ScriptedRuns(Runs):
     def reset(self) -> None:
         self.requests: list[CreateResponse] = []
         self.runs: list[ScriptedRun] = []
-        self.script: Any = lambda response: [text_events(response)]
+        self.script: Script = _hello
         self.refusal: Exception | None = None
         self.started = asyncio.Event()
+        self.stubborn = False  # drains only when it is cancelled
+        self.draining = asyncio.Event()
         self.drained: float | None = None
 
-    @override
     async def start(self, request: CreateResponse, caller: Caller) -> ScriptedRun:
         if self.refusal is not None:
             raise self.refusal
@@ -224,38 +233,17 @@ class ScriptedRuns(Runs):
         self.started.set()
         return run
 
-    @override
     async def drain(self, grace_seconds: float) -> None:
         self.drained = grace_seconds
+        self.draining.set()
+        if self.stubborn:
+            await asyncio.Event().wait()
         for run in self.runs:
             if not run.ended.is_set():
                 run.cancel("the server stops")
 
 
-class KeptResponses(Store):
-    """The part of a store that the gateway reads."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.kept: dict[str, Response] = {}
-        self.inputs: dict[str, list[Entry]] = {}
-
-    @override
-    async def response(self, tenant: str, response_id: str) -> Response | None:
-        return self.kept.get(response_id)
-
-    @override
-    async def delete_response(self, tenant: str, response_id: str) -> bool:
-        return self.kept.pop(response_id, None) is not None
-
-    @override
-    async def input_entries(self, tenant: str, response_id: str) -> Sequence[Entry] | None:
-        return self.inputs.get(response_id)
-
-
-class KeptFiles(Containers):
+class KeptFiles:
     """The part of containers that the gateway reads."""
 
     def __init__(self) -> None:
@@ -279,31 +267,25 @@ class KeptFiles(Containers):
             )
         )
 
-    @override
     async def file(self, caller: Caller, container_id: str, file_id: str) -> ContainerFileRecord:
         for record in await self.files(caller, container_id):
             if record.id == file_id:
                 return record
         raise NotFound("No such file.", param="file_id")
 
-    @override
     async def files(self, caller: Caller, container_id: str) -> Sequence[ContainerFileRecord]:
         if container_id != "cntr_1":
             raise NotFound("No such container.", param="container_id")
         return self.records
 
-    @override
     async def read(self, caller: Caller, container_id: str, file_id: str) -> AsyncGenerator[bytes]:
         for piece in self.contents[file_id]:
             yield piece
 
 
-class NamedModels(Models):
-    @override
-    def backend(self, model: str) -> ModelBackend:
-        raise InvalidRequest("there is none")
+class NamedModels:
+    """The part of models that the gateway reads."""
 
-    @override
     async def cards(self) -> Sequence[ModelCard]:
         return [ModelCard(id=name, created=1, owned_by="tests") for name in ("small", "org/large")]
 
@@ -341,7 +323,7 @@ class Served:
     server: Server
     app: Gateway
     runs: ScriptedRuns
-    store: KeptResponses
+    store: MemoryStore
     files: KeptFiles
     task: asyncio.Task[None] = field(repr=False)
 
@@ -388,16 +370,19 @@ class Served:
 
 
 @asynccontextmanager
-async def serving_gateway(**options: Any) -> AsyncIterator[Served]:
+async def serving_gateway(**options: Any) -> AsyncGenerator[Served]:
     """A gateway on a free port until the block is left; `options` are those of `Gateway`."""
-    runs, store, files = ScriptedRuns(), KeptResponses(), KeptFiles()
-    app = Gateway(runs=runs, store=store, models=NamedModels(), containers=files, **options)
+    runs, store, files = ScriptedRuns(), MemoryStore(FakeClock()), KeptFiles()
+    behind: dict[str, Any] = {"runs": runs, "store": store, "models": NamedModels(), "containers": files}
+    app = Gateway(**(behind | options))
     listener = listen(Address(port=0))
     server = Server(app, listener.sock, lambda: runs.drain(1.0))
     ready = asyncio.Event()
     task = asyncio.ensure_future(server.serve(ready.set))
     await ready.wait()
-    session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE))
+    session = aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=PATIENCE), connector=aiohttp.TCPConnector(limit=0)
+    )
     port: int = listener.sock.getsockname()[1]
     try:
         yield Served(listener.where, port, session, server, app, runs, store, files, task)

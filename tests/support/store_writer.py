@@ -50,7 +50,8 @@ async def _talk(store: SqliteStore, chance: random.Random) -> None:
 
 async def _main(path: Path, seed: int) -> None:
     store = await SqliteStore.open(path)
-    await store.recover()
+    await turn(store, "never ends").begin()
+    await store.recover()  # what ran before, and by now this one is in the file
     await asyncio.gather(*(_talk(store, random.Random(seed + number)) for number in range(TALKS)))
 
 

@@ -6,7 +6,15 @@ from typing import Any
 
 import msgspec
 
-from fumehood.protocol.events import ItemAdded, ItemDone, ResponseEvent, StreamEvent
+from fumehood.protocol.events import (
+    ItemAdded,
+    ItemDone,
+    PartAdded,
+    PartDone,
+    PartEvent,
+    ResponseEvent,
+    StreamEvent,
+)
 from fumehood.protocol.folding import fold, project, project_response
 from fumehood.protocol.responses import Response
 
@@ -49,6 +57,8 @@ def check_invariants(events: Sequence[StreamEvent]) -> Response:
     done = [event.output_index for event in events if isinstance(event, ItemDone)]
     assert added == list(range(len(added)))
     assert sorted(done) == added
+    opened = [_part(event) for event in events if isinstance(event, PartAdded)]
+    assert sorted(opened) == sorted(_part(event) for event in events if isinstance(event, PartDone))
     places = {event.output_index: _id(event.item) for event in events if isinstance(event, ItemAdded)}
     for event in events:
         if isinstance(event, ItemDone):
@@ -72,3 +82,7 @@ def check_invariants(events: Sequence[StreamEvent]) -> Response:
 
 def _id(item: Any) -> str:
     return item.id
+
+
+def _part(event: PartEvent) -> tuple[int, int]:
+    return event.output_index, event.content_index

@@ -42,6 +42,12 @@ class Echo:
     log: list[str] = field(default_factory=list[str])
     contexts: list[CallContext] = field(default_factory=list[CallContext])
 
+    async def find(self) -> None:
+        """What happens before files are told; nothing, unless a test says otherwise."""
+
+    async def leave(self) -> None:
+        """What happens when a call is left, likewise."""
+
     async def offer(self, spec: ToolSpec, caller: Caller, past: Sequence[Segment]) -> "OfferedEcho":
         self.log.append(f"offered after {len(past)}")
         return OfferedEcho(self)
@@ -66,6 +72,7 @@ class OfferedEcho:
         return EchoSession(self.tool, context)
 
     async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
+        await self.tool.find()
         return [file for file in self.tool.known if file.path in paths]
 
 
@@ -108,6 +115,7 @@ class EchoSession:
                 await self._tool.gate(text).wait()
         finally:
             self._tool.log.append(f"ended {text}")
+            await self._tool.leave()
         if self._tool.broken is not None:
             raise self._tool.broken
         done = InterpreterCompleted(item_id=self._id, output_index=index)

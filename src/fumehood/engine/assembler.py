@@ -64,6 +64,7 @@ class Turn:
 
     most_hosted: how many hosted calls are still allowed; further ones are ignored.
     one_call: only the first call of the turn counts.
+    written, pieces: how many characters the model has written, and in how many pieces.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class Turn:
         self.hosted: list[HostedCall] = []
         self.client_calls = 0
         self.ignored_calls = 0
+        self.written = 0
+        self.pieces = 0
         self._output = output
         self._toolbox = toolbox
         self._context = context
@@ -98,8 +101,10 @@ class Turn:
     async def feed(self, batch: Sequence[AnyModelEvent]) -> None:
         """Everything that one read brought; its events enter the log together."""
         pending = self._pending
+        written = 0
         for event in batch:
             if isinstance(event, Text):
+                written += len(event.delta)
                 message = self._message
                 if message is None or message.text is None:
                     message = await self._open_text()
@@ -116,15 +121,20 @@ class Turn:
                     )
                 )
             elif isinstance(event, CallArguments):
+                written += len(event.delta)
                 pending.extend(self._feed_call(event))
             elif isinstance(event, Thought):
+                written += len(event.delta)
                 pending.append((self._reasoning or await self._open_reasoning()).think(event.delta))
             elif isinstance(event, CallStarted):
                 await self._start_call(event)
             elif isinstance(event, Refused):
+                written += len(event.delta)
                 pending.append((await self._open_refusal()).refuse(event.delta))
             else:
                 self.ended = event
+        self.written += written
+        self.pieces += len(batch)
         self._flush()
 
     def _flush(self) -> None:
@@ -168,9 +178,10 @@ class Turn:
             self._finish(reasoning.index, item)
 
     async def _close_message(self, status: ItemStatus, unlinked: Sequence[ProducedFile] = ()) -> None:
-        message, self._message = self._message, None
+        message = self._message
         if message is not None:
             self._pending += await message.end_part(self._find_files, unlinked)
+            self._message = None
             item, event = message.end(status)
             self._pending.append(event)
             self._finish(message.index, item)

@@ -12,6 +12,9 @@ from fumehood.protocol.items import ContainerFileCitation, ProducedFile
 _SCHEME = "sandbox:"
 _MARK = _SCHEME + "/"
 _MOST_LINKS = 1_000
+_LONGEST_TARGET = (
+    1_024  # what goes on for longer is no link, and must not be searched for one again and again
+)
 _TRAILING = ".,;:!?*_`"
 _CLOSING = {"(": ")", "<": ">", "[": "]", '"': '"', "'": "'", "`": "`"}
 
@@ -42,17 +45,17 @@ def _target(text: str, start: int, opening: str) -> str:
     """From `start` to where the link must end: its closing bracket, or white space where it has none."""
     closing = _CLOSING.get(opening, "")
     depth = 0
-    for end in range(start, len(text)):
-        character = text[end]
+    window = text[start : start + _LONGEST_TARGET]
+    for end, character in enumerate(window):
         if character == "\n" or (not closing and character.isspace()):
-            return text[start:end]
+            return window[:end]
         if character == opening and closing != opening:
             depth += 1
         elif character == closing:
             if depth == 0:
-                return text[start:end]
+                return window[:end]
             depth -= 1
-    return text[start:]
+    return window
 
 
 def _candidates(target: str) -> tuple[str, ...]:

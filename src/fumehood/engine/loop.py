@@ -21,7 +21,7 @@ from fumehood.engine.output import Output
 from fumehood.engine.preparation import Prepared
 from fumehood.interfaces import CallContext, Clock, Fenced, Lease, ModelBackend, Store
 from fumehood.protocol.conversation import Entry, Segment
-from fumehood.protocol.errors import ApiError, ModelUnreachable, ServerFault, to_detail
+from fumehood.protocol.errors import ApiError, ModelError, ModelUnreachable, ServerFault, to_detail
 from fumehood.protocol.events import (
     Completed,
     Created,
@@ -52,10 +52,12 @@ class LoopLimits:
     """
     turns: of the model in one response; in the last one it is offered no tools, so that it has to answer.
     seconds: that a response may take in all.
+    characters: that the model may write in one turn, and a sixteenth of that in pieces; no honest model comes near.
     """
 
     turns: int = 64
     seconds: float = 1800.0
+    characters: int = 1 << 24
 
 
 class Loop:
@@ -99,10 +101,10 @@ class Loop:
 
     def may_be_cancelled(self) -> bool:
         """Whether cancelling the task now ends the turns. A loop that has not begun takes note instead, and one that
-        concludes is left to it.
+        concludes is left to it; so is one that was cancelled and is still interrupting its code.
         """
-        self._unwanted = True
-        return self._phase == "turning"
+        first, self._unwanted = not self._unwanted, True
+        return first and self._phase == "turning"
 
     async def drive(self) -> Response:
         """From the first event to the last; the response as it was told and kept."""
@@ -180,6 +182,8 @@ class Loop:
         async with contextlib.aclosing(self._backend.stream(self._model_request(number, toolbox))) as batches:
             async for batch in batches:
                 await turn.feed(batch)
+                if turn.written > self._limits.characters or turn.pieces > self._limits.characters // 16:
+                    raise ModelError("The model wrote without end, and was cut off.")
         if turn.ended is None:
             raise ModelUnreachable("The model server ended its answer in the middle.")
         if turn.ended.usage is not None:

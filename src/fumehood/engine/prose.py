@@ -76,24 +76,26 @@ class WrittenMessage:
         self, find_files: FindFiles, unlinked: Sequence[ProducedFile] = ()
     ) -> list[StreamEvent]:
         """Close the part that is open, if one is. `unlinked`: files to cite even if no link leads to them."""
-        if self.text is not None:
-            text = "".join(self.text)
-            self.text = None
-            return self._end_text(text, await _citations(text, find_files, unlinked))
-        if self.refusal is not None:
-            part = Refusal(refusal="".join(self.refusal))
-            self.refusal = None
-            self._parts.append(part)
-            return [
-                RefusalDone(
-                    item_id=self.id,
-                    output_index=self.index,
-                    content_index=self.part,
-                    refusal=part.refusal,
-                ),
-                self._part_done(part),
-            ]
-        return []
+        if self.text is None:
+            return self._end_refusal()
+        text = "".join(self.text)
+        # Whoever is cancelled while files are looked up finds the part still open, and can cut it off.
+        citations = await _citations(text, find_files, unlinked)
+        self.text = None
+        return self._end_text(text, citations)
+
+    def _end_refusal(self) -> list[StreamEvent]:
+        if self.refusal is None:
+            return []
+        part = Refusal(refusal="".join(self.refusal))
+        self.refusal = None
+        self._parts.append(part)
+        return [
+            RefusalDone(
+                item_id=self.id, output_index=self.index, content_index=self.part, refusal=part.refusal
+            ),
+            self._part_done(part),
+        ]
 
     def _end_text(self, text: str, citations: list[ContainerFileCitation]) -> list[StreamEvent]:
         part = OutputText(text=text, annotations=[*citations], logprobs=self._logprobs)
@@ -125,7 +127,7 @@ class WrittenMessage:
     def cut_off(self) -> list[StreamEvent]:
         """Close the open part as it stands, in a hurry: nothing is looked up."""
         if self.text is None:
-            return []
+            return self._end_refusal()
         text = "".join(self.text)
         self.text = None
         return self._end_text(text, [])

@@ -11,9 +11,10 @@ from starlette.routing import compile_path
 
 from fumehood.gateway.auth import Callers, Everybody
 from fumehood.gateway.containers import ContainerFiles
-from fumehood.gateway.exchange import CallerLeft, Exchange, Field, Receive, Scope, Send
+from fumehood.gateway.exchange import CallerLeft, Exchange, Receive, Scope, Send
 from fumehood.gateway.metrics import CONTENT_TYPE, Metrics
 from fumehood.gateway.models import ModelCards
+from fumehood.gateway.request_log import RequestLog, to_logging
 from fumehood.gateway.responses import Responses
 from fumehood.gateway.sse import SILENCE
 from fumehood.interfaces import Caller, Containers, Models, Runs, Store
@@ -56,6 +57,7 @@ class Gateway:
         containers: Containers,
         callers: Callers | None = None,
         metrics: Metrics | None = None,
+        log: RequestLog = to_logging,
         body_bytes: int = BODY_BYTES,
         concurrent: int = CONCURRENT,
         always_include: Collection[str] = (),
@@ -65,6 +67,7 @@ class Gateway:
     ) -> None:
         self.metrics = metrics or Metrics()
         self._callers = callers or Everybody()
+        self._log = log
         self._unready = unready
         responses = Responses(
             runs,
@@ -92,6 +95,11 @@ class Gateway:
             ("GET", "/readyz", self._readiness),
             *([("GET", "/metrics", self._figures)] if show_metrics else []),
         )
+
+    @property
+    def routes(self) -> list[tuple[str, str]]:
+        """Methods and paths of everything that is served."""
+        return self._routes.all
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -125,17 +133,17 @@ class Gateway:
         route = "(unknown)" if place is None else place.path
         seconds = exchange.elapsed()
         self.metrics.answered(route, exchange.status, seconds)
-        level = logging.WARNING if exchange.status >= 500 else logging.INFO
-        if logger.isEnabledFor(level):
-            fields: dict[str, Field] = {
+        self._log(
+            logging.WARNING if exchange.status >= 500 else logging.INFO,
+            {
                 "request_id": exchange.request_id,
                 "method": exchange.method,
                 "route": route,
                 "status": exchange.status,
                 "ms": round(seconds * 1000, 3),
                 **exchange.noted,
-            }
-            logger.log(level, "request", extra={"fields": fields})
+            },
+        )
 
     # ---- the server itself ------------------------------------------------------------------------------------
 
@@ -166,6 +174,7 @@ class _Routes:
     """Paths without parameters are looked up, the others are tried one after another."""
 
     def __init__(self, *routes: tuple[str, str, Handler]) -> None:
+        self.all = [(method, path) for method, path, _ in routes]
         places: dict[str, _Place] = {}
         for method, path, handler in routes:
             places.setdefault(path, _Place(path)).handlers[method] = handler

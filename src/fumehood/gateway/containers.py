@@ -1,7 +1,6 @@
 """/v1/containers/…/files: what code has left, for the client to fetch; imports `interfaces`, `protocol`, siblings."""
 
 import contextlib
-import mimetypes
 import re
 from urllib.parse import quote
 
@@ -15,8 +14,35 @@ from fumehood.protocol.names import clean_name
 
 # What would end or confuse a header, where every client has to understand it.
 _UNPLAIN = re.compile(r"[^A-Za-z0-9 ._()+=@,-]")
-_OWN_TABLE = mimetypes.MimeTypes()  # the same on every host
 _BINARY = "application/octet-stream"
+_OFFICE = "application/vnd.openxmlformats-officedocument."
+# What code mostly writes; the same on every host.
+_KINDS = {
+    "csv": "text/csv; charset=utf-8",
+    "docx": f"{_OFFICE}wordprocessingml.document",
+    "gif": "image/gif",
+    "htm": "text/html; charset=utf-8",
+    "html": "text/html; charset=utf-8",
+    "jpeg": "image/jpeg",
+    "jpg": "image/jpeg",
+    "json": "application/json",
+    "log": "text/plain; charset=utf-8",
+    "md": "text/markdown; charset=utf-8",
+    "mp3": "audio/mpeg",
+    "mp4": "video/mp4",
+    "pdf": "application/pdf",
+    "png": "image/png",
+    "pptx": f"{_OFFICE}presentationml.presentation",
+    "py": "text/x-python; charset=utf-8",
+    "svg": "image/svg+xml",
+    "tsv": "text/tab-separated-values; charset=utf-8",
+    "txt": "text/plain; charset=utf-8",
+    "wav": "audio/wav",
+    "webp": "image/webp",
+    "xlsx": f"{_OFFICE}spreadsheetml.sheet",
+    "xml": "application/xml",
+    "zip": "application/zip",
+}
 
 
 class ContainerFiles:
@@ -25,8 +51,8 @@ class ContainerFiles:
 
     async def list(self, exchange: Exchange, caller: Caller) -> None:
         records = await self._containers.files(caller, exchange.parameters["container_id"])
-        rows = [(record.id, Raw(encode(file_on_the_wire(record)))) for record in records]
-        await exchange.answer_json(page(exchange, rows))
+        rows = [(record.id, record) for record in records]
+        await exchange.answer_json(page(exchange, rows, lambda record: Raw(encode(file_on_the_wire(record)))))
 
     async def get(self, exchange: Exchange, caller: Caller) -> None:
         names = exchange.parameters
@@ -65,10 +91,7 @@ def _headers(path: str) -> Headers:
 
 
 def _content_type(name: str) -> str:
-    kind, encoding = _OWN_TABLE.guess_type(f"x/{name}")
-    if kind is None or encoding is not None:
-        return _BINARY
-    return f"{kind}; charset=utf-8" if kind.startswith("text/") else kind
+    return _KINDS.get(name.rpartition(".")[2].lower(), _BINARY)
 
 
 def _disposition(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import secrets
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
@@ -13,27 +14,37 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from fumehood import __version__
+from fumehood.gateway.request_log import Field
 from fumehood.protocol.errors import ApiError, BodyTooLarge, InvalidRequest, to_body
 
 type Scope = MutableMapping[str, Any]
 type Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 type Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 type Headers = list[tuple[bytes, bytes]]
-type Field = str | int | float | bool | None
 
 VERSION = (b"fumehood-version", __version__.encode())
 _JSON = (b"content-type", b"application/json")
+_PATIENCE = 30.0  # seconds for the next piece of a body
 _LINGER_SECONDS = 2.0
 _LINGER_BYTES = 64 << 20
 _MOST_PARAMETERS = 32
 # Seconds until it is worth a task to watch whether the caller is still there: most answers are complete by then.
 _FIRST_LOOK = 0.25
 
+_PROCESS = f"req_{secrets.token_hex(11)}"
+_numbers = itertools.count(1)
+
 encode = msgspec.json.Encoder().encode
 
 
 class CallerLeft(Exception):
     """The connection broke while its request was read."""
+
+
+class BodyTooSlow(ApiError):
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
 
 
 class Exchange:
@@ -65,7 +76,7 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.began = perf_counter()
-        self.request_id = "req_" + secrets.token_hex(16)
+        self.request_id = f"{_PROCESS}{next(_numbers):010x}"
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query_string: bytes = scope["query_string"]
@@ -130,21 +141,27 @@ class Exchange:
             raise InvalidRequest("The query is not percent-encoded UTF-8, or too long.") from None
 
     async def body(self, limit: int) -> bytes:
-        """All of it; BodyTooLarge as soon as it is known to be, CallerLeft if it breaks off."""
+        """All of it; BodyTooLarge as soon as it is known to be, CallerLeft if it breaks off, BodyTooSlow."""
         if self._length is not None and self._length > limit:
             raise _too_large(limit)
         pieces: list[bytes] = []
         taken = 0
-        while self._unread:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise CallerLeft
-            self._unread = message.get("more_body", False)
-            piece: bytes = message.get("body", b"")
-            taken += len(piece)
-            if taken > limit:
-                raise _too_large(limit)
-            pieces.append(piece)
+        try:
+            async with asyncio.timeout(_PATIENCE) as patience:
+                while self._unread:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise CallerLeft
+                    self._unread = message.get("more_body", False)
+                    piece: bytes = message.get("body", b"")
+                    taken += len(piece)
+                    if taken > limit:
+                        raise _too_large(limit)
+                    pieces.append(piece)
+                    if self._unread:
+                        patience.reschedule(asyncio.get_running_loop().time() + _PATIENCE)
+        except TimeoutError:
+            raise BodyTooSlow(f"Nothing of the body came for {_PATIENCE:g} seconds.") from None
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def until_left(self) -> None:
@@ -171,7 +188,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self.last_sent = perf_counter()
 
-    def send_now(self, body: bytes | bytearray) -> Coroutine[Any, Any, None] | None:
+    def send_now(self, body: bytes | bytearray) -> Awaitable[None] | None:
         """As `send`, for whoever cannot wait. What it gives has to be awaited before anything else is sent; mostly that
         is nothing.
         """

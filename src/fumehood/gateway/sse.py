@@ -6,8 +6,7 @@ token takes: no task is woken, nothing is awaited and nothing projected for an e
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Collection, Sequence
 
 import msgspec
 
@@ -112,7 +111,7 @@ class _Following:
         self._include = include
         self._last = -1
         self._left = False
-        self._obstacle: Coroutine[Any, Any, None] | None = None
+        self._obstacle: Awaitable[None] | None = None
         self._ending: bytearray | None = None
         self._turn = asyncio.Event()
         self._reading = run.watch(self._pass_on)

@@ -17,6 +17,7 @@ _WHOLE_SECONDS = 3600.0  # how long a server may be silent that answers in one p
 _BYTES_A_TOKEN = 4
 _LONGEST_LIST = 1 << 20
 _MOST_CARDS = 1000
+_SHORTEST_SECRET = 8  # of a header's value; what is shorter is found in any sentence
 _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "fumehood"}
 
 
@@ -41,7 +42,7 @@ class ChatCompletions:
         self._long_patience = Patience(settings.connect_timeout, max(settings.read_timeout, _WHOLE_SECONDS))
         self._address = Address.of(settings.base_url or "")
         self._headers = {**settings.headers, **_HEADERS}
-        self._secrets = list(settings.headers.values())
+        self._secrets = [value for value in settings.headers.values() if len(value) >= _SHORTEST_SECRET]
         if key is not None:
             value = key.reveal()
             bearer = settings.api_key_header.lower() == "authorization"

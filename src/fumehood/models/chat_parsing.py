@@ -42,8 +42,20 @@ class _Delta(msgspec.Struct):
     function_call: FunctionDelta | None = None
 
 
+class _TopLogprob(msgspec.Struct):
+    """`bytes` is missing or null where a server does not tell; clients expect it."""
+
+    token: str = ""
+    bytes: list[int] | None = None
+    logprob: float = 0.0
+
+
+class _Logprob(_TopLogprob):
+    top_logprobs: list[_TopLogprob] | None = None
+
+
 class _Logprobs(msgspec.Struct):
-    content: list[Raw] | None = None
+    content: list[_Logprob] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -72,9 +84,14 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
+    """An event, a whole answer, or an error, which some servers send without a field `error`."""
+
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: str | dict[str, Raw] | None = None
+    object: str | None = None
+    message: str | None = None
+    code: str | int | None = None
 
 
 _chunks = msgspec.json.Decoder(_Chunk)
@@ -228,7 +245,7 @@ class ChatParser:
         try:
             chunk = _chunks.decode(payload)
         except (ValueError, RecursionError):  # also every error of msgspec
-            if payload.strip() == b"[DONE]":
+            if payload.strip() == b"[DONE]" and self._heard:
                 self._end(events)
             else:
                 self._data.append(payload)  # more of it may be on the next line
@@ -251,8 +268,9 @@ class ChatParser:
         self._heard = True
         if chunk.usage is not None:
             self._usage = _usage_of(chunk.usage)
-        if chunk.error is not None:
-            self.failure = self._errors.from_event(msgspec.json.encode(chunk.error))
+        if chunk.error is not None or chunk.object == "error":
+            told = chunk.error or {"message": chunk.message, "code": chunk.code}
+            self.failure = self._errors.from_event(msgspec.json.encode(told))
             return
         for choice in chunk.choices or ():
             if choice.index:
@@ -290,7 +308,7 @@ class ChatParser:
     def _take_content(self, content: str | list[_Part], choice: _Choice, events: list[AnyModelEvent]) -> None:
         if isinstance(content, str):
             logprobs = None if choice.logprobs is None else choice.logprobs.content
-            events.append(Text(content, logprobs) if logprobs else Text(content))
+            events.append(Text(content, [*map(_logprob, logprobs)]) if logprobs else Text(content))
             return
         for part in content:
             if part.type == "thinking":
@@ -359,6 +377,15 @@ def _decode_anyhow(payload: bytes) -> _Chunk:
         value = json.loads(payload.decode(errors="replace"))
         whole = json.dumps(value, ensure_ascii=False).encode(errors="replace")
         return msgspec.json.decode(whole, type=_Chunk, strict=False)
+
+
+def _logprob(found: _Logprob) -> Raw:
+    """In the words of the Responses API, with nothing left out."""
+    found.top_logprobs = found.top_logprobs or []
+    for one in (found, *found.top_logprobs):
+        if one.bytes is None:
+            one.bytes = list(one.token.encode())
+    return Raw(msgspec.json.encode(found))
 
 
 def _plain(thinking: str | list[_Part]) -> str:

@@ -28,6 +28,7 @@ _MOST_CONNECTIONS = 1024
 _MOST_IDLE = 256  # of one server
 _LONGEST_HEAD = 1 << 16
 _HIGH_WATER = 1 << 20
+_ONE_WRITE = 1 << 17  # up to here a copy is cheaper than a second packet
 _DRAIN_SECONDS = 1.0
 
 
@@ -125,7 +126,10 @@ class _Connection(asyncio.Protocol):
         self._silence = silence
         self._heard = self._loop.time()
         self._timer = self._loop.call_later(silence, self._check_silence)
-        self._transport.writelines([head, body])
+        if len(body) < _ONE_WRITE:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines([head, body])
 
     async def read_head(self) -> None:
         """Until status and headers are there; raises HttpTrouble."""
@@ -162,6 +166,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     async def _wait(self) -> None:
+        """Until something has happened; raises HttpTrouble if nothing can any more."""
         if self._trouble is not None:
             raise self._trouble
         self._heard = self._loop.time()
@@ -178,8 +183,7 @@ class _Connection(asyncio.Protocol):
     def _fail(self, trouble: HttpTrouble) -> None:
         if self._trouble is None and not self.complete:
             self._trouble = trouble
-            if self._waiter is not None and not self._waiter.done():
-                self._waiter.set_exception(trouble)
+        self._wake()
         self.abort()
 
     def _check_silence(self) -> None:
@@ -219,7 +223,6 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._in_body and self._by_end and exc is None:
             self.complete = True
-            self._wake()
         self._fail(Broken())
         self._transport = None
 
@@ -275,10 +278,10 @@ class HttpAnswer:
 class HttpClient:
     """Connections to any number of servers, kept alive between requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_connections: int = _MOST_CONNECTIONS) -> None:
         self._idle: dict[tuple[bool, str, int], list[_Connection]] = {}
         self._all: set[_Connection] = set()
-        self._free = asyncio.Semaphore(_MOST_CONNECTIONS)
+        self._free = asyncio.Semaphore(most_connections)
         self._closed = False
 
     async def close(self) -> None:
@@ -306,6 +309,7 @@ class HttpClient:
         """
         head = _head(address, path, headers, body)
         connection = await self._answering(address, head, body or b"", patience)
+        del head, body  # an answer takes longer than the request should be kept
         answer = HttpAnswer(connection)
         try:
             yield answer

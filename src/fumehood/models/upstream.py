@@ -46,6 +46,7 @@ class Upstream:
         """
         try:
             async with self._client.request(address, path, headers, patience, body) as response:
+                del body
                 answer = Answer(response)
                 if response.status != 200:
                     raise await _refusal(answer, errors)

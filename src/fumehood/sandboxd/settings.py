@@ -137,8 +137,11 @@ class Settings:
     disk_reserve: int = 2 << 30
 
     def aggregate_processes(self) -> int:
-        """Enough for every sandbox to have all of its own, short of what the host has in all."""
-        wanted = self.capacity * self.processes + 1024
+        """Enough for every sandbox to have all of its own, short of what the host has in all.
+
+        One more for each: the first process is not in the sandbox's own cgroup.
+        """
+        wanted = self.capacity * (self.processes + 1) + 1024
         try:
             most = int(Path("/proc/sys/kernel/pid_max").read_text())
         except OSError:  # hidden in some containers

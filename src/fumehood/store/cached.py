@@ -58,7 +58,7 @@ class CachedConversations:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._weight = 0
+        self.weight = 0
         self._tips: dict[str, tuple[str, _Turn]] = {}
         self._turns: dict[Place, _Turn] = {}
 
@@ -103,7 +103,7 @@ class CachedConversations:
         turn = self._turns.get(place)
         if turn is None:
             turn = self._turns[place] = _Turn(place, Segment(tuple(entries)), before)
-            self._weight += turn.weight
+            self.weight += turn.weight
             if before is not None:
                 before.users += 1
         return turn
@@ -112,7 +112,7 @@ class CachedConversations:
         turn.users += 1
         self.drop(response_id)
         self._tips[response_id] = (tenant, turn)
-        while self._weight > self._limit and self._tips:
+        while self.weight > self._limit and self._tips:
             self.drop(next(iter(self._tips)))
 
     def _release(self, turn: _Turn | None) -> None:
@@ -121,5 +121,5 @@ class CachedConversations:
             if turn.users:
                 return
             del self._turns[turn.place]
-            self._weight -= turn.weight
+            self.weight -= turn.weight
             turn = turn.before

@@ -28,6 +28,8 @@ __all__ = ["SqliteStore", "StoreRefused"]
 
 _FIRST_EPOCH = 1
 _BEGIN_DELAY_SECONDS = 0.002
+_LEASE_SECONDS = 30.0
+_CACHE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,14 @@ class SqliteStore:
     Items of conversations that were used lately are kept in memory, up to `cache_bytes`.
     """
 
-    def __init__(self, database: Database, *, sole: bool, lease_seconds: float, cache_bytes: int) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        sole: bool = True,
+        lease_seconds: float = _LEASE_SECONDS,
+        cache_bytes: int = _CACHE_BYTES,
+    ) -> None:
         self._database = database
         self._owner = secrets.token_hex(8)
         self._sole = sole
@@ -68,8 +77,8 @@ class SqliteStore:
         cls,
         path: Path,
         *,
-        lease_seconds: float = 30,
-        cache_bytes: int = 64 << 20,
+        lease_seconds: float = _LEASE_SECONDS,
+        cache_bytes: int = _CACHE_BYTES,
         shared: bool = False,
     ) -> Self:
         """Make the file if there is none; raises StoreRefused.
@@ -137,6 +146,8 @@ class SqliteStore:
         beginning = self._unwritten.pop(response_id, None)
         try:
             ended = await self._database.write(work, remember)
+        except sqlite3.IntegrityError:  # there is one of that id
+            raise Fenced(response_id) from None
         except Unavailable:
             if beginning is not None:
                 self._write_soon(response_id, beginning)

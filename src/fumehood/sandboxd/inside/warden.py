@@ -115,16 +115,25 @@ class NamespaceWarden(Warden):
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def spawn(self, number: int, fds: list[int]) -> None:
+        try:
+            self._spawn(number, fds)
+        except (BrokenPipeError, ConnectionResetError):
+            os._exit(1)  # the zygote has ended, and this process ends with it
+        except ProcessLookupError:
+            self.report({"event": "refused", "number": number, "error": "its first process was killed"})
+        except OSError as error:
+            self.report({"event": "refused", "number": number, "error": children.no_room(error)})
+
+    def _spawn(self, number: int, fds: list[int]) -> None:
         done, undone = os.pipe2(os.O_CLOEXEC)
         try:
             pid, pidfd = self._start_first(undone)
             self.watch_pidfd(number, pid, pidfd)
             children.send(self._link, {"number": number}, [fds[0], pidfd, done, *fds[1:]])
             self.report({"event": "spawned", "number": number}, [pidfd])
-        except ProcessLookupError:
-            self.report({"event": "refused", "number": number, "error": "its first process was killed"})
-        except OSError as error:
-            self.report({"event": "refused", "number": number, "error": children.no_room(error)})
+        except OSError:
+            self.signal(number, signal.SIGKILL)  # if there is one, nobody else knows of it
+            raise
         finally:
             os.close(done)
             os.close(undone)
@@ -147,7 +156,12 @@ class NamespaceWarden(Warden):
                 self._return(namespaces)
         if pid == 0:
             init.sleep(self.program, undone)
-        return pid, os.pidfd_open(pid)
+        try:
+            return pid, os.pidfd_open(pid)
+        except OSError:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            raise
 
     def _return(self, namespaces: int) -> None:
         try:

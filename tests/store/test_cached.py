@@ -1,0 +1,84 @@
+"""Conversations in memory; imports fumehood."""
+
+from fumehood.protocol.conversation import Entry, Segment
+from fumehood.store.cached import CachedConversations, Place
+
+
+def _entries(text: str, size: int = 0) -> tuple[Entry, ...]:
+    return (Entry(type="message", id=None, turn=0, raw=text.encode() + b"x" * size),)
+
+
+def _talk(cached: CachedConversations, name: str, turns: int, size: int = 0, thread: int = 1) -> None:
+    for number in range(turns):
+        previous = f"{name}{number - 1}" if number else None
+        cached.append("t", f"{name}{number}", previous, Place(thread, number), _entries(f"{number}", size))
+
+
+def _found(cached: CachedConversations, response_id: str) -> list[Segment]:
+    found = cached.find("t", response_id)
+    assert found is not None
+    return found
+
+
+def test_a_turn_is_shared_by_all_that_stand_on_it() -> None:
+    cached = CachedConversations(1 << 20)
+    _talk(cached, "a", 3)
+    cached.append("t", "fork", "a0", Place(2, 1), _entries("fork"))
+    first, second, third = _found(cached, "a2")
+    assert (cached.find("t", "a1"), cached.find("t", "a0")) == ([first, second], [first])
+    found = _found(cached, "fork")
+    assert found[0] is first
+    assert third.entries == _entries("2")
+
+
+def test_what_it_does_not_know_is_not_guessed() -> None:
+    cached = CachedConversations(1 << 20)
+    _talk(cached, "a", 2)
+    assert cached.find("other", "a1") is None
+    cached.append("t", "later", "unknown", Place(9, 4), _entries("later"))
+    cached.append("other", "stolen", "a1", Place(1, 2), _entries("stolen"))
+    cached.append("t", "gap", "a1", Place(1, 3), _entries("gap"))
+    assert [cached.find("t", name) for name in ("later", "gap")] == [None, None]
+    assert cached.find("other", "stolen") is None
+
+
+def test_a_loaded_conversation_uses_what_is_there() -> None:
+    cached = CachedConversations(1 << 20)
+    _talk(cached, "a", 2)
+    known = _found(cached, "a1")
+    loaded = cached.load("t", "b", [(Place(1, n), _entries(str(n))) for n in range(3)])
+    assert loaded[:2] == known
+    assert cached.find("t", "b") == loaded
+    assert cached.load("t", "nothing", []) == []
+
+
+def test_the_least_used_go_first_and_nothing_is_left_of_them() -> None:
+    cached = CachedConversations(100_000)
+    for number in range(100):
+        _talk(cached, f"talk {number} ", 3, size=1000, thread=number + 1)
+        assert cached.find("t", "talk 0 2") is not None  # used all the time
+        assert cached.weight <= 100_000
+    assert cached.find("t", "talk 1 2") is None
+    assert cached.find("t", "talk 99 2") is not None
+    for number in range(100):
+        for turn in range(3):
+            cached.drop(f"talk {number} {turn}")
+    assert cached.weight == 0
+
+
+def test_one_that_is_too_large_is_given_and_not_kept() -> None:
+    cached = CachedConversations(1000)
+    loaded = cached.load("t", "a", [(Place(1, 0), _entries("a", 5000))])
+    assert loaded[0].entries == _entries("a", 5000)
+    assert cached.find("t", "a") is None
+    assert cached.weight == 0
+
+
+def test_a_dropped_response_leaves_what_others_stand_on() -> None:
+    cached = CachedConversations(1 << 20)
+    _talk(cached, "a", 2)
+    first, second = _found(cached, "a1")
+    cached.drop("a0")
+    cached.drop("unknown")
+    assert cached.find("t", "a0") is None
+    assert cached.find("t", "a1") == [first, second]

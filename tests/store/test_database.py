@@ -1,0 +1,279 @@
+"""The file, its threads and its lock; imports pytest and fumehood."""
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from fumehood.protocol.errors import Unavailable
+from fumehood.store.database import Database
+from fumehood.store.migrations import MIGRATIONS, Migration, StoreRefused, migrate
+from fumehood.store.sqlite import SqliteStore
+from fumehood.testing.turns import stored, texts, turn
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncGenerator[Database]:
+    database = await Database.open(tmp_path / "test.db")
+    await database.write(lambda db: db.execute("CREATE TABLE t (n INTEGER PRIMARY KEY)") and None)
+    yield database
+    await database.close()
+
+
+def _all(db: sqlite3.Connection) -> list[int]:
+    return [number for (number,) in db.execute("SELECT n FROM t ORDER BY n")]
+
+
+async def test_what_waits_is_one_transaction(database: Database) -> None:
+    busy = threading.Event()
+    begun: list[int] = []
+    blocked = database.write(lambda db: busy.wait(10))
+
+    def insert(number: int) -> asyncio.Future[None]:
+        def work(db: sqlite3.Connection) -> None:
+            begun.append(number)
+            db.execute("INSERT INTO t VALUES (?)", (number,))
+
+        return database.write(work)
+
+    jobs = [insert(number) for number in range(50)]
+    seen = await database.read(_all)
+    busy.set()
+    assert await blocked
+    await asyncio.gather(*jobs)
+    assert seen == []
+    assert begun == list(range(50))
+    assert await database.read(_all) == list(range(50))
+
+
+async def test_a_bad_job_does_not_harm_its_neighbours(database: Database) -> None:
+    busy = threading.Event()
+    blocked = database.write(lambda db: busy.wait(10))
+
+    def insert(number: int, *, broken: bool = False) -> asyncio.Future[None]:
+        def work(db: sqlite3.Connection) -> None:
+            db.execute("INSERT INTO t VALUES (?)", (number,))
+            if broken:
+                raise RuntimeError("broken")
+
+        return database.write(work)
+
+    jobs = [insert(1), insert(2, broken=True), insert(1), insert(3)]
+    busy.set()
+    await blocked
+    first, broken, twice, last = await asyncio.gather(*jobs, return_exceptions=True)
+    assert (first, last) == (None, None)
+    assert isinstance(broken, RuntimeError)
+    assert isinstance(twice, sqlite3.IntegrityError)
+    assert await database.read(_all) == [1, 3]
+
+
+async def test_readers_cannot_write(database: Database) -> None:
+    with pytest.raises(Unavailable, match="readonly"):
+        await database.read(lambda db: db.execute("INSERT INTO t VALUES (1)"))
+    assert await database.read(_all) == []
+
+
+async def test_closing_does_what_was_asked_before(tmp_path: Path) -> None:
+    database = await Database.open(tmp_path / "test.db")
+    await database.write(lambda db: db.execute("CREATE TABLE t (n INTEGER PRIMARY KEY)") and None)
+    jobs = [
+        database.write(lambda db, number=number: db.execute("INSERT INTO t VALUES (?)", (number,)).rowcount)
+        for number in range(100)
+    ]
+    await database.close()
+    assert await asyncio.gather(*jobs) == [1] * 100
+    with closing(sqlite3.connect(tmp_path / "test.db")) as connection:
+        assert len(_all(connection)) == 100
+    assert sorted(os.listdir(tmp_path)) == ["test.db", "test.db.lock"]
+
+
+async def test_the_writer_waits_for_the_disk(database: Database) -> None:
+    def settings(db: sqlite3.Connection) -> list[object]:
+        return [db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")]
+
+    assert await database.write(settings) == ["wal", 2]
+
+
+async def test_the_files_are_the_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "store.db"
+    path.parent.mkdir()
+    path.touch(0o644)
+    store = await SqliteStore.open(path)
+    await stored(store)
+    assert len(list(path.parent.iterdir())) == 4
+    for file in path.parent.iterdir():
+        assert file.stat().st_mode & 0o777 == 0o600, file
+    await store.close()
+
+
+async def test_a_second_process_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = await SqliteStore.open(path)
+    response = await stored(store, "first")
+    program = (
+        "import asyncio, sys\n"
+        "from pathlib import Path\n"
+        "from fumehood.store.sqlite import SqliteStore, StoreRefused\n"
+        "try:\n"
+        "    asyncio.run(SqliteStore.open(Path(sys.argv[1])))\n"
+        "except StoreRefused as error:\n"
+        "    sys.exit(str(error))\n"
+    )
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", program, str(path)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        f"The database {path} cannot be opened: another gateway is using it (process {os.getpid()}). "
+        "Stop that one, or give this one a file of its own."
+    )
+    with pytest.raises(StoreRefused, match="another gateway is using it"):
+        await SqliteStore.open(path)
+    assert texts(await store.conversation("tenant", response.id)) == ["first"]
+    await store.close()
+    again = await SqliteStore.open(path)
+    assert texts(await again.conversation("tenant", response.id)) == ["first"]
+    await again.close()
+
+
+async def test_files_that_are_none_of_ours(tmp_path: Path) -> None:
+    garbage = tmp_path / "garbage.db"
+    garbage.write_bytes(b"not a database at all, but long enough to be taken for one" * 100)
+    with pytest.raises(StoreRefused, match="not a database"):
+        await SqliteStore.open(garbage)
+    with closing(sqlite3.connect(tmp_path / "other.db")) as connection:
+        connection.execute("CREATE TABLE theirs (x)")
+    with pytest.raises(StoreRefused, match="another program"):
+        await SqliteStore.open(tmp_path / "other.db")
+    with pytest.raises(StoreRefused, match="cannot be opened"):
+        await SqliteStore.open(garbage / "store.db")
+    with closing(sqlite3.connect(tmp_path / "other.db")) as connection:
+        assert connection.execute("SELECT name FROM sqlite_schema").fetchall() == [("theirs",)]
+
+
+# --- migrations ---------------------------------------------------------------------------------------
+
+ADDS = Migration(
+    "ALTER TABLE responses ADD COLUMN extra TEXT; CREATE TABLE more (x); INSERT INTO more VALUES (';');"
+)
+BREAKS = Migration("DROP TABLE more;", breaks=True)
+FAILS = Migration("CREATE TABLE half (x); SELECT * FROM nowhere;")
+
+
+def _migrated(path: Path, *more: Migration) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        migrate(connection, [*MIGRATIONS, *more])
+
+
+def _tables(path: Path) -> set[str]:
+    with closing(sqlite3.connect(path)) as connection:
+        return {name for (name,) in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
+
+
+async def test_an_older_file_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = await SqliteStore.open(path)
+    response = await stored(store, "old")
+    await store.close()
+    _migrated(path, ADDS)
+    _migrated(path, ADDS)
+    assert "more" in _tables(path)
+    again = await SqliteStore.open(path)  # this release is now the older one, and can still work with it
+    after = await stored(again, "new", after=response)
+    assert texts(await again.conversation("tenant", after.id)) == ["old", "new"]
+    await again.close()
+
+
+async def test_a_newer_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    _migrated(path, ADDS, BREAKS)
+    with pytest.raises(
+        StoreRefused, match=r"newer release \(its tables are at step 3, this release knows 1\)"
+    ):
+        await SqliteStore.open(path)
+
+
+async def test_a_migration_that_fails_leaves_everything(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = await SqliteStore.open(path)
+    response = await stored(store, "kept")
+    await store.close()
+    before = _tables(path)
+    with pytest.raises(sqlite3.OperationalError, match="nowhere"):
+        _migrated(path, ADDS, FAILS)
+    assert _tables(path) == before
+    again = await SqliteStore.open(path)
+    assert texts(await again.conversation("tenant", response.id)) == ["kept"]
+    await again.close()
+
+
+# --- a disk that is full ------------------------------------------------------------------------------
+
+
+async def _bound(database: Database, pages: int) -> None:
+    def bound(db: sqlite3.Connection) -> None:
+        db.execute(f"PRAGMA max_page_count = {pages}")
+
+    await database.write(bound)
+
+
+async def test_a_full_file_loses_nothing_but_what_it_refused(tmp_path: Path) -> None:
+    database = await Database.open(tmp_path / "store.db")
+    store = SqliteStore(database)
+    first = await stored(store, "first")
+    await _bound(database, 100)
+    refused = turn(store, "x" * 1_000_000, after=first)
+    lease = await refused.begin()
+    with pytest.raises(Unavailable, match="full"):
+        await refused.end(lease)
+    found = await store.response("tenant", refused.response.id)
+    assert found is not None
+    assert (found.status, found.output) == ("in_progress", [])
+    assert await store.entries("tenant", [entry.id or "" for entry in refused.entries]) == {}
+    assert texts(await store.conversation("tenant", first.id)) == ["first"]
+    small = await stored(store, "small", after=first)
+    assert texts(await store.conversation("tenant", small.id)) == ["first", "small"]
+    await _bound(database, 1_000_000)
+    await refused.end(lease)
+    assert len(await store.conversation("tenant", refused.response.id) or ()) == 2
+    await store.close()
+
+
+@pytest.mark.root
+async def test_a_disk_without_space(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(disk)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("may not mount")
+    try:
+        store = await SqliteStore.open(disk / "store.db")
+        first = await stored(store, "first")
+        (disk / "filler").write_bytes(b"x" * 7_000_000)
+        refused = turn(store, "z" * 900_000, after=first)
+        refused.response.instructions = "i" * 2_000_000
+        lease = await refused.begin()
+        assert await store.recover() == 0  # its beginning was tried, and refused
+        with pytest.raises(Unavailable, match="cannot be used now"):
+            await refused.end(lease)
+        assert texts(await store.conversation("tenant", first.id)) == ["first"]
+        (disk / "filler").unlink()
+        await refused.end(lease)
+        assert len(await store.conversation("tenant", refused.response.id) or ()) == 2
+        await store.close()
+        with closing(sqlite3.connect(disk / "store.db")) as connection:
+            assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

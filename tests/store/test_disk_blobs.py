@@ -1,0 +1,107 @@
+"""Blobs on a disk, beyond what the kit asks; imports pytest and fumehood."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from fumehood.protocol.errors import Unavailable
+from fumehood.store.blobs import DiskBlobs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+UPLOAD = """
+import asyncio, sys
+from pathlib import Path
+from fumehood.store.blobs import DiskBlobs
+async def forever():
+    while True:
+        yield b"x" * (1 << 20)
+        print("more", flush=True)
+        await asyncio.sleep(0)
+asyncio.run(DiskBlobs(Path(sys.argv[1])).put(forever()))
+"""
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+
+
+async def test_a_blob_is_the_owners_alone_under_two_levels(tmp_path: Path) -> None:
+    blobs = DiskBlobs(tmp_path / "blobs")
+    name = await blobs.put(b"content")
+    (file,) = _files(tmp_path / "blobs")
+    assert file == Path(name[:2], name[2:4], name)
+    assert (tmp_path / "blobs" / file).stat().st_mode & 0o777 == 0o600
+    for directory in (tmp_path / "blobs").rglob("*"):
+        assert not directory.is_dir() or directory.stat().st_mode & 0o777 == 0o700
+
+
+async def test_an_upload_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
+    blobs = DiskBlobs(tmp_path)
+    waiting = asyncio.Event()
+
+    async def stuck() -> AsyncGenerator[bytes]:
+        yield b"x" * 3_000_000
+        waiting.set()
+        await asyncio.Event().wait()
+
+    upload = asyncio.create_task(blobs.put(stuck()))
+    await waiting.wait()
+    assert len(_files(tmp_path)) == 1
+    upload.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await upload
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert _files(tmp_path) == []
+
+
+async def test_what_a_dead_process_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", UPLOAD, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stdout is not None
+    assert await asyncio.to_thread(process.stdout.readline)
+    (incoming,) = _files(tmp_path)
+    blobs = DiskBlobs(tmp_path)
+    assert _files(tmp_path) == [incoming], "it lives"
+    name = await blobs.put(b"kept")
+    os.kill(process.pid, signal.SIGKILL)
+    await asyncio.to_thread(process.communicate)
+    assert len(_files(tmp_path)) == 2
+    DiskBlobs(tmp_path)
+    assert [path.name for path in _files(tmp_path)] == [name]
+
+
+async def test_the_source_s_errors_stay_its_own(tmp_path: Path) -> None:
+    async def broken() -> AsyncGenerator[bytes]:
+        yield b"x"
+        raise ConnectionResetError("the client is gone")
+
+    with pytest.raises(ConnectionResetError):
+        await DiskBlobs(tmp_path).put(broken())
+
+
+@pytest.mark.root
+async def test_a_disk_without_space(tmp_path: Path) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]).returncode:
+        pytest.skip("may not mount")
+    try:
+        blobs = DiskBlobs(tmp_path / "blobs")
+        for content in (b"x" * 2_000_000, _pieces(b"x" * 1_500_000, b"y" * 1_500_000)):
+            with pytest.raises(Unavailable, match="No space left on device"):
+                await blobs.put(content)
+        await asyncio.get_running_loop().shutdown_default_executor()
+        assert _files(tmp_path) == []
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+async def _pieces(*pieces: bytes) -> AsyncGenerator[bytes]:
+    for piece in pieces:
+        yield piece
