@@ -23,6 +23,7 @@ from fumehood.models.http_client import (
     NotHttp,
     Patience,
     Silent,
+    header_lines,
 )
 from tests.support.websites import Authority
 
@@ -104,7 +105,7 @@ async def body_of(answer: HttpAnswer) -> bytes:
 
 async def get(http: HttpClient, where: Site, patience: Patience = PATIENCE) -> tuple[int, bytes]:
     assert where.address is not None
-    async with http.request(where.address, "/x", {"A": "b"}, patience) as answer:
+    async with http.request(where.address, "/x", header_lines({"A": "b"}), patience) as answer:
         return answer.status, await body_of(answer)
 
 
@@ -128,7 +129,9 @@ async def test_what_is_sent() -> None:
     async with site(behave) as where, client() as http:
         assert where.address is not None
         for body in (None, b"hello", b"x" * 500_000):
-            async with http.request(where.address, "/chat", {"X-A": "b"}, PATIENCE, body) as answer:
+            async with http.request(
+                where.address, "/chat", header_lines({"X-A": "b"}), PATIENCE, body
+            ) as answer:
                 assert await body_of(answer) == b""
     host = where.address.name.encode()
     assert heard[:4] == [
@@ -184,7 +187,7 @@ async def test_headers_and_statuses() -> None:
     head = b"HTTP/1.1 429 Too Many\r\nRetry-After: 7\r\nContent-Length: 0\r\n\r\n"
     async with site(answers(head)) as where, client() as http:
         assert where.address is not None
-        async with http.request(where.address, "", {}, PATIENCE) as answer:
+        async with http.request(where.address, "", b"", PATIENCE) as answer:
             assert (answer.status, answer.header("retry-after"), answer.header("none")) == (429, "7", "")
 
 
@@ -221,7 +224,7 @@ async def test_an_answer_that_is_cut_off(said: bytes) -> None:
 async def test_what_came_before_the_break_is_read_first() -> None:
     async with site(answers(OK + b"Content-Length: 50\r\n\r\nhello")) as where, client() as http:
         assert where.address is not None
-        async with http.request(where.address, "", {}, PATIENCE) as answer:
+        async with http.request(where.address, "", b"", PATIENCE) as answer:
             assert await answer.read() == b"hello"
             with pytest.raises(Broken):
                 await answer.read()
@@ -244,7 +247,7 @@ async def test_a_slow_reader_is_not_silence_of_the_server() -> None:
 
     async with site(behave) as where, client() as http:
         assert where.address is not None
-        async with http.request(where.address, "", {}, Patience(10.0, 0.2)) as answer:
+        async with http.request(where.address, "", b"", Patience(10.0, 0.2)) as answer:
             assert await answer.read() == b"hello"
             await asyncio.sleep(0.5)
             asyncio.get_running_loop().call_later(0.05, go.set)
@@ -265,7 +268,7 @@ async def test_a_slow_reader_holds_the_server_up() -> None:
 
     async with site(behave) as where, client() as http:
         assert where.address is not None
-        async with http.request(where.address, "", {}, PATIENCE) as answer:
+        async with http.request(where.address, "", b"", PATIENCE) as answer:
             before = -1
             while sent != before:  # until the server is stuck
                 before = sent
@@ -286,7 +289,7 @@ async def test_nobody_there() -> None:
             (Address.of("http://nowhere.invalid"), "its name is not known"),
         ]:
             with pytest.raises(NotConnected, match=why):
-                async with http.request(address, "", {}, PATIENCE):
+                async with http.request(address, "", b"", PATIENCE):
                     pass
 
 
@@ -360,7 +363,7 @@ async def test_leaving_closes_the_connection() -> None:
 
     async with site(behave) as where, client() as http:
         assert where.address is not None
-        async with http.request(where.address, "", {}, PATIENCE) as answer:
+        async with http.request(where.address, "", b"", PATIENCE) as answer:
             await answer.read()
         await asyncio.wait_for(gone.wait(), 10)
 
@@ -390,7 +393,7 @@ async def test_closing_ends_everything() -> None:
     async with site(answers(CHUNKED, stay=True)) as where:
         http = HttpClient()
         assert where.address is not None
-        async with http.request(where.address, "", {}, PATIENCE) as answer:
+        async with http.request(where.address, "", b"", PATIENCE) as answer:
             await answer.read()
             await http.close()
             with pytest.raises(Broken):
@@ -433,7 +436,7 @@ async def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert plain.address is not None
         secure = plain.address._replace(secure=True)
         with pytest.raises(NotConnected, match="does not speak TLS"):
-            async with http.request(secure, "", {}, PATIENCE):
+            async with http.request(secure, "", b"", PATIENCE):
                 pass
     assert issubclass(NotConnected, HttpTrouble)
 

@@ -6,7 +6,7 @@ import msgspec
 
 from fumehood.models.chat_parsing import ChatParser
 from fumehood.models.chat_request import RequestWriter
-from fumehood.models.http_client import Address, Patience
+from fumehood.models.http_client import Address, Patience, header_lines
 from fumehood.models.settings import ModelSettings, Secret
 from fumehood.models.upstream import Upstream
 from fumehood.models.upstream_errors import UpstreamErrors
@@ -41,13 +41,14 @@ class ChatCompletions:
         self._patience = Patience(settings.connect_timeout, settings.read_timeout)
         self._long_patience = Patience(settings.connect_timeout, max(settings.read_timeout, _WHOLE_SECONDS))
         self._address = Address.of(settings.base_url or "")
-        self._headers = {**settings.headers, **_HEADERS}
+        headers = {**settings.headers, **_HEADERS}
         self._secrets = [value for value in settings.headers.values() if len(value) >= _SHORTEST_SECRET]
         if key is not None:
             value = key.reveal()
             bearer = settings.api_key_header.lower() == "authorization"
-            self._headers[settings.api_key_header] = f"Bearer {value}" if bearer else value
+            headers[settings.api_key_header] = f"Bearer {value}" if bearer else value
             self._secrets.append(value)
+        self._headers = header_lines(headers)
 
     def __repr__(self) -> str:
         return f"<ChatCompletions {self._address.name}{self._address.path}>"

@@ -133,6 +133,7 @@ class ChatParser:
         self._reason: str | None = None
         self._usage: Usage | None = None
         self._repeats: Repeats | None = None
+        self._is_going = False
         self._repeated: Callable[[str], AnyModelEvent] = Text
         self._trials = _TRIALS if in_runs else 0
 
@@ -331,8 +332,11 @@ class ChatParser:
 
     def _learn(self, chunk: _Chunk, payload: bytes, event: AnyModelEvent) -> None:
         """Expect more events like this one, if it says nothing but one string."""
-        self._trials -= 1
         self._repeats = None
+        if not self._is_going:  # many answers are one chunk long
+            self._is_going = True
+            return
+        self._trials -= 1
         name, holder = _only_string(chunk)
         if holder is None:
             return

@@ -1,7 +1,7 @@
 """Requests to model servers, and what goes wrong with them as ModelError; imports siblings and `protocol`."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from fumehood.models.http_client import (
@@ -35,7 +35,7 @@ class Upstream:
         self,
         address: Address,
         path: str,
-        headers: Mapping[str, str],
+        headers: bytes,
         patience: Patience,
         errors: UpstreamErrors,
         *,

@@ -6,7 +6,7 @@ without anything that looks like a credential.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import msgspec
 
@@ -54,9 +54,13 @@ _said: msgspec.json.Decoder[_Said | list[_Said] | str] = msgspec.json.Decoder(_S
 class UpstreamErrors:
     """Errors of the server behind one model. `secrets` never appear in what is said about it."""
 
-    def __init__(self, model: str, secrets: Iterable[str] = ()) -> None:
-        self._server = f"The server of the model {_sentence(model)!r}"
-        self._secrets = sorted((secret for secret in secrets if secret), key=len, reverse=True)
+    def __init__(self, model: str, secrets: Collection[str] = ()) -> None:
+        self._model = model
+        self._secrets = secrets
+
+    @property
+    def _server(self) -> str:
+        return f"The server of the model {_sentence(self._model)!r}"
 
     def from_status(self, status: int, body: bytes, retry_after: float | None = None) -> ModelError:
         """What an answer other than 200 means."""
@@ -113,7 +117,7 @@ class UpstreamErrors:
 
     def redacted(self, text: str) -> str:
         """What a stranger said, as one short sentence without credentials."""
-        for secret in self._secrets:
+        for secret in sorted(filter(None, self._secrets), key=len, reverse=True):
             text = text.replace(secret, _HIDDEN)
         return _sentence(_CREDENTIAL.sub(_HIDDEN, text[: 10 * _LONGEST_SENTENCE]))
 
