@@ -10,6 +10,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from fumehood import __version__
+from fumehood.gateway import exchange
 from fumehood.protocol.conversation import Entry
 from fumehood.protocol.errors import ModelRateLimited, ModelUnreachable, PreviousNotFound, RateLimited
 from fumehood.protocol.responses import Response
@@ -602,6 +603,30 @@ async def test_a_stopped_server_lets_streams_end() -> None:
         assert served.runs.drained == 1.0
         with pytest.raises(OSError):
             await asyncio.open_connection("127.0.0.1", served.port)
+
+
+async def test_a_second_stop_is_at_once() -> None:
+    async with serving_gateway() as served:
+        served.runs.script = lambda response: [text_events(response)[:2]]
+        served.runs.stubborn = True
+        async with served.posted(stream=True) as (reader, _):
+            await reader.readuntil(b"\r\n\r\n")
+            served.server.stop()
+            await served.runs.draining.wait()
+            assert not served.task.done()
+            served.server.stop()
+            async with asyncio.timeout(4):  # less than connections are waited for otherwise
+                await served.task
+
+
+async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_PATIENCE", 0.1)
+    async with serving_gateway() as served, served.connected() as (reader, writer):
+        writer.write(
+            b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: 10\r\n\r\n{"
+        )
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 408")
 
 
 async def test_figures_may_be_hidden() -> None:

@@ -263,7 +263,9 @@ async def test_a_disk_without_space(tmp_path: Path) -> None:
         first = await stored(store, "first")
         (disk / "filler").write_bytes(b"x" * 7_000_000)
         refused = turn(store, "z" * 900_000, after=first)
+        refused.response.instructions = "i" * 2_000_000
         lease = await refused.begin()
+        assert await store.recover() == 0  # its beginning was tried, and refused
         with pytest.raises(Unavailable, match="cannot be used now"):
             await refused.end(lease)
         assert texts(await store.conversation("tenant", first.id)) == ["first"]

@@ -22,7 +22,8 @@ _HEADER_COUNT = 256
 # A reader for whom answers wait takes at least this much in this time, or is gone.
 _STALL_SECONDS = 60.0
 _STALL_BYTES = 64 << 10
-_LAST_ANSWERS = 5  # seconds for connections to end after all runs have
+_LAST_ANSWERS = 5.0  # seconds for connections to end after all runs have
+_LAST_WORDS = 1.0  # and for their requests after that
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +87,7 @@ class Server:
         finally:
             stop.cancel()
             self._web.should_exit = True
-            self._web.force_exit = self._at_once.is_set()
-            await _within(_LAST_ANSWERS, web, self._give_up)
+            await self._hang_up(web)
 
     async def _finish(self) -> None:
         """Let what runs end, unless somebody is in a hurry."""
@@ -102,17 +102,16 @@ class Server:
             draining.cancel()
             await asyncio.gather(draining, return_exceptions=True)
 
-    def _give_up(self) -> None:
+    async def _hang_up(self, web: asyncio.Future[None]) -> None:
+        """Let connections end; then end them, and then those who still write to one."""
+        await asyncio.wait({web}, timeout=0 if self._at_once.is_set() else _LAST_ANSWERS)
         self._web.force_exit = True
+        for connection in tuple(self._web.server_state.connections):
+            connection.transport.abort()
+        await asyncio.wait({web}, timeout=_LAST_WORDS)
         for task in tuple(self._web.server_state.tasks):
             task.cancel()
-
-
-async def _within(seconds: float, work: asyncio.Future[None], otherwise: Callable[[], None]) -> None:
-    await asyncio.wait({work}, timeout=seconds)
-    if not work.done():
-        otherwise()
-    await work
+        await web
 
 
 class _Web(uvicorn.Server):

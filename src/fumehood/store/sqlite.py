@@ -146,6 +146,8 @@ class SqliteStore:
         beginning = self._unwritten.pop(response_id, None)
         try:
             ended = await self._database.write(work, remember)
+        except sqlite3.IntegrityError:  # there is one of that id
+            raise Fenced(response_id) from None
         except Unavailable:
             if beginning is not None:
                 self._write_soon(response_id, beginning)

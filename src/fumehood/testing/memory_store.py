@@ -107,6 +107,8 @@ class MemoryStore:
     async def commit(
         self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[Entry]
     ) -> None:
+        if lease is None and response.id in self._open().responses:
+            raise Fenced(response.id)
         lease = lease or await self.begin(tenant, response)
         row = self._row(tenant, lease.response_id)
         if row is None or not _holds(lease, row):

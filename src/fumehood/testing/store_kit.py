@@ -186,14 +186,13 @@ class ResponsesKit:
 
     async def test_items_are_found_by_their_ids(self, subject: StoreSubject) -> None:
         store = subject.store
-        one = turn(store)
-        await one.end(await one.begin())
+        one, forged = turn(store), turn(store, "forged")
         user, model = one.entries
         assert user.id
         assert model.id
-        again = turn(store, "again")
-        again.entries.insert(0, msgspec.structs.replace(model, turn=0, raw=b'{"forged":1}', exchange=None))
-        await again.end(await again.begin())
+        forged.entries.insert(0, msgspec.structs.replace(model, turn=0, raw=b'{"forged":1}', exchange=None))
+        await forged.end(await forged.begin())
+        await one.end(await one.begin())
         found = await store.entries("tenant", [user.id, "msg_unknown", model.id, model.id])
         assert found == {user.id: user, model.id: model}
 

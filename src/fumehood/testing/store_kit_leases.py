@@ -77,6 +77,18 @@ class LeasesKit:
         same(await store.response("tenant", response.id), response)
         assert await kept(store, one.entries) == one.entries[:-1]
 
+    async def test_one_that_was_never_begun(self, subject: StoreSubject) -> None:
+        store = subject.store
+        first = await stored(store, "first")
+        one = turn(store, "one", after=first)
+        one.response.status = "completed"
+        await store.commit(None, "tenant", one.response, one.entries)
+        same(await store.response("tenant", one.response.id), one.response)
+        assert texts(await store.conversation("tenant", one.response.id)) == ["first", "one"]
+        with pytest.raises(Fenced):
+            await store.commit(None, "tenant", one.response, one.entries)
+        assert texts(await store.conversation("tenant", one.response.id)) == ["first", "one"]
+
     async def test_a_cancelled_commit_is_whole_or_nothing(self, subject: StoreSubject) -> None:
         store = subject.store
         for steps in range(6):
