@@ -208,6 +208,15 @@ async def test_other_formats_and_fields() -> None:
     assert "response_format" not in second
 
 
+async def test_in_one_piece_where_nobody_watches() -> None:
+    request = ModelRequest(model="m", segments=REQUEST.segments, streamed=False)
+    answer = document(b'{"choices":[{"message":{"content":"a"},"finish_reason":"length"}]}')
+    async with upstream(answer, extra_body={"stream_options": {"include_usage": True}}) as (backend, server):
+        assert await turn(backend, request) == [Text("a"), TurnEnded("length")]
+    assert server.asked[0].json["stream"] is False
+    assert "stream_options" not in server.asked[0].json
+
+
 async def test_a_key_in_a_header_of_its_own() -> None:
     async with upstream(stream(says("a")), api_key_header="api-key") as (backend, server):
         await turn(backend)

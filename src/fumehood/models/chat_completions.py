@@ -8,7 +8,7 @@ from fumehood.models.chat_parsing import ChatParser
 from fumehood.models.chat_request import RequestWriter
 from fumehood.models.http_client import Address, Patience
 from fumehood.models.settings import ModelSettings, Secret
-from fumehood.models.upstream import Answer, Upstream
+from fumehood.models.upstream import Upstream
 from fumehood.models.upstream_errors import UpstreamErrors
 from fumehood.protocol.models import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
 
@@ -62,16 +62,13 @@ class ChatCompletions:
         ) as answer:
             del body
             while not parser.over:
-                events = await self._next(answer, parser)
+                piece = await (answer.read_rest(_USAGE_SECONDS) if parser.closing else answer.read())
+                events = parser.feed(piece) if piece else parser.finish()
                 answer.response.complete = parser.ended
                 if events:
                     yield events
             if parser.failure is not None:
                 raise parser.failure
-
-    async def _next(self, answer: Answer, parser: ChatParser) -> list[AnyModelEvent]:
-        piece = await (answer.read_rest(_USAGE_SECONDS) if parser.closing else answer.read())
-        return parser.feed(piece) if piece else parser.finish()
 
     def check(self, request: ModelRequest) -> None:
         self._writer.messages(request)
