@@ -46,8 +46,11 @@ setup: $(STAMP) ## Make .venv with everything in it
 demo: $(STAMP) ## Show what Fumehood does, on this machine, without a key
 	@$(RUN) python examples/demo.py
 
+# Many tests wait more than they compute, so two run side by side, each file in one piece. WORKERS=0 runs them in this
+# process, as a debugger and `--inline-snapshot` need it.
+WORKERS ?= 2
 test: $(STAMP) ## Run the tests
-	@$(RUN) python -m pytest $(ARGS)
+	@$(RUN) python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: $(STAMP) ## Run the slow tests
 	@$(RUN) python -m pytest -m "slow and not live" $(ARGS) || { [ $$? -eq 5 ] && echo "There are no slow tests yet."; }

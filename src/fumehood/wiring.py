@@ -6,7 +6,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,23 @@ from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRuns
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.auth import Everybody
+from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.request_log import RequestLines, RequestLog, to_logging
 from fumehood.gateway.server import Server
-from fumehood.interfaces import BlobStore, Clock, Containers, HostedTool, Runs, SandboxProvider, Store
+from fumehood.interfaces import (
+    BlobStore,
+    Clock,
+    Containers,
+    HostedTool,
+    ModelBackend,
+    Models,
+    Runs,
+    SandboxProvider,
+    Store,
+)
 from fumehood.models.registry import open_models
 from fumehood.protocol.folding import OUTPUTS
+from fumehood.protocol.models import AnyModelEvent, ModelRequest
 from fumehood.protocol.sandbox_errors import SandboxError
 from fumehood.sandbox.container import ContainerSettings
 from fumehood.sandbox.containers import SandboxContainers
@@ -98,10 +110,11 @@ async def assembled(
         except ValueError as error:
             raise Misconfigured(f"models: {error}.") from None
         stack.push_async_callback(models.close)
+        metrics = Metrics()
         containers, tools = await _interpreter(config, environ, store, blobs, clock, stack)
         limits = config.limits
         runs = EngineRuns(
-            models,
+            _CountedModels(models, metrics),
             tools,
             store,
             clock,
@@ -116,6 +129,7 @@ async def assembled(
             models=models,
             containers=containers,
             callers=Everybody(config.server.hosts),
+            metrics=metrics,
             log=log,
             body_bytes=limits.body_bytes,
             concurrent=limits.concurrent,
@@ -123,6 +137,33 @@ async def assembled(
             show_metrics=config.telemetry.metrics,
         )
         yield Assembled(gateway, runs)
+
+
+class _CountedModels:
+    """`Models` whose turns are counted."""
+
+    def __init__(self, models: Models, metrics: Metrics) -> None:
+        self._models = models
+        self._metrics = metrics
+        self.cards = models.cards
+        self.close = models.close
+
+    def backend(self, model: str) -> ModelBackend:
+        return _CountedBackend(self._models.backend(model), self._metrics)
+
+
+class _CountedBackend:
+    def __init__(self, backend: ModelBackend, metrics: Metrics) -> None:
+        self._backend = backend
+        self._metrics = metrics
+        self.check = backend.check
+        self.count = backend.count
+        self.profile = backend.profile
+        self.close = backend.close
+
+    def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+        self._metrics.turns += 1
+        return self._backend.stream(request)
 
 
 async def _store(config: Config, stack: AsyncExitStack) -> SqliteStore:

@@ -632,6 +632,31 @@ async def test_unknown_tools_are_tolerated_and_shown() -> None:
     assert [function.name for function in model.requests[0].functions] == ["echo"]
 
 
+async def test_logprobs_are_asked_for_by_whoever_includes_them() -> None:
+    async with ScriptedModel(says("a"), says("b")) as model:
+        engine = Engine(model)
+        await engine.block(include=["message.output_text.logprobs"])
+        await engine.block()
+    assert [request.sampling.logprobs for request in model.requests] == [True, False]
+
+
+async def test_a_tier_that_nobody_knows_is_not_promised() -> None:
+    async with ScriptedModel(says("a"), says("b")) as model:
+        engine = Engine(model)
+        tiers = [(await engine.block(service_tier=tier)).service_tier for tier in ("flex", "golden")]
+    assert tiers == ["flex", "default"]
+
+
+async def test_an_id_alone_is_a_reference() -> None:
+    async with ScriptedModel(says("a"), says("b")) as model:
+        engine = Engine(model)
+        first = await engine.block()
+        message = first.output[0]
+        assert isinstance(message, Message)
+        await engine.block(input=[{"id": message.id}, {"role": "user", "content": "again"}])
+    assert model.requests[1].segments[0].entries[0].id == message.id
+
+
 async def test_structured_output_goes_to_the_model() -> None:
     form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
     async with ScriptedModel(says("{}")) as model:

@@ -10,6 +10,8 @@ import pytest
 from inline_snapshot import snapshot
 
 from fumehood import __version__
+from fumehood.gateway import exchange
+from fumehood.protocol.conversation import Entry
 from fumehood.protocol.errors import ModelRateLimited, ModelUnreachable, PreviousNotFound, RateLimited
 from fumehood.protocol.responses import Response
 from tests.support.gateway import Served, raw_items, serving_gateway, text_events
@@ -353,6 +355,73 @@ async def test_a_bad_page_is_refused(gateway: Served, query: str, param: str) ->
     assert answer.error == (400, "invalid_value", param)
 
 
+async def test_input_items_in_short_forms_are_shown_in_long_ones(gateway: Served) -> None:
+    """A client finds the next page by the id of the last item, and the SDK's types want the rest."""
+    forms: list[dict[str, Any]] = [
+        {"role": "user", "content": "easy"},
+        {"role": "assistant", "content": "yes", "id": None, "status": None},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "no"}]},
+        {"role": "developer", "content": [{"type": "input_image", "image_url": "data:,"}, 5]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "status": None},
+        {"type": "function_call_output", "call_id": "c", "output": "1", "unknown": {"a": [1e9]}},
+        {"type": "reasoning"},
+        {"type": "code_interpreter_call", "code": "1", "outputs": None},
+    ]
+    entries = [
+        Entry(type=form.get("type", "message"), id=f"item_{number}", turn=0, raw=json.dumps(form).encode())
+        for number, form in enumerate(forms)
+    ]
+    await gateway.store.delete_response("", "resp_1")
+    response = Response(id="resp_1", created_at=1, model="m", status="completed")
+    await gateway.store.commit(None, "", response, [*entries, entries[0]])
+    listed = (await gateway.ask("GET", "/v1/responses/resp_1/input_items?order=asc")).json["data"]
+    assert [item.pop("id") for item in listed] == [f"item_{number}" for number in range(8)]
+    assert listed == snapshot(
+        [
+            {
+                "type": "message",
+                "role": "user",
+                "content": [{"type": "input_text", "text": "easy"}],
+                "status": "completed",
+            },
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "yes", "annotations": []}],
+                "status": "completed",
+            },
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "no", "annotations": []}],
+                "status": "completed",
+            },
+            {
+                "type": "message",
+                "role": "developer",
+                "content": [{"type": "input_image", "image_url": "data:,", "detail": "auto"}, 5],
+                "status": "completed",
+            },
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "status": "completed"},
+            {
+                "type": "function_call_output",
+                "call_id": "c",
+                "output": "1",
+                "unknown": {"a": [1000000000.0]},
+                "status": "completed",
+            },
+            {"type": "reasoning", "summary": []},
+            {
+                "type": "code_interpreter_call",
+                "code": "1",
+                "outputs": None,
+                "status": "completed",
+                "container_id": "",
+            },
+        ]
+    )
+
+
 async def test_input_items_of_nothing(gateway: Served) -> None:
     assert (await gateway.ask("GET", "/v1/responses/resp_2/input_items")).status == 404
     await keep(gateway)
@@ -534,6 +603,30 @@ async def test_a_stopped_server_lets_streams_end() -> None:
         assert served.runs.drained == 1.0
         with pytest.raises(OSError):
             await asyncio.open_connection("127.0.0.1", served.port)
+
+
+async def test_a_second_stop_is_at_once() -> None:
+    async with serving_gateway() as served:
+        served.runs.script = lambda response: [text_events(response)[:2]]
+        served.runs.stubborn = True
+        async with served.posted(stream=True) as (reader, _):
+            await reader.readuntil(b"\r\n\r\n")
+            served.server.stop()
+            await served.runs.draining.wait()
+            assert not served.task.done()
+            served.server.stop()
+            async with asyncio.timeout(4):  # less than connections are waited for otherwise
+                await served.task
+
+
+async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_PATIENCE", 0.1)
+    async with serving_gateway() as served, served.connected() as (reader, writer):
+        writer.write(
+            b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: 10\r\n\r\n{"
+        )
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 408")
 
 
 async def test_figures_may_be_hidden() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
+from fumehood.gateway import server
 from fumehood.gateway.sse import GONE
 from fumehood.protocol.errors import ServerFault
 from fumehood.protocol.events import StreamEvent
@@ -208,3 +209,16 @@ async def test_a_slow_reader_gets_everything_and_holds_up_nobody(gateway: Served
     finally:
         writer.close()
     assert len(parse(b"".join(chunks(bytes(received.partition(b"\r\n\r\n")[2]))))) == 2_008
+
+
+async def test_a_reader_that_takes_nothing_is_left(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep its place among the responses at once for ever, and enough of them everybody out."""
+    monkeypatch.setattr(server, "_STALL_SECONDS", 0.1)
+    pieces = ["x" * 10_000] * 2_000
+    gateway.runs.script = lambda response: [[event] for event in text_events(response, pieces)[:-1]]
+    async with gateway.posted(stream=True):
+        await gateway.runs.started.wait()
+        run = gateway.runs.runs[0]
+        async with asyncio.timeout(30):
+            await run.ended.wait()
+    assert run.cancelled == GONE

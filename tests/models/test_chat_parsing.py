@@ -108,7 +108,8 @@ def test_content_in_parts() -> None:
 def test_logprobs() -> None:
     choice = {"index": 0, "delta": {"content": "a"}, "logprobs": {"content": [{"token": "a", "logprob": -1}]}}
     (text, _) = parse(data({"choices": [choice]}), says())
-    assert text == Text("a", [Raw(b'{"token":"a","logprob":-1}')])
+    whole = b'{"token":"a","bytes":[97],"logprob":-1.0,"top_logprobs":[]}'
+    assert text == Text("a", [Raw(whole)])
 
 
 def test_deltas_that_say_nothing() -> None:

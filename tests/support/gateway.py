@@ -217,6 +217,8 @@ class ScriptedRuns:
         self.script: Script = _hello
         self.refusal: Exception | None = None
         self.started = asyncio.Event()
+        self.stubborn = False  # drains only when it is cancelled
+        self.draining = asyncio.Event()
         self.drained: float | None = None
 
     async def start(self, request: CreateResponse, caller: Caller) -> ScriptedRun:
@@ -233,6 +235,9 @@ class ScriptedRuns:
 
     async def drain(self, grace_seconds: float) -> None:
         self.drained = grace_seconds
+        self.draining.set()
+        if self.stubborn:
+            await asyncio.Event().wait()
         for run in self.runs:
             if not run.ended.is_set():
                 run.cancel("the server stops")

@@ -16,7 +16,7 @@ from fumehood.engine.history import History
 from fumehood.interfaces import Caller, Clock, HostedTool, OfferedTool
 from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import InvalidRequest
-from fumehood.protocol.folding import INCLUDABLE
+from fumehood.protocol.folding import INCLUDABLE, LOGPROBS
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.models import Sampling
 from fumehood.protocol.responses import (
@@ -43,6 +43,7 @@ _CUSTOM_PARAMETERS = Raw(
     b'{"type":"object","properties":{"input":{"type":"string"}},"required":["input"],"additionalProperties":false}'
 )
 _MOST_TOOLS = 512
+_SERVICE_TIERS = frozenset({"default", "flex", "scale", "priority", "fast", "ultrafast"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,7 +317,8 @@ def _instructions(request: CreateResponse) -> str | None:
 
 
 def _service_tier(request: CreateResponse) -> str:
-    return "default" if request.service_tier in {None, "auto"} else request.service_tier or "default"
+    """The tier that serves it: what the model server does not know, nobody here can promise."""
+    return request.service_tier if request.service_tier in _SERVICE_TIERS else "default"
 
 
 def _sampling(request: CreateResponse) -> Sampling:
@@ -325,6 +327,7 @@ def _sampling(request: CreateResponse) -> Sampling:
         top_p=request.top_p,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
+        logprobs=LOGPROBS in (request.include or ()),
         top_logprobs=request.top_logprobs,
         max_output_tokens=request.max_output_tokens,
         text=request.text,

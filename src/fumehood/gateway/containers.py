@@ -51,8 +51,8 @@ class ContainerFiles:
 
     async def list(self, exchange: Exchange, caller: Caller) -> None:
         records = await self._containers.files(caller, exchange.parameters["container_id"])
-        rows = [(record.id, Raw(encode(file_on_the_wire(record)))) for record in records]
-        await exchange.answer_json(page(exchange, rows))
+        rows = [(record.id, record) for record in records]
+        await exchange.answer_json(page(exchange, rows, lambda record: Raw(encode(file_on_the_wire(record)))))
 
     async def get(self, exchange: Exchange, caller: Caller) -> None:
         names = exchange.parameters

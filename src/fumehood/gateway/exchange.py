@@ -24,6 +24,7 @@ type Headers = list[tuple[bytes, bytes]]
 
 VERSION = (b"fumehood-version", __version__.encode())
 _JSON = (b"content-type", b"application/json")
+_PATIENCE = 30.0  # seconds for the next piece of a body
 _LINGER_SECONDS = 2.0
 _LINGER_BYTES = 64 << 20
 _MOST_PARAMETERS = 32
@@ -38,6 +39,12 @@ encode = msgspec.json.Encoder().encode
 
 class CallerLeft(Exception):
     """The connection broke while its request was read."""
+
+
+class BodyTooSlow(ApiError):
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
 
 
 class Exchange:
@@ -134,21 +141,27 @@ class Exchange:
             raise InvalidRequest("The query is not percent-encoded UTF-8, or too long.") from None
 
     async def body(self, limit: int) -> bytes:
-        """All of it; BodyTooLarge as soon as it is known to be, CallerLeft if it breaks off."""
+        """All of it; BodyTooLarge as soon as it is known to be, CallerLeft if it breaks off, BodyTooSlow."""
         if self._length is not None and self._length > limit:
             raise _too_large(limit)
         pieces: list[bytes] = []
         taken = 0
-        while self._unread:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise CallerLeft
-            self._unread = message.get("more_body", False)
-            piece: bytes = message.get("body", b"")
-            taken += len(piece)
-            if taken > limit:
-                raise _too_large(limit)
-            pieces.append(piece)
+        try:
+            async with asyncio.timeout(_PATIENCE) as patience:
+                while self._unread:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise CallerLeft
+                    self._unread = message.get("more_body", False)
+                    piece: bytes = message.get("body", b"")
+                    taken += len(piece)
+                    if taken > limit:
+                        raise _too_large(limit)
+                    pieces.append(piece)
+                    if self._unread:
+                        patience.reschedule(asyncio.get_running_loop().time() + _PATIENCE)
+        except TimeoutError:
+            raise BodyTooSlow(f"Nothing of the body came for {_PATIENCE:g} seconds.") from None
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def until_left(self) -> None:

@@ -1,6 +1,6 @@
 """Pages of a list: `after`, `before`, `limit` and `order` as OpenAI's lists have them; imports `protocol`, siblings."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Raw
 
@@ -12,7 +12,7 @@ _USUAL = 20
 _MOST = 100
 
 
-def page(exchange: Exchange, rows: Sequence[tuple[str, Raw]]) -> Page:
+def page[T](exchange: Exchange, rows: Sequence[tuple[str, T]], show: Callable[[T], Raw]) -> Page:
     """The page that the query asks for, of rows that come oldest first with their ids; newest first by default."""
     limit = _limit(exchange.query("limit"))
     order = exchange.query("order") or "desc"
@@ -26,7 +26,7 @@ def page(exchange: Exchange, rows: Sequence[tuple[str, Raw]]) -> Page:
     rest = ordered[first:end]
     chosen = rest[:limit]
     return Page(
-        data=[row[1] for row in chosen],
+        data=[show(row[1]) for row in chosen],
         first_id=chosen[0][0] if chosen else None,
         last_id=chosen[-1][0] if chosen else None,
         has_more=len(rest) > limit,

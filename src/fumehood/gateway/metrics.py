@@ -28,13 +28,14 @@ class Metrics(Collector):
     """One set of figures on a registry of its own, so that two gateways in one process do not add up.
 
     streams: how many answers are being streamed now.
-    registry: for those who count what the gateway cannot see.
+    turns: how many models were asked for; whoever asks them counts.
     """
 
     def __init__(self) -> None:
         self.streams = 0
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
+        self.turns = 0
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
         self._requests = Counter[tuple[str, int]]()
         self._durations: dict[str, _Durations] = {}
         self._events = 0
@@ -63,7 +64,7 @@ class Metrics(Collector):
                 self._calls["code_interpreter", item.status] += 1
 
     def text(self) -> bytes:
-        return generate_latest(self.registry)
+        return generate_latest(self._registry)
 
     @override
     def collect(self) -> Iterator[Metric]:
@@ -82,6 +83,7 @@ class Metrics(Collector):
         yield GaugeMetricFamily("fumehood_streams", "Answers being streamed now.", self.streams)
         yield CounterMetricFamily("fumehood_events", "Events streamed.", self._events)
         yield _counted("fumehood_responses", "Responses that ended, by status.", "status", self._responses)
+        yield CounterMetricFamily("fumehood_turns", "Turns that models were asked for.", self.turns)
         yield _counted("fumehood_tokens", "Tokens that models read and wrote.", "direction", self._tokens)
         calls = CounterMetricFamily(
             "fumehood_tool_calls", "Calls of hosted tools, by type and status.", labels=["type", "status"]

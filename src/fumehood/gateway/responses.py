@@ -1,27 +1,17 @@
 """/v1/responses: make one, blocking or streamed, read it, delete it; imports `interfaces`, `protocol` and siblings."""
 
-from collections.abc import Collection, Sequence
-
-import msgspec
-from msgspec import Raw
+from collections.abc import Collection
 
 from fumehood.gateway.exchange import Exchange, Vigil
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.reading import check_include, read_request
+from fumehood.gateway.shown import shown
 from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
-from fumehood.protocol.conversation import Entry
 from fumehood.protocol.errors import InvalidRequest, NotFound, RateLimited
-from fumehood.protocol.folding import ENCRYPTED_REASONING, EXECUTION, OUTPUTS, project_response
+from fumehood.protocol.folding import project_response
 from fumehood.protocol.responses import CreateResponse, Deleted, Response
-
-_IMAGES = "message.input_image.image_url"
-# What an item shows only to those who ask, by the name of its field.
-_ON_REQUEST = {
-    "code_interpreter_call": {"outputs": OUTPUTS, EXECUTION: EXECUTION},
-    "reasoning": {"encrypted_content": ENCRYPTED_REASONING},
-}
 
 
 class Responses:
@@ -123,7 +113,9 @@ class Responses:
         entries = await self._store.input_entries(caller.tenant, response_id)
         if entries is None:
             raise _not_found(response_id)
-        await exchange.answer_json(page(exchange, _rows(entries, include)))
+        # What was referred to again is listed once: pages are found by ids.
+        once = {entry.id or "": entry for entry in entries}
+        await exchange.answer_json(page(exchange, list(once.items()), lambda entry: shown(entry, include)))
 
     async def _find(self, exchange: Exchange, caller: Caller) -> Response:
         response_id = exchange.parameters["response_id"]
@@ -140,20 +132,3 @@ class Responses:
 
 def _not_found(response_id: str) -> NotFound:
     return NotFound(f"Response with id {response_id[:100]!r} not found.", param="response_id")
-
-
-def _rows(entries: Sequence[Entry], include: Collection[str]) -> list[tuple[str, Raw]]:
-    return [(entry.id or "", Raw(_shown(entry, include))) for entry in entries]
-
-
-def _shown(entry: Entry, include: Collection[str]) -> bytes:
-    """The item without what was not asked for, and otherwise as it was written."""
-    hidden = [field for field, name in _ON_REQUEST.get(entry.type, {}).items() if name not in include]
-    if not any(field.encode() in entry.raw for field in hidden):
-        return entry.raw
-    fields = msgspec.json.decode(entry.raw, type=dict[str, Raw])
-    for field in hidden:
-        if field in fields:
-            fields[field] = Raw(b"null")
-    fields.pop(EXECUTION, None) if EXECUTION in hidden else None
-    return msgspec.json.encode(fields)

@@ -19,7 +19,11 @@ _KEEP_ALIVE = 120
 _HEADER_SECONDS = 30.0
 _HEADER_BYTES = 64 << 10
 _HEADER_COUNT = 256
-_LAST_ANSWERS = 5  # seconds for connections to end after all runs have
+# A reader for whom answers wait takes at least this much in this time, or is gone.
+_STALL_SECONDS = 60.0
+_STALL_BYTES = 64 << 10
+_LAST_ANSWERS = 5.0  # seconds for connections to end after all runs have
+_LAST_WORDS = 1.0  # and for their requests after that
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +87,7 @@ class Server:
         finally:
             stop.cancel()
             self._web.should_exit = True
-            self._web.force_exit = self._at_once.is_set()
-            await _within(_LAST_ANSWERS, web, self._give_up)
+            await self._hang_up(web)
 
     async def _finish(self) -> None:
         """Let what runs end, unless somebody is in a hurry."""
@@ -99,17 +102,16 @@ class Server:
             draining.cancel()
             await asyncio.gather(draining, return_exceptions=True)
 
-    def _give_up(self) -> None:
+    async def _hang_up(self, web: asyncio.Future[None]) -> None:
+        """Let connections end; then end them, and then those who still write to one."""
+        await asyncio.wait({web}, timeout=0 if self._at_once.is_set() else _LAST_ANSWERS)
         self._web.force_exit = True
+        for connection in tuple(self._web.server_state.connections):
+            connection.transport.abort()
+        await asyncio.wait({web}, timeout=_LAST_WORDS)
         for task in tuple(self._web.server_state.tasks):
             task.cancel()
-
-
-async def _within(seconds: float, work: asyncio.Future[None], otherwise: Callable[[], None]) -> None:
-    await asyncio.wait({work}, timeout=seconds)
-    if not work.done():
-        otherwise()
-    await work
+        await web
 
 
 class _Web(uvicorn.Server):
@@ -121,9 +123,13 @@ class _Web(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Bounds what uvicorn does not: the size of a request's head and the time it takes to arrive."""
+    """Bounds what uvicorn does not: the size of a request's head, the time it takes to arrive, and how long an answer
+    may wait for a reader that takes nothing.
+    """
 
     _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+    _waiting_bytes = 0
     _head_bytes = 0
     _in_head = True
 
@@ -167,7 +173,40 @@ class _Protocol(HttpToolsProtocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_timer()
+        self._forget_stall()
         super().connection_lost(exc)
+
+    @override
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    @override
+    def resume_writing(self) -> None:
+        self._forget_stall()
+        super().resume_writing()
+
+    def _await_reader(self) -> None:
+        self._waiting_bytes = self.transport.get_write_buffer_size()
+        self._stall_timer = self.loop.call_later(_STALL_SECONDS, self._look_at_reader)
+
+    def _look_at_reader(self) -> None:
+        if self.transport.get_write_buffer_size() > self._waiting_bytes - _STALL_BYTES:
+            logger.info("A client that read nothing was left.")
+            self.transport.abort()  # closing would wait for it
+        else:
+            self._await_reader()
+
+    def _forget_stall(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    @override
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        super().timeout_keep_alive_handler()
 
     @override
     def send_400_response(self, msg: str) -> None:

@@ -42,8 +42,20 @@ class _Delta(msgspec.Struct):
     function_call: FunctionDelta | None = None
 
 
+class _TopLogprob(msgspec.Struct):
+    """`bytes` is missing or null where a server does not tell; clients expect it."""
+
+    token: str = ""
+    bytes: list[int] | None = None
+    logprob: float = 0.0
+
+
+class _Logprob(_TopLogprob):
+    top_logprobs: list[_TopLogprob] | None = None
+
+
 class _Logprobs(msgspec.Struct):
-    content: list[Raw] | None = None
+    content: list[_Logprob] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -296,7 +308,7 @@ class ChatParser:
     def _take_content(self, content: str | list[_Part], choice: _Choice, events: list[AnyModelEvent]) -> None:
         if isinstance(content, str):
             logprobs = None if choice.logprobs is None else choice.logprobs.content
-            events.append(Text(content, logprobs) if logprobs else Text(content))
+            events.append(Text(content, [*map(_logprob, logprobs)]) if logprobs else Text(content))
             return
         for part in content:
             if part.type == "thinking":
@@ -365,6 +377,15 @@ def _decode_anyhow(payload: bytes) -> _Chunk:
         value = json.loads(payload.decode(errors="replace"))
         whole = json.dumps(value, ensure_ascii=False).encode(errors="replace")
         return msgspec.json.decode(whole, type=_Chunk, strict=False)
+
+
+def _logprob(found: _Logprob) -> Raw:
+    """In the words of the Responses API, with nothing left out."""
+    found.top_logprobs = found.top_logprobs or []
+    for one in (found, *found.top_logprobs):
+        if one.bytes is None:
+            one.bytes = list(one.token.encode())
+    return Raw(msgspec.json.encode(found))
 
 
 def _plain(thinking: str | list[_Part]) -> str:

@@ -74,8 +74,9 @@ class RequestWriter:
                 fields[name] = value
         if sampling.max_output_tokens is not None:
             fields[self._settings.max_tokens_field] = sampling.max_output_tokens
-        if sampling.top_logprobs is not None:
+        if sampling.logprobs or sampling.top_logprobs is not None:
             fields["logprobs"] = True
+        if sampling.top_logprobs is not None:
             fields["top_logprobs"] = sampling.top_logprobs
         if sampling.reasoning is not None and sampling.reasoning.effort is not None:
             fields["reasoning_effort"] = sampling.reasoning.effort

@@ -178,14 +178,14 @@ _anything = msgspec.json.Decoder()
 def peek(raw: bytes | Raw, where: str) -> Item:
     """The item in these bytes; raises InvalidRequest, naming `where`, if they are none.
 
-    An item with a role and no type is a message, as in OpenAI's easy form.
+    An item with a role and no type is a message, as in OpenAI's easy form; one with an id alone refers to another.
     """
     try:
         _anything.decode(raw)  # Raw is not looked at closely: lone surrogates and the like are found here
         tag = _tags.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise InvalidRequest(f"{where} is not a valid item: {error}", param=where) from None
-    kind = tag.type or ("message" if tag.role else None)
+    kind = tag.type or ("message" if tag.role else "item_reference" if tag.id else None)
     if kind is None:
         raise InvalidRequest(f"{where} has no `type`.", param=where)
     return Item(kind, tag.id, bytes(raw))

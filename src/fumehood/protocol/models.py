@@ -22,6 +22,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    logprobs: bool = False
     top_logprobs: int | None = None
     max_output_tokens: int | None = None
     text: TextConfig | None = None
