@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ from fumehood.engine.citations import find_links
 from fumehood.engine.log import LagLimits
 from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRun
+from fumehood.interfaces import Lease
 from fumehood.protocol.errors import (
     ApiError,
     InvalidRequest,
@@ -472,6 +473,32 @@ async def test_a_reader_that_catches_up_is_forgiven() -> None:
         engine.clock.advance(31)
         gate.set()
     assert check_invariants(events).status == "completed"
+
+
+async def test_a_renewal_that_breaks_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(ScriptedModel([Text("x"), asyncio.Event()]))
+    run = await engine.start()
+    reader = run.subscribe()
+    while not any(isinstance(event, TextDelta) for event in await anext(reader)):
+        pass
+    renew, renewed = engine.store.renew, asyncio.Event()
+
+    async def broken(leases: Sequence[Lease]) -> Sequence[Lease]:
+        monkeypatch.setattr(engine.store, "renew", mended)
+        raise RuntimeError("a mistake of ours")
+
+    async def mended(leases: Sequence[Lease]) -> Sequence[Lease]:
+        renewed.set()
+        return await renew(leases)
+
+    monkeypatch.setattr(engine.store, "renew", broken)
+    engine.clock.advance(10)
+    await until(lambda: "could not be renewed" in caplog.text)
+    await until(lambda: engine.clock.advance(10) is None and renewed.is_set())
+    run.cancel("enough")
+    assert (await run.wait()).status == "cancelled"
 
 
 async def test_a_run_whose_lease_is_lost_ends() -> None:

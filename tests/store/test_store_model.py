@@ -184,4 +184,4 @@ class TestStores(Stores.TestCase):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 class TestStoresLong(Stores.TestCase):
-    settings = settings(max_examples=400, stateful_step_count=60)
+    settings = settings(max_examples=100, stateful_step_count=50)

@@ -3,6 +3,7 @@
 Models write `[table](sandbox:/mnt/data/table.csv)`. A citation spans `sandbox:/mnt/data/table.csv`, in code points.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote
@@ -17,6 +18,10 @@ _LONGEST_TARGET = (
 )
 _TRAILING = ".,;:!?*_`"
 _CLOSING = {"(": ")", "<": ">", "[": "]", '"': '"', "'": "'", "`": "`"}
+# What may end a link, or begin another bracket in it, by the character before it.
+_ENDS = {"": re.compile(r"\s")} | {
+    opening: re.compile(f"[\n{re.escape(opening + closing)}]") for opening, closing in _CLOSING.items()
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +49,16 @@ def find_links(text: str) -> list[Link]:
 def _target(text: str, start: int, opening: str) -> str:
     """From `start` to where the link must end: its closing bracket, or white space where it has none."""
     closing = _CLOSING.get(opening, "")
-    depth = 0
+    opening = opening if closing else ""
     window = text[start : start + _LONGEST_TARGET]
-    for end, character in enumerate(window):
-        if character == "\n" or (not closing and character.isspace()):
-            return window[:end]
-        if character == opening and closing != opening:
-            depth += 1
-        elif character == closing:
-            if depth == 0:
-                return window[:end]
+    depth = 0
+    for found in _ENDS[opening].finditer(window):
+        if found[0] == closing and depth:
             depth -= 1
+        elif closing != opening == found[0]:
+            depth += 1
+        else:
+            return window[: found.start()]
     return window
 
 

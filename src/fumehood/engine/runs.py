@@ -113,8 +113,9 @@ class EngineRuns:
             held = {run.lease: run for run in self._running if run.lease is not None}
             try:
                 ours = set(await self._store.renew(list(held))) if held else set[Lease]()
-            except ApiError as error:
-                logger.warning("leases could not be renewed: %s", error)
+            except Exception as error:  # whatever it was: without this task every run would lose its lease
+                expected = isinstance(error, ApiError)
+                logger.warning("leases could not be renewed: %s", error, exc_info=not expected)
                 continue
             for lease, run in held.items():
                 if lease not in ours:
