@@ -9,7 +9,7 @@ import pytest
 
 from fumehood.protocol import sandbox, sandbox_errors
 from fumehood.sandboxd.app import App
-from fumehood.sandboxd.http_exchange import MethodNotAllowed
+from fumehood.sandboxd.http_exchange import MethodNotAllowed, TookTooLong
 from fumehood.sandboxd.openapi import document
 from fumehood.sandboxd.operations import OPERATIONS
 from fumehood.sandboxd.settings import Settings
@@ -62,7 +62,7 @@ def test_every_error_code_is_documented_with_its_status() -> None:
     wire = {
         kind for kind in _kinds(sandbox_errors.SandboxError) if kind.__module__ == sandbox_errors.__name__
     }
-    assert documented == {(kind.status, kind.code) for kind in wire | {MethodNotAllowed}}
+    assert documented == {(kind.status, kind.code) for kind in wire | {MethodNotAllowed, TookTooLong}}
 
 
 @pytest.mark.parametrize(
