@@ -235,7 +235,12 @@ def main() -> None:
 
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     config = uvicorn.Config(
-        Relay(sys.argv[1]), loop="uvloop", http="httptools", access_log=False, log_level="warning"
+        Relay(sys.argv[1]),
+        loop="uvloop",
+        http="httptools",
+        access_log=False,
+        log_level="warning",
+        timeout_keep_alive=120,  # a round of the other side must not cost this one its connections
     )
     print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
     uvicorn.Server(config).run(sockets=[listening])
