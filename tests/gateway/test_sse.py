@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from inline_snapshot import snapshot
@@ -214,9 +214,10 @@ async def test_a_slow_reader_gets_everything_and_holds_up_nobody(gateway: Served
 async def test_a_reader_that_takes_nothing_is_left(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would keep its place among the responses at once for ever, and enough of them everybody out."""
     monkeypatch.setattr(server, "_STALL_SECONDS", 0.1)
-    pieces = ["x" * 10_000] * 2_000
+    pieces = ["x" * 100_000] * 2_000  # more than any kernel keeps for the two ends of a connection
     gateway.runs.script = lambda response: [[event] for event in text_events(response, pieces)[:-1]]
-    async with gateway.posted(stream=True):
+    async with gateway.posted(stream=True) as (_, writer):
+        cast(asyncio.Transport, writer.transport).pause_reading()  # or the stream's own buffer takes it all
         await gateway.runs.started.wait()
         run = gateway.runs.runs[0]
         async with asyncio.timeout(30):

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from fumehood.protocol.decoding import read_event
 from fumehood.protocol.events import Completed, Created, Failed, StreamEvent
 from fumehood.protocol.folding import fold
+from tests.support.decoding import read_event
 
 RECORDED = Path(__file__).parents[3] / "shared" / "reference" / "recorded"
 STREAMS = sorted(RECORDED.glob("*.chunks.txt"))

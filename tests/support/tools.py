@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 from msgspec import Raw
 
 from fumehood.interfaces import CallContext, Caller, ToolResult, ToolStep
@@ -134,12 +133,3 @@ class EchoSession:
             ),
             files=self._tool.files if status == "completed" else (),
         )
-
-
-def last_exchange(entries: Sequence[Entry]) -> Exchange:
-    found = [entry.exchange for entry in entries if entry.exchange]
-    return found[-1]
-
-
-def decoded(entry: Entry) -> dict[str, object]:
-    return msgspec.json.decode(entry.raw)

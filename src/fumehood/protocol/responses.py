@@ -15,8 +15,6 @@ type Metadata = Annotated[
 # An object whose values nobody here looks at. msgspec knows no `Raw | None`.
 type JsonObject = dict[str, Raw]
 
-TERMINAL: frozenset[ResponseStatus] = frozenset({"completed", "failed", "incomplete", "cancelled"})
-
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`text.format`: plain text, any JSON object, or JSON of a schema."""

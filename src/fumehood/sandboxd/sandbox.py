@@ -133,9 +133,7 @@ class LocalSandbox:
         """Turn a sandbox that waited into the caller's: what differs from what it began with, and its network."""
         loop = asyncio.get_running_loop()
         problem = None
-        if (
-            self.warm and self._packets.ended
-        ):  # it may have died while it waited, and the word of it is under way
+        if self.warm and self._packets.ended:  # it died while it waited, and the word of it is under way
             self.kill("it ended while it waited")
             raise SandboxStartFailed("The sandbox ended while it waited.")
         self._access = admit(access, self._listeners, self.id)
@@ -143,7 +141,7 @@ class LocalSandbox:
             async with asyncio.timeout(_HAND_OVER):
                 if memory != self.memory:
                     problem = await self._resize(memory)
-                if access is not None:
+                if self.warm or access is not None:  # one that waited has to show that it lives
                     self._configured = loop.create_future()
                     self._configure(access)
                     await self._configured

@@ -1,6 +1,6 @@
-"""Items and events out of their JSON; imports msgspec and siblings.
+"""Items and events out of their JSON; imports msgspec and `protocol`.
 
-For what we wrote ourselves, and for tests of what others did: an item of ours becomes a Struct, any other stays its
+For tests of streams that others wrote: an item of ours becomes a Struct, any other stays its
 bytes, and so does one that only looks like ours.
 """
 
