@@ -9,7 +9,7 @@ from re import Pattern
 
 from starlette.routing import compile_path
 
-from fumehood.gateway.auth import Callers, Everybody
+from fumehood.gateway.auth import Callers, Everybody, identified
 from fumehood.gateway.containers import ContainerFiles
 from fumehood.gateway.exchange import CallerLeft, Exchange, Receive, Scope, Send
 from fumehood.gateway.metrics import CONTENT_TYPE, Metrics
@@ -18,12 +18,15 @@ from fumehood.gateway.request_log import RequestLog, to_logging
 from fumehood.gateway.responses import Responses
 from fumehood.gateway.sse import SILENCE
 from fumehood.interfaces import Caller, Containers, Models, Runs, Store
-from fumehood.protocol.errors import ApiError, NotFound, ServerFault, Unavailable
+from fumehood.protocol.errors import ApiError, NotAuthenticated, NotFound, ServerFault, Unavailable
 
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
 BODY_BYTES = 32 << 20
 CONCURRENT = 512
+# What those who watch over the server ask, and who have no keys.
+PUBLIC = frozenset({"/healthz", "/readyz"})
+NOBODY = Caller()
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +110,7 @@ class Gateway:
         exchange = Exchange(scope, receive, send)
         place = self._routes.find(exchange)
         try:
-            caller = self._callers.identify(exchange)
+            caller = NOBODY if place is not None and place.path in PUBLIC else await self._identify(exchange)
             await _handler(place, exchange)(exchange, caller)
         except ApiError as error:
             await self._refuse(exchange, error)
@@ -121,13 +124,22 @@ class Gateway:
         finally:
             self._tell(exchange, place)
 
+    async def _identify(self, exchange: Exchange) -> Caller:
+        caller = await identified(self._callers, exchange.authorization, exchange.host)
+        if caller.key:
+            exchange.noted["key"] = caller.key
+        return caller
+
     async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
         exchange.noted["error"] = error.wire_code or error.type
         exchange.noted["param"] = error.param
         if exchange.started:
             raise error
-        extra = [(b"allow", error.allowed.encode())] if isinstance(error, MethodNotAllowed) else None
-        await exchange.refuse(error, extra)
+        if isinstance(error, MethodNotAllowed):
+            exchange.extra.append((b"allow", error.allowed.encode()))
+        elif isinstance(error, NotAuthenticated):
+            exchange.extra.append((b"www-authenticate", b"Bearer"))
+        await exchange.refuse(error)
 
     def _tell(self, exchange: Exchange, place: "_Place | None") -> None:
         route = "(unknown)" if place is None else place.path

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import secrets
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
@@ -51,6 +52,7 @@ class Exchange:
     """Made for each request; answers once.
 
     noted: what the log's line of this request tells besides what every line tells.
+    extra: headers of the answer, whatever it will be, besides what every answer has.
     """
 
     __slots__ = (
@@ -63,6 +65,7 @@ class Exchange:
         "began",
         "content_encoding",
         "content_type",
+        "extra",
         "host",
         "last_sent",
         "method",
@@ -82,6 +85,7 @@ class Exchange:
         self.query_string: bytes = scope["query_string"]
         self.parameters: dict[str, str] = {}
         self.noted: dict[str, Field] = {}
+        self.extra: Headers = []
         self.status = 0
         self.last_sent = self.began
         self.authorization: bytes | None = None
@@ -181,6 +185,7 @@ class Exchange:
             VERSION,
             (b"x-request-id", self.request_id.encode()),
             (b"openai-processing-ms", b"%d" % (self.elapsed() * 1000)),
+            *self.extra,
         )
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
@@ -210,12 +215,12 @@ class Exchange:
     async def answer_json(self, value: object, status: int = 200) -> None:
         await self.answer(encode(value), status)
 
-    async def refuse(self, error: ApiError, extra: Headers | None = None) -> None:
+    async def refuse(self, error: ApiError) -> None:
         """Tell what is wrong; a body that nobody wants is not read to its end."""
         body = encode(to_body(error))
-        headers: Headers = [_JSON, (b"content-length", b"%d" % len(body)), *(extra or [])]
+        headers: Headers = [_JSON, (b"content-length", b"%d" % len(body))]
         if error.retry_after is not None:
-            headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after))))
+            headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
         if not self._unread:
             await self.begin(error.status, headers)
             await self.send(body, more=False)
