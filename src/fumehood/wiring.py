@@ -17,6 +17,7 @@ from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRuns
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.auth import Callers, Everybody, KeyHolders
+from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.request_log import RequestLines, RequestLog, to_logging
 from fumehood.gateway.server import Server
@@ -33,6 +34,7 @@ from fumehood.interfaces import (
 )
 from fumehood.models.registry import open_models
 from fumehood.protocol.folding import OUTPUTS
+from fumehood.protocol.keys import KeyLimits
 from fumehood.protocol.models import AnyModelEvent, ModelRequest
 from fumehood.protocol.sandbox_errors import SandboxError
 from fumehood.sandbox.container import ContainerSettings
@@ -133,8 +135,15 @@ async def assembled(
             callers=callers,
             metrics=metrics,
             log=log,
-            body_bytes=limits.body_bytes,
-            concurrent=limits.concurrent,
+            limits=Limits(
+                KeyLimits(
+                    requests_per_minute=limits.requests_per_minute,
+                    concurrent=limits.concurrent,
+                    body_bytes=limits.body_bytes,
+                ),
+                total=limits.concurrent_total,
+                monotonic=clock.monotonic,
+            ),
             always_include=(OUTPUTS,) if always else (),
             show_metrics=config.telemetry.metrics,
         )

@@ -12,6 +12,7 @@ from starlette.routing import compile_path
 from fumehood.gateway.auth import Callers, Everybody, identified
 from fumehood.gateway.containers import ContainerFiles
 from fumehood.gateway.exchange import CallerLeft, Exchange, Receive, Scope, Send
+from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import CONTENT_TYPE, Metrics
 from fumehood.gateway.models import ModelCards
 from fumehood.gateway.request_log import RequestLog, to_logging
@@ -22,8 +23,6 @@ from fumehood.protocol.errors import ApiError, NotAuthenticated, NotFound, Serve
 
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
-BODY_BYTES = 32 << 20
-CONCURRENT = 512
 # What those who watch over the server ask, and who have no keys.
 PUBLIC = frozenset({"/healthz", "/readyz"})
 NOBODY = Caller()
@@ -44,8 +43,6 @@ class MethodNotAllowed(ApiError):
 class Gateway:
     """An ASGI application.
 
-    body_bytes: the largest body of a request.
-    concurrent: how many responses may be in the making at once.
     always_include: what every response shows, asked for or not.
     unready: why this gateway cannot serve now, None if it can.
     silence: seconds after which a stream that has nothing to say shows that it is alive.
@@ -61,8 +58,7 @@ class Gateway:
         callers: Callers | None = None,
         metrics: Metrics | None = None,
         log: RequestLog = to_logging,
-        body_bytes: int = BODY_BYTES,
-        concurrent: int = CONCURRENT,
+        limits: Limits | None = None,
         always_include: Collection[str] = (),
         unready: Callable[[], str | None] = lambda: None,
         silence: float = SILENCE,
@@ -76,8 +72,7 @@ class Gateway:
             runs,
             store,
             self.metrics,
-            body_bytes=body_bytes,
-            concurrent=concurrent,
+            limits=limits or Limits(),
             always=always_include,
             silence=silence,
         )

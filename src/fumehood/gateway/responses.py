@@ -3,13 +3,14 @@
 from collections.abc import Collection
 
 from fumehood.gateway.exchange import Exchange, Vigil
+from fumehood.gateway.limits import Limits
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.reading import check_include, read_request
 from fumehood.gateway.shown import shown
 from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
-from fumehood.protocol.errors import InvalidRequest, NotFound, RateLimited
+from fumehood.protocol.errors import InvalidRequest, NotFound
 from fumehood.protocol.folding import project_response
 from fumehood.protocol.responses import CreateResponse, Deleted, Response
 
@@ -17,7 +18,6 @@ from fumehood.protocol.responses import CreateResponse, Deleted, Response
 class Responses:
     """Handlers of one path each.
 
-    concurrent: how many responses may be in the making at once.
     always: what every answer includes, asked for or not.
     """
 
@@ -27,31 +27,22 @@ class Responses:
         store: Store,
         metrics: Metrics,
         *,
-        body_bytes: int,
-        concurrent: int,
+        limits: Limits,
         always: Collection[str] = (),
         silence: float = SILENCE,
     ) -> None:
         self._runs = runs
         self._store = store
         self._metrics = metrics
-        self._body_bytes = body_bytes
-        self._concurrent = concurrent
-        self._running = 0
+        self._limits = limits
         self._always = frozenset(always)
         self._silence = silence
 
     async def create(self, exchange: Exchange, caller: Caller) -> None:
-        request = await read_request(exchange, self._body_bytes)
-        if self._running >= self._concurrent:
-            raise RateLimited(
-                f"This server makes {self._concurrent} responses at once; try again soon.", retry_after=1.0
-            )
-        self._running += 1
-        try:
+        self._limits.count(caller, exchange.extra)
+        request = await read_request(exchange, self._limits.body_bytes(caller))
+        with self._limits.running(caller):
             await self._make(exchange, caller, request)
-        finally:
-            self._running -= 1
 
     async def _make(self, exchange: Exchange, caller: Caller, request: CreateResponse) -> None:
         include = self._always.union(request.include or ())
