@@ -83,8 +83,12 @@ class EngineRuns:
         by_type = {kind: tool for tool in tools for kind in tool.types}
         self._preparation = Preparation(history, by_type, disabled_tools, clock)
 
-    async def start(self, request: CreateResponse, caller: Caller) -> EngineRun:
+    async def start(
+        self, request: CreateResponse, caller: Caller, response_id: str | None = None
+    ) -> EngineRun:
         prepared = await self._preparation.prepare(request, caller)
+        if response_id is not None:
+            prepared.response.id = response_id
         backend = self._models.backend(prepared.response.model)
         if self._draining:
             raise Unavailable("The server is shutting down; try again.", retry_after=1.0)

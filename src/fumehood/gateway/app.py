@@ -19,7 +19,7 @@ from fumehood.gateway.request_log import RequestLog, to_logging
 from fumehood.gateway.responses import Responses
 from fumehood.gateway.sse import SILENCE
 from fumehood.interfaces import Caller, Containers, Models, Runs, Store
-from fumehood.protocol.errors import ApiError, NotAuthenticated, NotFound, ServerFault, Unavailable
+from fumehood.protocol.errors import ApiError, Conflict, NotAuthenticated, NotFound, ServerFault, Unavailable
 
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
@@ -68,7 +68,7 @@ class Gateway:
         self._callers = callers or Everybody()
         self._log = log
         self._unready = unready
-        responses = Responses(
+        responses = self._responses = Responses(
             runs,
             store,
             self.metrics,
@@ -134,6 +134,8 @@ class Gateway:
             exchange.extra.append((b"allow", error.allowed.encode()))
         elif isinstance(error, NotAuthenticated):
             exchange.extra.append((b"www-authenticate", b"Bearer"))
+        elif isinstance(error, Conflict) and error.retry_after is None:
+            exchange.extra.append((b"x-should-retry", b"false"))  # OpenAI's SDKs would repeat it
         await exchange.refuse(error)
 
     def _tell(self, exchange: Exchange, place: "_Place | None") -> None:

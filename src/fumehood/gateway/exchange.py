@@ -67,6 +67,7 @@ class Exchange:
         "content_type",
         "extra",
         "host",
+        "idempotency_key",
         "last_sent",
         "method",
         "noted",
@@ -92,6 +93,7 @@ class Exchange:
         self.content_type = b""
         self.content_encoding = b""
         self.host = b""
+        self.idempotency_key: bytes | None = None
         self._receive = receive
         self._send = send
         self._query: list[tuple[str, str]] | None = None
@@ -111,6 +113,8 @@ class Exchange:
                 self.host = value
             elif name == b"content-encoding":
                 self.content_encoding = value
+            elif name == b"idempotency-key":
+                self.idempotency_key = value
 
     @property
     def started(self) -> bool:

@@ -7,6 +7,7 @@ from fumehood.gateway.limits import Limits
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.reading import check_include, read_request
+from fumehood.gateway.repeats import Asked, Repeats, checked_key, digest_of
 from fumehood.gateway.shown import shown
 from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
@@ -37,16 +38,24 @@ class Responses:
         self._limits = limits
         self._always = frozenset(always)
         self._silence = silence
+        self._repeats = Repeats(runs, store, limits, metrics, silence)
 
     async def create(self, exchange: Exchange, caller: Caller) -> None:
         self._limits.count(caller, exchange.extra)
-        request = await read_request(exchange, self._limits.body_bytes(caller))
-        with self._limits.running(caller):
-            await self._make(exchange, caller, request)
-
-    async def _make(self, exchange: Exchange, caller: Caller, request: CreateResponse) -> None:
-        include = self._always.union(request.include or ())
+        request, body = await read_request(exchange, self._limits.body_bytes(caller))
         exchange.noted["model"] = request.model
+        include = self._always.union(request.include or ())
+        if exchange.idempotency_key is None:
+            with self._limits.running(caller):
+                await self._make(exchange, caller, request, include)
+            return
+        key = checked_key(exchange.idempotency_key)
+        asked = Asked(caller, key, digest_of(body), request, include)
+        self._note(exchange, await self._repeats.answer(exchange, asked))
+
+    async def _make(
+        self, exchange: Exchange, caller: Caller, request: CreateResponse, include: Collection[str]
+    ) -> None:
         run = await self._runs.start(request, caller)
         exchange.noted["response_id"] = run.id
         if request.stream:
@@ -60,6 +69,8 @@ class Responses:
         else:
             response = await self._wait(exchange, run, include)
         self._note(exchange, response)
+        if response is not None:
+            self._metrics.ended(response)
 
     async def _wait(self, exchange: Exchange, run: Run, include: Collection[str]) -> Response:
         with Vigil(exchange, lambda: run.cancel(GONE)):
@@ -75,7 +86,6 @@ class Responses:
         if response.usage is not None:
             exchange.noted["input_tokens"] = response.usage.input_tokens
             exchange.noted["output_tokens"] = response.usage.output_tokens
-        self._metrics.ended(response)
 
     async def get(self, exchange: Exchange, caller: Caller) -> None:
         include = self._include(exchange)
