@@ -15,6 +15,7 @@ from fumehood.gateway.exchange import CallerLeft, Exchange, Receive, Scope, Send
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import CONTENT_TYPE, Metrics
 from fumehood.gateway.models import ModelCards
+from fumehood.gateway.origins import Origins
 from fumehood.gateway.request_log import RequestLog, to_logging
 from fumehood.gateway.responses import Responses
 from fumehood.gateway.sse import SILENCE
@@ -43,6 +44,7 @@ class MethodNotAllowed(ApiError):
 class Gateway:
     """An ASGI application.
 
+    origins: the web pages that may ask.
     always_include: what every response shows, asked for or not.
     unready: why this gateway cannot serve now, None if it can.
     silence: seconds after which a stream that has nothing to say shows that it is alive.
@@ -59,12 +61,14 @@ class Gateway:
         metrics: Metrics | None = None,
         log: RequestLog = to_logging,
         limits: Limits | None = None,
+        origins: Origins | None = None,
         always_include: Collection[str] = (),
         unready: Callable[[], str | None] = lambda: None,
         silence: float = SILENCE,
         show_metrics: bool = True,
     ) -> None:
         self.metrics = metrics or Metrics()
+        self.origins = origins or Origins()
         self._callers = callers or Everybody()
         self._log = log
         self._unready = unready
@@ -105,6 +109,12 @@ class Gateway:
         exchange = Exchange(scope, receive, send)
         place = self._routes.find(exchange)
         try:
+            if exchange.origin is not None:
+                exchange.extra += self.origins.headers(exchange.origin)
+                if (names := self.origins.asked(scope)) is not None:
+                    methods = "" if place is None else ", ".join(sorted(place.handlers))
+                    await self.origins.answer(exchange, names, methods)
+                    return
             caller = NOBODY if place is not None and place.path in PUBLIC else await self._identify(exchange)
             await _handler(place, exchange)(exchange, caller)
         except ApiError as error:

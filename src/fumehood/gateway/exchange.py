@@ -71,6 +71,7 @@ class Exchange:
         "last_sent",
         "method",
         "noted",
+        "origin",
         "parameters",
         "path",
         "query_string",
@@ -94,6 +95,7 @@ class Exchange:
         self.content_encoding = b""
         self.host = b""
         self.idempotency_key: bytes | None = None
+        self.origin: bytes | None = None
         self._receive = receive
         self._send = send
         self._query: list[tuple[str, str]] | None = None
@@ -115,6 +117,8 @@ class Exchange:
                 self.content_encoding = value
             elif name == b"idempotency-key":
                 self.idempotency_key = value
+            elif name == b"origin":
+                self.origin = value
 
     @property
     def started(self) -> bool:
