@@ -31,7 +31,7 @@ from fumehood.testing import (
 from fumehood.tools.code_interpreter import CodeInterpreter
 from tests.support.gateway import Answer, Served, serving_gateway
 
-_MANY = 500
+_MANY = 5000
 INTERPRETER = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 

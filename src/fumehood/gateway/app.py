@@ -11,10 +11,11 @@ from starlette.routing import compile_path
 
 from fumehood.gateway.auth import Callers, Everybody, identified
 from fumehood.gateway.containers import ContainerFiles
-from fumehood.gateway.exchange import CallerLeft, Exchange, Receive, Scope, Send
+from fumehood.gateway.exchange import CallerLeft, Exchange, Receive, Scope, Send, encode
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import CONTENT_TYPE, Metrics
 from fumehood.gateway.models import ModelCards
+from fumehood.gateway.openapi import PUBLIC, document
 from fumehood.gateway.origins import Origins
 from fumehood.gateway.request_log import RequestLog, to_logging
 from fumehood.gateway.responses import Responses
@@ -24,8 +25,6 @@ from fumehood.protocol.errors import ApiError, Conflict, NotAuthenticated, NotFo
 
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
-# What those who watch over the server ask, and who have no keys.
-PUBLIC = frozenset({"/healthz", "/readyz"})
 NOBODY = Caller()
 
 logger = logging.getLogger(__name__)
@@ -71,6 +70,7 @@ class Gateway:
         self.origins = origins or Origins()
         self._callers = callers or Everybody()
         self._log = log
+        self._described: bytes | None = None
         self._unready = unready
         responses = self._responses = Responses(
             runs,
@@ -95,6 +95,7 @@ class Gateway:
             ("GET", "/v1/containers/{container_id}/files/{file_id}/content", files.content),
             ("GET", "/healthz", self._health),
             ("GET", "/readyz", self._readiness),
+            ("GET", "/openapi.json", self._description),
             *([("GET", "/metrics", self._figures)] if show_metrics else []),
         )
 
@@ -175,6 +176,12 @@ class Gateway:
         if (reason := self._unready()) is not None:
             raise Unavailable(reason)
         await exchange.answer_json({"status": "ready"})
+
+    async def _description(self, exchange: Exchange, caller: Caller) -> None:
+        del caller
+        if self._described is None:
+            self._described = encode(document(self.routes))
+        await exchange.answer(self._described)
 
     async def _figures(self, exchange: Exchange, caller: Caller) -> None:
         del caller
