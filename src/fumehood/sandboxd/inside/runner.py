@@ -37,8 +37,10 @@ _LEAST_RECURSION = 1000
 # The C function alone: json.loads() needs builtins that a program may have replaced.
 _decoder: Any = json.JSONDecoder()
 _decode: Callable[[str, int], tuple[dict[str, Any], int]] = _decoder.scan_once
-# signal.signal() without its conversions to enums, which take longer than the system call.
-_set_handler: Callable[[int, Callable[..., None]], object] = importlib.import_module("_signal").signal
+# The functions of `signal` without their conversions to enums, which take longer than the system calls.
+_signal: Any = importlib.import_module("_signal")
+_set_handler: Callable[[int, Callable[..., None]], object] = _signal.signal
+_mask_signals: Callable[[int, tuple[int, ...]], object] = _signal.pthread_sigmask
 _FORK_WARNING = "This process .* is multi-threaded, use of (fork|forkpty)"
 re.compile(_FORK_WARNING, re.IGNORECASE)  # into the cache of `re`, where the filter will find it
 _libc = ctypes.CDLL(None)
@@ -213,12 +215,14 @@ class Runner:
         guard.delivered = False
         guard.pending = guard.depth = 0
         _set_handler(signal.SIGINT, guard.handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+        _mask_signals(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
     def _notice_new_modules(self) -> None:
         """As importlib.invalidate_caches(), but for the directories known before the program began."""
         cache = sys.path_importer_cache
-        paths = [path or os.getcwd() for path in sys.path] + list(cache)[self._known_paths :]
+        paths = [path or os.getcwd() for path in sys.path]
+        if len(cache) > self._known_paths:
+            paths += list(cache)[self._known_paths :]
         for path in paths:
             finder: Any = cache.get(path)
             if finder is not None:
