@@ -46,6 +46,7 @@ re.compile(_FORK_WARNING, re.IGNORECASE)  # into the cache of `re`, where the fi
 _libc = ctypes.CDLL(None)
 _flush_c: Callable[[None], int] = _libc.fflush
 _LINE_BUFFERED = 1  # _IOLBF of stdio.h
+_CONFIGURATION = {"environment": dict[str, str](), "cwd": "/"}  # for a rehearsal
 _NO_KEYBOARD = "the code runs without a keyboard; put the value into the code or read it from a file"
 
 
@@ -99,16 +100,21 @@ class Runner:
         self._loop_for_ever()
 
     def rehearse(self, sources: list[str]) -> None:
-        """Run programs as `serve` would, with nobody listening, and forget that they were run."""
+        """Serve programs as in a sandbox, with nobody listening, and forget that they were run."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         names = ("stdout", "stderr", "displayhook")
         before = {name: getattr(sys, name) for name in names}
         modules, argv = sys.modules["__main__"], sys.argv
+        assembler = wire.Assembler(limit=_REQUEST_LIMIT)
         with mine, theirs, self._output.rehearsal(mine):
             theirs.setblocking(False)
+            self._channel = mine
             self._known_paths = len(sys.path_importer_cache)
             for source in sources:
-                self._execute(wire.NO_CALL, source)
+                for kind, request in ((wire.Kind.CONFIGURE, _CONFIGURATION), (wire.Kind.EXECUTE, {"code": source})):
+                    for packet in wire.packets(wire.Message(kind, wire.NO_CALL, json.dumps(request).encode())):
+                        theirs.send(packet)
+                    self._answer(assembler)
                 with contextlib.suppress(BlockingIOError):
                     while theirs.recv(wire.MAX_PACKET):
                         pass
@@ -147,24 +153,30 @@ class Runner:
 
     def _loop_for_ever(self) -> NoReturn:
         assembler = wire.Assembler(limit=_REQUEST_LIMIT)
-        while True:
-            try:
-                packet = self._channel.recv(wire.MAX_PACKET)
-            except OSError:
-                packet = b""
-            if not packet:
-                os._exit(0)  # the supervisor is gone; nothing of the program may outlive it
-            message = assembler.feed(packet)
-            if message is None:
-                continue
-            request = _decode(message.body.decode(), 0)[0]
-            if message.kind is wire.Kind.CONFIGURE:
-                self._configure(request)
-                self._output.reply(wire.Kind.CONFIGURED, b"{}")
-            elif message.kind is wire.Kind.EXECUTE:
-                if limit := request.get("data_limit"):
-                    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-                self._execute(message.call, request["code"])
+        while self._answer(assembler):
+            pass
+        os._exit(0)  # the supervisor is gone; nothing of the program may outlive it
+
+    def _answer(self, assembler: wire.Assembler) -> bool:
+        """Do what the next packet asks for; False if there is none any more."""
+        try:
+            packet = self._channel.recv(wire.MAX_PACKET)
+        except OSError:
+            packet = b""
+        if not packet:
+            return False
+        message = assembler.feed(packet)
+        if message is None:
+            return True
+        request = _decode(message.body.decode(), 0)[0]
+        if message.kind is wire.Kind.CONFIGURE:
+            self._configure(request)
+            self._output.reply(wire.Kind.CONFIGURED, b"{}")
+        elif message.kind is wire.Kind.EXECUTE:
+            if limit := request.get("data_limit"):
+                resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+            self._execute(message.call, request["code"])
+        return True
 
     def _configure(self, request: dict[str, Any]) -> None:
         os.environ.update(request.get("environment") or {})
