@@ -83,6 +83,8 @@ class Gateway:
         files = ContainerFiles(containers)
         self._routes = _Routes(
             ("POST", "/v1/responses", responses.create),
+            ("POST", "/v1/responses/input_tokens", responses.count),
+            ("POST", "/v1/responses/compact", responses.compact),
             ("GET", "/v1/responses/{response_id}", responses.get),
             ("DELETE", "/v1/responses/{response_id}", responses.delete),
             ("POST", "/v1/responses/{response_id}/cancel", responses.cancel),
