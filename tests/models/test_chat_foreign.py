@@ -1,4 +1,4 @@
-"""Items of other servers' tools, as chat completions servers are shown them; imports pytest, hypothesis and fumehood."""
+"""Items of other servers' tools as chat completions servers are shown them; imports pytest and fumehood."""
 
 import json
 from pathlib import Path

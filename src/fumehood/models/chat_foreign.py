@@ -14,9 +14,7 @@ _NAMES = re.compile(r"[^\w-]", re.ASCII)
 _LONGEST_NAME = 64
 _LONGEST_RESULT = 20_000
 # What says nothing about a call but that there was one.
-_BOOKKEEPING = frozenset(
-    {"id", "type", "call_id", "status", "name", "caller", "created_by", "server_label", "error"}
-)
+_BOOKKEEPING = frozenset({"id", "type", "call_id", "status", "name", "caller", "created_by", "server_label"})
 # Where a call that needs no further item keeps its result; a picture, as `result`, is none that can be told.
 _OWN_RESULTS = ("output", "outputs", "results", "error")
 
@@ -61,10 +59,11 @@ def _arguments(fields: Fields) -> str:
     given = fields.get("arguments")
     if isinstance(given, str):
         return given
-    if not isinstance(given, dict):
-        hidden = _BOOKKEEPING.union(_OWN_RESULTS)
-        given = {key: value for key, value in fields.items() if key not in hidden and value is not None}
-    return _encode(given)
+    if isinstance(given, dict):
+        return _encode(given)
+    hidden = _BOOKKEEPING.union(_OWN_RESULTS)
+    rest: Fields = {key: value for key, value in fields.items() if key not in hidden and value is not None}
+    return _encode(rest)
 
 
 def _text(fields: Fields, where: tuple[str, ...]) -> str:
