@@ -347,9 +347,10 @@ def test_pictures_and_calls_are_estimated_by_what_a_model_sees() -> None:
 
 def test_what_is_remembered_of_usages_is_bounded() -> None:
     tokens = Tokens()
-    made = [message("x")]
-    request = ModelRequest(model="m")
-    for number in range(10_050):
-        made = [msgspec.structs.replace(made[0], id=f"msg_{number}")]
-        tokens.note(Caller(), request, Usage(input_tokens=9), made)
-    assert len(tokens._notes) == 10_000
+    made = [[msgspec.structs.replace(message("x"), id=f"msg_{number}")] for number in range(10_001)]
+    for entries in made:
+        tokens.note(Caller(), ModelRequest(model="m"), Usage(input_tokens=900), entries)
+    first, last = (ModelRequest(model="m", segments=[Segment(tuple(made[place]))]) for place in (0, -1))
+    assert tokens.estimate(Caller(), last) == 900
+    assert tokens.estimate(Caller("another"), last) < 10
+    assert tokens.estimate(Caller(), first) < 10
