@@ -204,6 +204,8 @@ async def test_tool_choice(choice: Any, names: list[str], mode: str) -> None:
         {"tool_choice": "required"},
         {"tool_choice": "sometimes"},
         {"tool_choice": {"type": "allowed_tools", "tools": [{"type": "nothing"}]}},
+        {"tool_choice": {"type": "web_search"}, "tools": [FUNCTION, {"type": "web_search"}]},
+        {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}, "tools": [FUNCTION]},
     ],
 )
 async def test_a_choice_of_what_is_not_there(body: dict[str, Any]) -> None:
@@ -656,6 +658,14 @@ async def test_unknown_tools_are_tolerated_and_shown() -> None:
     async with ScriptedModel(says("ok")) as model:
         response = await Engine(model, [Echo()]).block(tools=[*tools, ECHO])
     assert [msgspec.json.decode(tool) for tool in response.tools] == [*tools, {"type": "echo", "shown": True}]
+    assert [function.name for function in model.requests[0].functions] == ["echo"]
+
+
+async def test_unknown_tools_may_be_allowed() -> None:
+    search = {"type": "web_search"}
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [search, ECHO]}
+    async with ScriptedModel(says("ok")) as model:
+        await Engine(model, [Echo()]).block(tools=[search, ECHO, FUNCTION], tool_choice=allowed)
     assert [function.name for function in model.requests[0].functions] == ["echo"]
 
 

@@ -251,6 +251,7 @@ class _Tools:
     kinds: Mapping[str, tuple[str, str | None]]  # function name -> type and name in the request
     hosted: Mapping[str, OfferedTool]
     customs: frozenset[str]
+    foreign: frozenset[str]  # types that nobody serves here: the model is not told of them
 
     @classmethod
     def gather(cls, specs: Sequence[ToolSpec], offered: Sequence[tuple[ToolSpec, OfferedTool]]) -> "_Tools":
@@ -275,6 +276,7 @@ class _Tools:
             kinds,
             {tool.function.name: tool for _, tool in offered},
             frozenset(name for name, (kind, _) in kinds.items() if kind == "custom"),
+            frozenset(spec.type for spec in specs).difference(kind for kind, _ in kinds.values()),
         )
 
     def choose(self, choice: ToolChoice) -> tuple[list[FunctionSpec], Choice]:
@@ -287,6 +289,11 @@ class _Tools:
             return list(self.specs.values()), choice.mode
         names = [name for wanted in choice.only for name in self._named(wanted)]
         functions = [self.specs[name] for name in dict.fromkeys(names)]
+        if choice.mode == "required" and not functions:
+            raise InvalidRequest(
+                "A call is required, but tool_choice names no tool that this server serves.",
+                param="tool_choice",
+            )
         if choice.mode == "required" and len(functions) == 1:
             # The others stay visible: leaving them out would spoil the model server's cache of the prompt.
             return list(self.specs.values()) if len(choice.only) == 1 else functions, functions[0]
@@ -299,7 +306,7 @@ class _Tools:
             for function, (its_kind, its_name) in self.kinds.items()
             if its_kind == kind and (name is None or name == its_name)
         ]
-        if not found:
+        if not found and kind not in self.foreign:
             raise InvalidRequest(
                 f"Tool choice '{name or kind}' not found in 'tools' parameter.", param="tool_choice"
             )
