@@ -1,0 +1,43 @@
+"""The conversation that every client has with the gateway: turns with code, a file, the past given back; imports support.
+
+First the model squares, writes a file and links it; then it adds, which works only in the container of the first turn.
+"""
+
+from collections.abc import Sequence
+
+from tests.support.chat_server import Answer
+from tests.support.served import Model, answer, runs
+
+SQUARE = "rows = [1, 4, 9]\nopen('squares.csv', 'w').write('1,4,9')\nprint('kept', len(rows))"
+ADD = "print(sum(rows), open('squares.csv').read())"
+LINK = "Here: [squares](sandbox:/mnt/data/squares.csv)."
+SUM = "It is 14."
+FILE = b"1,4,9"
+
+SQUARED = "kept 3\nFiles: /mnt/data/squares.csv"
+ADDED = "14 1,4,9"
+# What the model is told of a call that nobody kept and whose outputs the client left out.
+FORGOTTEN = "(the output was not kept)"
+
+
+def script(model: Model, additions: int) -> None:
+    """One turn that squares, and as many as that which add."""
+    turns: list[Answer] = [runs(SQUARE), answer(LINK[:20], LINK[20:])]
+    for _ in range(additions):
+        turns += [runs(ADD), answer(SUM[:6], SUM[6:])]
+    model.script(*turns)
+
+
+def check(model: Model, pasts: Sequence[str]) -> None:
+    """Everything was asked for. pasts: for each turn that added, what it was shown as the result of the first call."""
+    assert model.unasked == 0
+    first, *rest = [asked.json["messages"] for asked in model.asked]
+    assert [message["role"] for message in first if message["role"] != "system"] == ["user"]
+    assert rest.pop(0)[-1]["content"] == SQUARED
+    for past, before, after in zip(pasts, rest[::2], rest[1::2], strict=True):
+        spoken = [message for message in before if message["role"] != "system"]
+        assert [message["role"] for message in spoken[:4]] == ["user", "assistant", "tool", "assistant"]
+        assert spoken[2]["content"] == past
+        assert spoken[3]["content"] == LINK
+        assert spoken[-1]["role"] == "user"
+        assert after[-1] == {"role": "tool", "tool_call_id": "call_1", "content": ADDED}
