@@ -1,4 +1,4 @@
-"""The conversation that every client has with the gateway: turns with code, a file, the past given back; imports support.
+"""The conversation that every client has with the gateway, with code, a file and its past; imports the support.
 
 First the model squares, writes a file and links it; then it adds, which works only in the container of the first turn.
 """
