@@ -5,7 +5,7 @@ First the model squares, writes a file and links it; then it adds, which works o
 
 from collections.abc import Sequence
 
-from tests.support.chat_server import Answer
+from tests.support.chat_server import Answer, Asked
 from tests.support.served import Model, answer, runs
 
 SQUARE = "rows = [1, 4, 9]\nopen('squares.csv', 'w').write('1,4,9')\nprint('kept', len(rows))"
@@ -20,18 +20,24 @@ ADDED = "14 1,4,9"
 FORGOTTEN = "(the output was not kept)"
 
 
-def script(model: Model, additions: int) -> None:
+def turns(additions: int) -> list[Answer]:
     """One turn that squares, and as many as that which add."""
-    turns: list[Answer] = [runs(SQUARE), answer(LINK[:20], LINK[20:])]
-    for _ in range(additions):
-        turns += [runs(ADD), answer(SUM[:6], SUM[6:])]
-    model.script(*turns)
+    add = [runs(ADD), answer(SUM[:6], SUM[6:])]
+    return [runs(SQUARE), answer(LINK[:20], LINK[20:]), *add * additions]
+
+
+def script(model: Model, additions: int) -> None:
+    model.script(*turns(additions))
 
 
 def check(model: Model, pasts: Sequence[str]) -> None:
     """Everything was asked for. pasts: for each turn that added, what it was shown as the result of the first call."""
     assert model.unasked == 0
-    first, *rest = [asked.json["messages"] for asked in model.asked]
+    check_asked(model.asked, pasts)
+
+
+def check_asked(asked: Sequence[Asked], pasts: Sequence[str]) -> None:
+    first, *rest = [one.json["messages"] for one in asked]
     assert [message["role"] for message in first if message["role"] != "system"] == ["user"]
     assert rest.pop(0)[-1]["content"] == SQUARED
     for past, before, after in zip(pasts, rest[::2], rest[1::2], strict=True):
