@@ -5,8 +5,8 @@ First the model squares, writes a file and links it; then it adds, which works o
 
 from collections.abc import Sequence
 
-from tests.support.chat_server import Answer, Asked
-from tests.support.served import Model, answer, runs
+from tests.support.chat_server import DONE, Answer, Asked, chunk, stream
+from tests.support.served import USAGE, Model, call, calls
 
 SQUARE = "rows = [1, 4, 9]\nopen('squares.csv', 'w').write('1,4,9')\nprint('kept', len(rows))"
 ADD = "print(sum(rows), open('squares.csv').read())"
@@ -21,9 +21,18 @@ FORGOTTEN = "(the output was not kept)"
 
 
 def turns(additions: int) -> list[Answer]:
-    """One turn that squares, and as many as that which add."""
-    add = [runs(ADD), answer(SUM[:6], SUM[6:])]
-    return [runs(SQUARE), answer(LINK[:20], LINK[20:]), *add * additions]
+    """One turn that squares, and as many as that which add. The model thinks aloud, as many do."""
+    return [*_turn(SQUARE, LINK), *_turn(ADD, SUM) * additions]
+
+
+def _turn(code: str, text: str) -> list[Answer]:
+    thought = chunk({"reasoning_content": "Hm."})
+    middle = len(text) // 2
+    said = [chunk({"content": text[:middle]}), chunk({"content": text[middle:]})]
+    return [
+        calls([thought], call("code_interpreter", {"code": code})),
+        stream(thought, *said, chunk(finish="stop"), USAGE, DONE),
+    ]
 
 
 def script(model: Model, additions: int) -> None:

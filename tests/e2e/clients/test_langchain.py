@@ -55,8 +55,9 @@ def test_previous_response_id_and_the_file(house: House) -> None:
     model = model_of(house, include=["code_interpreter_call.outputs"], output_version="responses/v1")
     squares.script(house.model, 2)
     first = model.invoke("Square")
-    assert first.content[0]["outputs"] == [{"type": "logs", "logs": "kept 3\n"}]
-    (cited,) = first.content[1]["annotations"]
+    (ran,) = [part for part in first.content if part["type"] == "code_interpreter_call"]
+    assert ran["outputs"] == [{"type": "logs", "logs": "kept 3\n"}]
+    (cited,) = first.content[-1]["annotations"]
     content = house.client.containers.files.content.retrieve(
         cited["file_id"], container_id=cited["container_id"]
     )
