@@ -111,13 +111,17 @@ class Wire:
         return check_response(response)
 
     async def stream(self, **body: Any) -> list[Any]:
+        events = await self.unchecked(**body)
+        check_stream(events)
+        return events
+
+    async def unchecked(self, **body: Any) -> list[Any]:
+        """The same for what OpenResponses does not know: hosted tools and their items."""
         request = {"model": "scripted", "stream": True, **body}
         async with self.session.post(self.url + "/responses", json=request) as answered:
             assert answered.status == 200
             assert answered.content_type == "text/event-stream"
-            events = [event for _, event in sse.parse(await answered.read())]
-        check_stream(events)
-        return events
+            return [event for _, event in sse.parse(await answered.read())]
 
     async def refused(self, **body: Any) -> tuple[int, Any]:
         """The status and the error, which has exactly OpenAI's fields."""
