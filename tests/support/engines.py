@@ -12,7 +12,7 @@ from fumehood.engine.runs import EngineRun, EngineRuns
 from fumehood.interfaces import Caller, HostedTool
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.responses import CreateResponse, Response
-from fumehood.testing import FakeClock, MemoryStore, ScriptedModel, ScriptedModels
+from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModels
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Engine:
             limits=self.limits,
             lag=self.lag,
             disabled_tools=self.disabled,
+            sealer=PlainSealer(),
         )
 
     async def start(self, tenant: str = "", **body: Any) -> EngineRun:

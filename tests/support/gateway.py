@@ -38,7 +38,7 @@ from fumehood.protocol.ids import new_id
 from fumehood.protocol.items import CodeInterpreterCall, Execution, Logs, Message, OutputText
 from fumehood.protocol.models import ModelCard
 from fumehood.protocol.responses import CreateResponse, Response, Usage
-from fumehood.sandboxd.sockets import Address, listen
+from fumehood.serving.sockets import Address, listen
 from fumehood.testing import FakeClock, MemoryStore
 
 PATIENCE = 30

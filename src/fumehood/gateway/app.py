@@ -11,7 +11,7 @@ from starlette.routing import compile_path
 
 from fumehood.gateway.auth import Callers, Everybody
 from fumehood.gateway.containers import ContainerFiles
-from fumehood.gateway.exchange import CallerLeft, Exchange, Receive, Scope, Send
+from fumehood.gateway.exchange import Exchange
 from fumehood.gateway.metrics import CONTENT_TYPE, Metrics
 from fumehood.gateway.models import ModelCards
 from fumehood.gateway.request_log import RequestLog, to_logging
@@ -19,6 +19,7 @@ from fumehood.gateway.responses import Responses
 from fumehood.gateway.sse import SILENCE
 from fumehood.interfaces import Caller, Containers, Models, Runs, Store
 from fumehood.protocol.errors import ApiError, NotFound, ServerFault, Unavailable
+from fumehood.serving.exchange import CallerLeft, Receive, Scope, Send
 
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
@@ -82,6 +83,8 @@ class Gateway:
         files = ContainerFiles(containers)
         self._routes = _Routes(
             ("POST", "/v1/responses", responses.create),
+            ("POST", "/v1/responses/input_tokens", responses.count),
+            ("POST", "/v1/responses/compact", responses.compact),
             ("GET", "/v1/responses/{response_id}", responses.get),
             ("DELETE", "/v1/responses/{response_id}", responses.delete),
             ("POST", "/v1/responses/{response_id}/cancel", responses.cancel),

@@ -36,8 +36,9 @@ class Everybody:
         self._known: set[bytes] = set()
 
     def identify(self, exchange: Exchange) -> Caller:
-        if exchange.host not in self._known:
-            self._check(exchange.host)
+        host = exchange.headers.get(b"host", b"")
+        if host not in self._known:
+            self._check(host)
         return self._caller
 
     def _check(self, header: bytes) -> None:

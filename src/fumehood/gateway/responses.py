@@ -1,5 +1,6 @@
 """/v1/responses: make one, blocking or streamed, read it, delete it; imports `interfaces`, `protocol` and siblings."""
 
+import asyncio
 from collections.abc import Collection
 
 from fumehood.gateway.exchange import Exchange, Vigil
@@ -11,7 +12,8 @@ from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
 from fumehood.protocol.errors import InvalidRequest, NotFound, RateLimited
 from fumehood.protocol.folding import project_response
-from fumehood.protocol.responses import CreateResponse, Deleted, Response
+from fumehood.protocol.responses import CompactedResponse, CreateResponse, Deleted, Response
+from fumehood.serving.exchange import CallerLeft
 
 
 class Responses:
@@ -43,15 +45,18 @@ class Responses:
 
     async def create(self, exchange: Exchange, caller: Caller) -> None:
         request = await read_request(exchange, self._body_bytes)
+        self._enter()
+        try:
+            await self._make(exchange, caller, request)
+        finally:
+            self._running -= 1
+
+    def _enter(self) -> None:
         if self._running >= self._concurrent:
             raise RateLimited(
                 f"This server makes {self._concurrent} responses at once; try again soon.", retry_after=1.0
             )
         self._running += 1
-        try:
-            await self._make(exchange, caller, request)
-        finally:
-            self._running -= 1
 
     async def _make(self, exchange: Exchange, caller: Caller, request: CreateResponse) -> None:
         include = self._always.union(request.include or ())
@@ -85,6 +90,30 @@ class Responses:
             exchange.noted["input_tokens"] = response.usage.input_tokens
             exchange.noted["output_tokens"] = response.usage.output_tokens
         self._metrics.ended(response)
+
+    async def count(self, exchange: Exchange, caller: Caller) -> None:
+        request = await read_request(exchange, self._body_bytes)
+        exchange.noted["model"] = request.model
+        await exchange.answer_json(await self._runs.count(request, caller))
+
+    async def compact(self, exchange: Exchange, caller: Caller) -> None:
+        request = await read_request(exchange, self._body_bytes)
+        exchange.noted["model"] = request.model
+        self._enter()
+        try:
+            task = asyncio.ensure_future(self._runs.compact(request, caller))
+            with Vigil(exchange, lambda: _stop(task)) as vigil:
+                try:
+                    compacted = await task
+                except asyncio.CancelledError:
+                    if vigil.left:
+                        raise CallerLeft from None
+                    raise
+        finally:
+            self._running -= 1
+        exchange.noted["input_tokens"] = compacted.usage.input_tokens
+        exchange.noted["output_tokens"] = compacted.usage.output_tokens
+        await exchange.answer_json(compacted)
 
     async def get(self, exchange: Exchange, caller: Caller) -> None:
         include = self._include(exchange)
@@ -128,6 +157,10 @@ class Responses:
         asked = exchange.queries("include")
         check_include(asked)
         return self._always.union(asked)
+
+
+def _stop(task: asyncio.Future[CompactedResponse]) -> None:
+    task.cancel()
 
 
 def _not_found(response_id: str) -> NotFound:

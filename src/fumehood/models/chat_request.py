@@ -54,6 +54,14 @@ class RequestWriter:
         """Raises InvalidRequest."""
         return self._renderer.messages(request.instructions, request.segments)
 
+    def tokenization(self, request: ModelRequest) -> bytes:
+        """The body of a request to count the tokens of another; raises InvalidRequest."""
+        fields: Fields = {"model": self._settings.name or request.model, "add_generation_prompt": True}
+        if request.functions:
+            fields["tools"] = _tools(request)
+        tail = msgspec.json.encode(fields)
+        return b"".join([b'{"messages":[', self.messages(request), b"],", tail[1:]])
+
     def body(self, request: ModelRequest) -> bytes:
         """Raises InvalidRequest."""
         fields: Fields = {"model": self._settings.name or request.model, "stream": request.streamed}
@@ -90,10 +98,7 @@ class RequestWriter:
 def _add_functions(fields: Fields, request: ModelRequest) -> None:
     if not request.functions:
         return
-    fields["tools"] = [
-        _Tool(_Function(spec.name, spec.description, spec.parameters, True if spec.strict else UNSET))
-        for spec in request.functions
-    ]
+    fields["tools"] = _tools(request)
     choice = request.choice
     if isinstance(choice, FunctionSpec):
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
@@ -101,6 +106,13 @@ def _add_functions(fields: Fields, request: ModelRequest) -> None:
         fields["tool_choice"] = choice
     if not request.parallel_calls:
         fields["parallel_tool_calls"] = False
+
+
+def _tools(request: ModelRequest) -> list[_Tool]:
+    return [
+        _Tool(_Function(spec.name, spec.description, spec.parameters, True if spec.strict else UNSET))
+        for spec in request.functions
+    ]
 
 
 def _add_format(fields: Fields, wanted: TextFormat) -> None:

@@ -107,6 +107,8 @@ def run(control: socket.socket, link: socket.socket, program: bytes, request: di
     prepared = runner.Runner()
     if thorough:
         prepared.rehearse(rehearsal.programs())
+        rehearsal.forget_lookups()
+        prepared.rehearse(rehearsal.simplest_programs())
     zygote = Zygote(control, link, program, jail.Plan(**request["common"]), prepared)
     renew_secrets()
     interpreter.cached()
