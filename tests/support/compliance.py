@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import jsonschema_rs
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import CompactedResponse, Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tests.support import sse
@@ -23,6 +23,7 @@ DOCUMENT = Path(__file__).parents[3] / "shared" / "reference" / "openresponses-o
 CLOSING = ("response.completed", "response.incomplete", "response.failed")
 
 _responses: TypeAdapter[Any] = TypeAdapter(Response)
+_compactions: TypeAdapter[Any] = TypeAdapter(CompactedResponse)
 _events: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -33,6 +34,12 @@ def check_response(body: Any) -> Any:
     """Raises what pydantic raises, or says where the document is not kept to."""
     _responses.validate_python(body)
     _check("ResponseResource", body)
+    return body
+
+
+def check_compaction(body: Any) -> Any:
+    _compactions.validate_python(body)
+    _check("CompactResource", body)
     return body
 
 
