@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from fumehood.config import Config
-    from fumehood.sandboxd.sockets import Listener
+    from fumehood.serving.sockets import Listener
 
 NO_SERVER = 125
 EPILOG = """\b
@@ -108,7 +108,7 @@ def _settings(
 
 def _run(settings: "Config") -> int:
     from fumehood.config import Misconfigured
-    from fumehood.sandboxd.sockets import Address, CannotListen, listen
+    from fumehood.serving.sockets import Address, CannotListen, listen
     from fumehood.wiring import CannotServe
 
     try:

@@ -75,6 +75,16 @@ class StorageSettings(_Section, frozen=True):
         return Path(self.url.removeprefix(_SQLITE))
 
 
+class CompactionSettings(_Section, frozen=True):
+    """Where the keys are that seal compacted conversations; with neither, one is made beside the store.
+
+    keys_file: keys in base64, one a line; keys_env: the variable that holds them, with spaces or commas between.
+    """
+
+    keys_file: str | None = None
+    keys_env: str | None = None
+
+
 class AuthSettings(_Section, frozen=True):
     required: bool = True
 
@@ -179,6 +189,7 @@ class Config(_Section, frozen=True):
     server: ServerSettings = ServerSettings()
     models: tuple[ModelSettings, ...] = ()
     storage: StorageSettings = StorageSettings()
+    compaction: CompactionSettings = CompactionSettings()
     auth: AuthSettings = AuthSettings()
     providers: Providers = Providers()
     limits: LimitSettings = LimitSettings()
@@ -314,6 +325,10 @@ def _problems(config: Config) -> Iterator[str]:
     if interpreter.enabled:
         for problem in _interpreter_problems(interpreter.settings):
             yield f"providers.code_interpreter.settings.{problem}"
+    for problem in _variable_problems("keys_env", config.compaction.keys_env):
+        yield f"compaction.{problem}"
+    if config.compaction.keys_env is not None and config.compaction.keys_file is not None:
+        yield "compaction.keys_env: it excludes keys_file; leave one or the other out."
     if not config.storage.url.startswith(_SQLITE) or config.storage.url == _SQLITE:
         yield "storage.url: only sqlite:///FILE is there."
     for name, asked in (

@@ -16,7 +16,7 @@ from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.items import OutputItem, ProducedFile
 from fumehood.protocol.keys import USUAL, ApiKey, KeyLimits
 from fumehood.protocol.models import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
-from fumehood.protocol.responses import CreateResponse, Response
+from fumehood.protocol.responses import CompactedResponse, CreateResponse, InputTokens, Response
 from fumehood.protocol.sandbox import (
     AnyOutput,
     ArchiveFormat,
@@ -111,6 +111,16 @@ class Runs(Protocol):
         """
         ...
 
+    async def count(self, request: CreateResponse, caller: Caller) -> InputTokens:
+        """How many tokens the model would be shown; begins nothing. Raises ApiError."""
+        ...
+
+    async def compact(self, request: CreateResponse, caller: Caller) -> CompactedResponse:
+        """The conversation that the request would stand on, made short by its model. Keeps nothing. Raises ApiError;
+        cancelling it aborts the model's request.
+        """
+        ...
+
     async def drain(self, grace_seconds: float) -> None:
         """Begin nothing more, let what runs end within the time, cancel the rest."""
         ...
@@ -183,6 +193,16 @@ class ToolResult:
 type ToolStep = Sequence[StreamEvent] | ToolResult
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a hosted tool keeps of calls that are compacted: items that `offer` finds in their place, and what the model
+    is told of them.
+    """
+
+    items: Sequence[bytes]
+    note: str
+
+
 class CallSession(Protocol):
     """One call, from the moment when the model begins to write it. The session owns its item and that item's
     lifecycle events, from `output_item.added` to `output_item.done`.
@@ -248,6 +268,10 @@ class HostedTool(Protocol):
         """What the model is shown of an item of this tool's that a client gave back."""
         ...
 
+    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:
+        """What must outlive the items of this conversation, which are about to be compacted; None if nothing must."""
+        ...
+
 
 # --- containers ---------------------------------------------------------------------------------------
 
@@ -306,6 +330,23 @@ class Containers(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+# --- what clients carry for us ------------------------------------------------------------------------
+
+
+class Unsealable(Exception):
+    """What should have been sealed here for this tenant was not, or was changed since; says which, and no secret."""
+
+
+class Sealer(Protocol):
+    """Makes text that clients can carry and nobody else can read, change, or use for another tenant."""
+
+    def seal(self, tenant: str, content: bytes) -> str: ...
+
+    def open(self, tenant: str, sealed: str) -> bytes:
+        """Raises Unsealable."""
+        ...
 
 
 # --- what is kept -------------------------------------------------------------------------------------

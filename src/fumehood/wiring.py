@@ -44,6 +44,7 @@ from fumehood.sandbox.kept_files import FileLimits
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings
 from fumehood.sandbox.remote import RemoteSandboxes
 from fumehood.store.blobs import DiskBlobs
+from fumehood.store.sealing import KeyedSealer, KeysRefused, own_keys, read_keys, read_keys_file
 from fumehood.store.sqlite import SqliteStore, StoreRefused
 from fumehood.tools.code_interpreter import CodeInterpreter
 from fumehood.tools.code_output import OutputLimits
@@ -132,6 +133,7 @@ async def assembled(
             limits=LoopLimits(turns=limits.turns, seconds=limits.response_seconds),
             lag=LagLimits(events=limits.behind_events, seconds=limits.behind_seconds),
             disabled_tools=frozenset() if tools else frozenset({CODE_INTERPRETER}),
+            sealer=_sealer(config, environ),
         )
         always = config.providers.code_interpreter.settings.always_include_outputs
         gateway = Gateway(
@@ -156,6 +158,21 @@ async def assembled(
             show_metrics=config.telemetry.metrics,
         )
         yield Assembled(gateway, runs, keyless)
+
+
+def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
+    """Raises Misconfigured."""
+    settings = config.compaction
+    own = config.storage.file.with_name(config.storage.file.name + ".keys")
+    where = settings.keys_env or settings.keys_file or str(own)
+    try:
+        if settings.keys_env is not None:
+            keys = read_keys(secret(environ, settings.keys_env, "compaction.keys_env") or "")
+        else:
+            keys = own_keys(own) if settings.keys_file is None else read_keys_file(Path(settings.keys_file))
+        return KeyedSealer(keys)
+    except KeysRefused as error:
+        raise Misconfigured(f"compaction: {where}: {error}.") from None
 
 
 class _CountedModels:

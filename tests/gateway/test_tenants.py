@@ -38,19 +38,22 @@ NAMELESS = {
 
 type Body = Callable[[Objects], dict[str, Any]]
 
-# How a body can name something, by the route and the field; what the owner gets for it is a response.
-BODIES: dict[tuple[str, str], dict[str, Body]] = {
-    ("POST", "/v1/responses"): {
-        "previous_response_id": lambda own: {"previous_response_id": own.response_id},
-        "input: reference": lambda own: {"input": [{"type": "item_reference", "id": own.item_id}]},
-        "input: reference without a type": lambda own: {"input": [{"id": own.item_id}]},
-        "tools: id": lambda own: {
-            "tools": [{"type": "code_interpreter", "container": own.container_id}],
-        },
-        "tools: object": lambda own: {
-            "tools": [{"type": "code_interpreter", "container": {"id": own.container_id}}],
-        },
+_REQUESTS: dict[str, Body] = {
+    "previous_response_id": lambda own: {"previous_response_id": own.response_id},
+    "input: reference": lambda own: {"input": [{"type": "item_reference", "id": own.item_id}]},
+    "input: reference without a type": lambda own: {"input": [{"id": own.item_id}]},
+    "tools: id": lambda own: {
+        "tools": [{"type": "code_interpreter", "container": own.container_id}],
     },
+    "tools: object": lambda own: {
+        "tools": [{"type": "code_interpreter", "container": {"id": own.container_id}}],
+    },
+}
+# How a body can name something, by the route and the field; its owner is answered.
+BODIES: dict[tuple[str, str], dict[str, Body]] = {
+    ("POST", "/v1/responses"): _REQUESTS,
+    ("POST", "/v1/responses/input_tokens"): _REQUESTS,
+    ("POST", "/v1/responses/compact"): _REQUESTS,
 }
 # Fields of a request that can name what is kept; the others cannot.
 NAMING = {"previous_response_id", "input", "tools"}

@@ -40,7 +40,7 @@ from fumehood.protocol.items import CodeInterpreterCall, Execution, Logs, Messag
 from fumehood.protocol.keys import KeyLimits
 from fumehood.protocol.models import ModelCard
 from fumehood.protocol.responses import CreateResponse, Response, Usage
-from fumehood.sandboxd.sockets import Address, listen
+from fumehood.serving.sockets import Address, listen
 from fumehood.testing import FakeClock, MemoryStore
 
 PATIENCE = 30

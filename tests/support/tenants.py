@@ -15,6 +15,7 @@ from fumehood.protocol.keys import USUAL, ApiKey, KeyLimits, digest_of, hint_of,
 from fumehood.protocol.models import ModelRequest
 from fumehood.protocol.sandbox import Stdout
 from fumehood.sandbox.containers import SandboxContainers
+from fumehood.store.sealing import KeyedSealer, own_keys
 from fumehood.store.sqlite import SqliteStore
 from fumehood.testing import (
     Beat,
@@ -108,9 +109,9 @@ class House:
 
 
 def _turn(request: ModelRequest) -> list[Beat]:
-    """Run code where that is offered and was not done yet in this turn of the conversation."""
+    """Run code where that may be done and was not yet in this turn of the conversation."""
     last = request.segments[-1].entries[-1]
-    if request.functions and last.type != "code_interpreter_call":
+    if request.functions and request.choice != "none" and last.type != "code_interpreter_call":
         return [*calls("code_interpreter", {"code": "make()"})]
     return [*says("done")]
 
@@ -125,7 +126,9 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[House]:
     sandboxes = ScriptedSandboxes(*steps)
     containers = SandboxContainers(sandboxes, store, MemoryBlobs(), clock)
     model = ScriptedModel(*[_turn] * _MANY)
-    runs = EngineRuns(ScriptedModels(model), [CodeInterpreter(containers, clock)], store, clock)
+    tools = [CodeInterpreter(containers, clock)]
+    sealer = KeyedSealer(own_keys(directory / "keys"))
+    runs = EngineRuns(ScriptedModels(model), tools, store, clock, sealer=sealer)
     ann, ben = await put_key(store, "ann"), await put_key(store, "ben")
     try:
         async with (

@@ -11,7 +11,7 @@ from starlette.routing import compile_path
 
 from fumehood.gateway.auth import Callers, Everybody, identified
 from fumehood.gateway.containers import ContainerFiles
-from fumehood.gateway.exchange import CallerLeft, Exchange, Receive, Scope, Send, encode
+from fumehood.gateway.exchange import Exchange, encode
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import CONTENT_TYPE, Metrics
 from fumehood.gateway.models import ModelCards
@@ -22,6 +22,7 @@ from fumehood.gateway.responses import Responses
 from fumehood.gateway.sse import SILENCE
 from fumehood.interfaces import Caller, Containers, Models, Runs, Store
 from fumehood.protocol.errors import ApiError, Conflict, NotAuthenticated, NotFound, ServerFault, Unavailable
+from fumehood.serving.exchange import CallerLeft, Receive, Scope, Send
 
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
@@ -84,6 +85,8 @@ class Gateway:
         files = ContainerFiles(containers)
         self._routes = _Routes(
             ("POST", "/v1/responses", responses.create),
+            ("POST", "/v1/responses/input_tokens", responses.count),
+            ("POST", "/v1/responses/compact", responses.compact),
             ("GET", "/v1/responses/{response_id}", responses.get),
             ("DELETE", "/v1/responses/{response_id}", responses.delete),
             ("POST", "/v1/responses/{response_id}/cancel", responses.cancel),
@@ -110,11 +113,11 @@ class Gateway:
         exchange = Exchange(scope, receive, send)
         place = self._routes.find(exchange)
         try:
-            if exchange.origin is not None:
-                exchange.extra += self.origins.headers(exchange.origin)
-                if (names := self.origins.asked(scope)) is not None:
+            if b"origin" in exchange.headers:
+                exchange.extra += self.origins.headers(exchange)
+                if self.origins.is_asked(exchange):
                     methods = "" if place is None else ", ".join(sorted(place.handlers))
-                    await self.origins.answer(exchange, names, methods)
+                    await self.origins.answer(exchange, methods)
                     return
             caller = NOBODY if place is not None and place.path in PUBLIC else await self._identify(exchange)
             await _handler(place, exchange)(exchange, caller)
@@ -131,7 +134,8 @@ class Gateway:
             self._tell(exchange, place)
 
     async def _identify(self, exchange: Exchange) -> Caller:
-        caller = await identified(self._callers, exchange.authorization, exchange.host)
+        headers = exchange.headers
+        caller = await identified(self._callers, headers.get(b"authorization"), headers.get(b"host", b""))
         if caller.key:
             exchange.noted["key"] = caller.key
         return caller

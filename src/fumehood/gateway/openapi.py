@@ -15,7 +15,14 @@ from fumehood.protocol.containers import ContainerFile
 from fumehood.protocol.errors import ErrorBody
 from fumehood.protocol.folding import INCLUDABLE
 from fumehood.protocol.models import ModelCard
-from fumehood.protocol.responses import CreateResponse, Deleted, Page, Response
+from fumehood.protocol.responses import (
+    CompactedResponse,
+    CreateResponse,
+    Deleted,
+    InputTokens,
+    Page,
+    Response,
+)
 
 type Json = dict[str, Any]
 
@@ -45,6 +52,8 @@ class Operation:
 
     answer: a type, or the name of a media type.
     errors: statuses besides those that every route may have.
+    streams: it makes a response, which may come as events and be asked for with an Idempotency-Key.
+    public: nobody needs a key for it.
     """
 
     summary: str
@@ -52,16 +61,28 @@ class Operation:
     body: type[msgspec.Struct] | None = None
     query: Sequence[str] = ()
     errors: Sequence[int] = ()
+    streams: bool = False
     public: bool = False
 
 
+_MODEL = (404, 408, 413, 429, 502, 504)
 _PAGE = ("after", "before", "limit", "order")
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/responses"): Operation(
         summary="Make a response; with `stream` as it comes.",
         body=CreateResponse,
         answer=Response,
-        errors=(404, 408, 409, 413, 429, 502, 504),
+        errors=(*_MODEL, 409),
+        streams=True,
+    ),
+    ("POST", "/v1/responses/input_tokens"): Operation(
+        summary="How many tokens a request for a response has; nothing is made.",
+        body=CreateResponse,
+        answer=InputTokens,
+        errors=_MODEL,
+    ),
+    ("POST", "/v1/responses/compact"): Operation(
+        summary="Make a conversation short.", body=CreateResponse, answer=CompactedResponse, errors=_MODEL
     ),
     ("GET", "/v1/responses/{response_id}"): Operation(
         summary="A response that is kept.", answer=Response, query=("include", "stream"), errors=(404,)
@@ -183,7 +204,7 @@ def _parameters(path: str, operation: Operation) -> Iterator[Json]:
     for name in operation.query:
         description, schema = _QUERIES[name]
         yield {"name": name, "in": "query", "description": description, "schema": schema}
-    if operation.body is CreateResponse:
+    if operation.streams:
         yield {
             "name": "Idempotency-Key",
             "in": "header",
@@ -199,7 +220,7 @@ def _answers(operation: Operation, schemas: dict[Any, Json]) -> Iterator[tuple[i
         content = {operation.answer: {"schema": {"type": "object"} if plain else {"type": "string"}}}
     else:
         content = {"application/json": {"schema": schemas[operation.answer]}}
-    if operation.body is CreateResponse:
+    if operation.streams:
         content["text/event-stream"] = {
             "schema": {"type": "string", "description": "Events, each with one of these as its data."},
             "x-event-schema": schemas[events.StreamEvent],

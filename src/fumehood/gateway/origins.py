@@ -6,7 +6,8 @@ is identified. WebSockets are not asked about first: whoever opens one has to lo
 
 import re
 
-from fumehood.gateway.exchange import Exchange, Headers, Scope
+from fumehood.gateway.exchange import Exchange
+from fumehood.serving.exchange import Headers
 
 ANY = "*"
 _NAMES = re.compile(rb"[A-Za-z0-9_-]+(?:[ \t]*,[ \t]*[A-Za-z0-9_-]+)*")
@@ -28,8 +29,9 @@ class Origins:
         """Whether such a page may ask; programs that are no pages name no origin."""
         return origin is None or self._any or origin in self._allowed
 
-    def headers(self, origin: bytes) -> Headers:
+    def headers(self, exchange: Exchange) -> Headers:
         """What a browser has to be told in every answer to a page; nothing, if the page may not ask."""
+        origin = exchange.headers[b"origin"]
         if not self._allowed:
             return []
         if self._any:
@@ -43,25 +45,25 @@ class Origins:
             varies,
         ]
 
-    def asked(self, scope: Scope) -> bytes | None:
-        """The headers that a page wants to send, if this is the question whether it may."""
-        if not self._allowed or scope["method"] != "OPTIONS":
-            return None
-        headers = dict(scope["headers"])
-        if b"access-control-request-method" not in headers:
-            return None
-        return headers.get(b"access-control-request-headers", b"")
+    def is_asked(self, exchange: Exchange) -> bool:
+        """Whether this is a browser's question before a page sends something."""
+        return (
+            bool(self._allowed)
+            and exchange.method == "OPTIONS"
+            and b"access-control-request-method" in exchange.headers
+        )
 
-    async def answer(self, exchange: Exchange, names: bytes, methods: str) -> None:
+    async def answer(self, exchange: Exchange, methods: str) -> None:
         """For a path with these methods; a page that may not ask is told nothing, which is a no."""
         headers: Headers = []
-        if self.permits(exchange.origin):
+        if self.permits(exchange.headers.get(b"origin")):
             headers = [
                 (b"access-control-allow-methods", methods.encode()),
                 (b"access-control-max-age", _REMEMBERED),
             ]
             # Repeated, since browsers do not take `*` for Authorization, and SDKs have headers of their own.
-            if _NAMES.fullmatch(names):
+            names = exchange.headers.get(b"access-control-request-headers")
+            if names is not None and _NAMES.fullmatch(names):
                 headers.append((b"access-control-allow-headers", names))
         await exchange.begin(204, headers)
         await exchange.send(b"", more=False)

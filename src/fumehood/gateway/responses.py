@@ -1,5 +1,6 @@
 """/v1/responses: make one, blocking or streamed, read it, delete it; imports `interfaces`, `protocol` and siblings."""
 
+import asyncio
 from collections.abc import Collection
 
 from fumehood.gateway.exchange import Exchange, Vigil
@@ -13,7 +14,8 @@ from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
 from fumehood.protocol.errors import InvalidRequest, NotFound
 from fumehood.protocol.folding import project_response
-from fumehood.protocol.responses import CreateResponse, Deleted, Response
+from fumehood.protocol.responses import CompactedResponse, CreateResponse, Deleted, Response
+from fumehood.serving.exchange import CallerLeft
 
 
 class Responses:
@@ -41,17 +43,21 @@ class Responses:
         self._repeats = Repeats(runs, store, limits, metrics, silence)
 
     async def create(self, exchange: Exchange, caller: Caller) -> None:
-        self._limits.count(caller, exchange.extra)
-        request, body = await read_request(exchange, self._limits.body_bytes(caller))
-        exchange.noted["model"] = request.model
+        request, body = await self._read(exchange, caller)
         include = self._always.union(request.include or ())
-        if exchange.idempotency_key is None:
+        header = exchange.headers.get(b"idempotency-key")
+        if header is None:
             with self._limits.running(caller):
                 await self._make(exchange, caller, request, include)
             return
-        key = checked_key(exchange.idempotency_key)
-        asked = Asked(caller, key, digest_of(body), request, include)
+        asked = Asked(caller, checked_key(header), digest_of(body), request, include)
         self._note(exchange, await self._repeats.answer(exchange, asked))
+
+    async def _read(self, exchange: Exchange, caller: Caller) -> tuple[CreateResponse, bytes]:
+        self._limits.count(caller, exchange.extra)
+        request, body = await read_request(exchange, self._limits.body_bytes(caller))
+        exchange.noted["model"] = request.model
+        return request, body
 
     async def _make(
         self, exchange: Exchange, caller: Caller, request: CreateResponse, include: Collection[str]
@@ -86,6 +92,25 @@ class Responses:
         if response.usage is not None:
             exchange.noted["input_tokens"] = response.usage.input_tokens
             exchange.noted["output_tokens"] = response.usage.output_tokens
+
+    async def count(self, exchange: Exchange, caller: Caller) -> None:
+        request, _ = await self._read(exchange, caller)
+        await exchange.answer_json(await self._runs.count(request, caller))
+
+    async def compact(self, exchange: Exchange, caller: Caller) -> None:
+        request, _ = await self._read(exchange, caller)
+        with self._limits.running(caller):
+            task = asyncio.ensure_future(self._runs.compact(request, caller))
+            with Vigil(exchange, lambda: _stop(task)) as vigil:
+                try:
+                    compacted = await task
+                except asyncio.CancelledError:
+                    if vigil.left:
+                        raise CallerLeft from None
+                    raise
+        exchange.noted["input_tokens"] = compacted.usage.input_tokens
+        exchange.noted["output_tokens"] = compacted.usage.output_tokens
+        await exchange.answer_json(compacted)
 
     async def get(self, exchange: Exchange, caller: Caller) -> None:
         include = self._include(exchange)
@@ -129,6 +154,10 @@ class Responses:
         asked = exchange.queries("include")
         check_include(asked)
         return self._always.union(asked)
+
+
+def _stop(task: asyncio.Future[CompactedResponse]) -> None:
+    task.cancel()
 
 
 def _not_found(response_id: str) -> NotFound:
