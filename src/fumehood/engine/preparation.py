@@ -42,6 +42,7 @@ _NO_PARAMETERS = Raw(b'{"type":"object","properties":{}}')
 _CUSTOM_PARAMETERS = Raw(
     b'{"type":"object","properties":{"input":{"type":"string"}},"required":["input"],"additionalProperties":false}'
 )
+_CLIENT_TOOLS = frozenset({"function", "custom"})
 _MOST_TOOLS = 512
 _SERVICE_TIERS = frozenset({"default", "flex", "scale", "priority", "fast", "ultrafast"})
 
@@ -53,6 +54,7 @@ class Prepared:
     past: the conversation before this request.
     input: what this request adds to it.
     functions: what the model is told that it may call.
+    others: tools that nobody here knows, and the model's server may.
     """
 
     caller: Caller
@@ -64,6 +66,7 @@ class Prepared:
     input: Segment
     toolbox: Toolbox
     functions: Sequence[FunctionSpec]
+    others: Sequence[ToolSpec]
     choice: Choice
     sampling: Sampling
 
@@ -106,6 +109,9 @@ class Preparation:
             input=added,
             toolbox=tools.toolbox(functions),
             functions=functions,
+            others=[
+                spec for spec in specs if spec.type not in self._tools and spec.type not in _CLIENT_TOOLS
+            ],
             choice=chosen,
             sampling=_sampling(request),
         )
@@ -304,6 +310,7 @@ def _custom_spec(spec: ToolSpec, where: str) -> FunctionSpec:
         description=(tool.description or "") + rules,
         parameters=_CUSTOM_PARAMETERS,
         strict=True,
+        custom=spec.raw,
     )
 
 
