@@ -52,11 +52,15 @@ _said: msgspec.json.Decoder[_Said | list[_Said] | str] = msgspec.json.Decoder(_S
 
 
 class UpstreamErrors:
-    """Errors of the server behind one model. `secrets` never appear in what is said about it."""
+    """Errors of the server behind one model. `secrets` never appear in what is said about it.
 
-    def __init__(self, model: str, secrets: Collection[str] = ()) -> None:
+    api: what it should speak, in words.
+    """
+
+    def __init__(self, model: str, secrets: Collection[str] = (), *, api: str = "chat completions") -> None:
         self._model = model
         self._secrets = secrets
+        self._api = api
 
     @property
     def _server(self) -> str:
@@ -76,7 +80,7 @@ class UpstreamErrors:
         said = _read(body)
         if status == 404 and (said is None or not said.message):
             return ModelError(
-                f"{self._server} has no chat completions; whoever runs the gateway has to check that model's base_url."
+                f"{self._server} has no {self._api}; whoever runs the gateway has to check that model's base_url."
             )
         return self._judged(status, said or _Said(), retry_after)
 
@@ -136,8 +140,11 @@ class UpstreamErrors:
 
     def unreadable(self, what: str) -> ModelError:
         return ModelError(
-            f"{self._server} does not speak as a chat completions server does: {self.redacted(what)}."
+            f"{self._server} does not speak as a {self._api} server does: {self.redacted(what)}."
         )
+
+    def endless(self) -> ModelError:
+        return ModelError(f"{self._server} answered without end, and was cut off.")
 
 
 def _read(body: bytes) -> _Said | None:
