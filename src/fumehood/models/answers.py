@@ -28,8 +28,11 @@ class Reading(Protocol):
     of the two. closing: the model has said why it stopped, and at most the usage is still to come.
     """
 
-    failure: ModelError | None
-    ended: bool
+    @property
+    def failure(self) -> ModelError | None: ...
+
+    @property
+    def ended(self) -> bool: ...
 
     @property
     def over(self) -> bool: ...

@@ -1,5 +1,6 @@
 """Models behind any server of /v1/chat/completions; imports siblings and `protocol`."""
 
+from fumehood.models.answers import Reading
 from fumehood.models.chat_parsing import ChatParser
 from fumehood.models.chat_request import RequestWriter
 from fumehood.models.model_server import ModelServer
@@ -23,5 +24,5 @@ class ChatCompletions(ModelServer):
     def _body(self, request: ModelRequest) -> bytes:
         return self._writer.body(request)
 
-    def _reading(self, request: ModelRequest, errors: UpstreamErrors) -> ChatParser:
+    def _reading(self, request: ModelRequest, errors: UpstreamErrors) -> Reading:
         return ChatParser(errors, [spec.name for spec in request.functions])

@@ -90,9 +90,10 @@ class UpstreamErrors:
         status = said.code if isinstance(said.code, int) and 400 <= said.code < 600 else 500
         if status in (401, 403):
             return self.from_status(status, b"")
-        if "rate_limit" in f"{said.code} {said.type}":
+        named = f"{said.code} {said.type}"
+        if "rate_limit" in named or NO_CREDIT_CODE in named:
             status = 429
-        elif said.type == "invalid_request_error":
+        elif said.type == "invalid_request_error" or str(said.code).startswith("invalid_"):
             status = 400
         return self._judged(status, said, None)
 
