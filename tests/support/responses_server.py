@@ -1,6 +1,6 @@
 """What servers of the Responses API say, for the scripted server of `chat_server`; imports msgspec."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 
@@ -11,8 +11,8 @@ def event(kind: str, **fields: object) -> bytes:
     return f"event: {kind}\n".encode() + b"data: " + payload + b"\n\n"
 
 
-def response(status: str = "completed", output: Sequence[object] = (), **fields: object) -> dict[str, object]:
-    return {"id": "resp_theirs", "object": "response", "status": status, "output": [*output], **fields}
+def response(status: str = "completed", **fields: object) -> dict[str, object]:
+    return {"id": "resp_theirs", "object": "response", "status": status, "output": [], **fields}
 
 
 def created() -> bytes:
@@ -41,7 +41,7 @@ def delta(kind: str, index: int, text: str, **more: object) -> bytes:
 def message(*texts: str, index: int = 0, phase: str | None = None) -> bytes:
     """A message in these pieces."""
     more: Mapping[str, object] = {} if phase is None else {"phase": phase}
-    part = {"type": "output_text", "text": "".join(texts), "annotations": []}
+    part: dict[str, object] = {"type": "output_text", "text": "".join(texts), "annotations": []}
     whole = {"type": "message", "id": "msg_theirs", "role": "assistant", **more}
     return b"".join(
         [
@@ -77,6 +77,6 @@ def call(name: str, *pieces: str, index: int = 0, call_id: str = "call_theirs", 
     )
 
 
-def says(*texts: str, **fields: object) -> bytes:
+def says(*texts: str, usage: object = None) -> bytes:
     """A whole answer."""
-    return created() + message(*texts) + ended(**fields)
+    return created() + message(*texts) + ended(usage=usage)

@@ -93,6 +93,10 @@ class AnswerParser[Told](ABC):
     def _may_end(self) -> bool:
         """Whether a body that is over is a whole turn, as far as one can know."""
 
+    def _is_irrelevant(self, payload: bytes) -> bool:  # noqa: ARG002 - some servers tell many things
+        """Whether what cannot be read need not be."""
+        return False
+
     # ---- bytes ------------------------------------------------------------------------------------------------
 
     def feed(self, piece: bytes) -> list[AnyModelEvent]:
@@ -203,7 +207,7 @@ class AnswerParser[Told](ABC):
             except (ValueError, RecursionError):
                 told = _loosely(payload, self._decoder)
         except (ValueError, RecursionError) as error:
-            if not self._is_over:  # else it may have been cut off
+            if not self._is_over and not self._is_irrelevant(payload):  # it may also have been cut off
                 self.failure = self._errors.unreadable(str(error))
             return
         self._take(told, b"", events)

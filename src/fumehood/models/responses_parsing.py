@@ -129,7 +129,7 @@ class _Told(msgspec.Struct):
     item_id: str | None = None
     summary_index: int | None = None
     logprobs: list[Raw] | None = None
-    text: str | None = None
+    text: str | dict[str, Raw] | None = None  # of a response, what was asked of its text
     refusal: str | None = None
     arguments: str | dict[str, object] | None = None
     input: str | None = None
@@ -200,6 +200,14 @@ class ResponsesParser(AnswerParser[_Told]):
             self.failure = self._errors.unreadable(str(error))
         return False
 
+    def _is_irrelevant(self, payload: bytes) -> bool:
+        """Events that nobody here asked for may look as they like."""
+        try:
+            kind = msgspec.json.decode(payload, type=_Tag).type
+        except (ValueError, RecursionError):
+            return False
+        return bool(kind) and kind not in _HANDLERS
+
     # ---- deltas -----------------------------------------------------------------------------------------------
 
     def _text_delta(self, told: _Told, events: list[AnyModelEvent]) -> None:
@@ -224,7 +232,7 @@ class ResponsesParser(AnswerParser[_Told]):
 
     def _part_said(self, told: _Told, events: list[AnyModelEvent]) -> None:
         whole = told.refusal or told.text
-        if whole and _place(told) not in self._said:
+        if isinstance(whole, str) and whole and _place(told) not in self._said:
             self._said.add(_place(told))
             events.append(_piece(told, whole))
 

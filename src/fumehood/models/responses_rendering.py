@@ -54,6 +54,12 @@ class _Call(msgspec.Struct):
     caller: dict[str, Raw] | None = None
 
 
+class _Answer(msgspec.Struct):
+    """The result of a call of any type."""
+
+    call_id: str | None = None
+
+
 class _Output(msgspec.Struct):
     call_id: str
     output: str | list[Raw] | None = None
@@ -178,7 +184,7 @@ class _Rendering:
         """Raises InvalidRequest."""
         try:
             answered = {
-                msgspec.json.decode(entry.raw, type=_Output).call_id
+                msgspec.json.decode(entry.raw, type=_Answer).call_id
                 for entry in entries
                 if entry.type.endswith("_call_output")
             }
@@ -189,7 +195,7 @@ class _Rendering:
         self._end_turn()
         return b",".join(self._items)
 
-    def _take(self, entry: Entry, answered: set[str]) -> None:
+    def _take(self, entry: Entry, answered: set[str | None]) -> None:
         if entry.turn != self._turn or entry.turn == 0:
             self._end_turn(keep_reasoning=entry.turn == self._turn)
             self._turn = entry.turn
@@ -254,7 +260,7 @@ class _Rendering:
             content = [_ReasoningText(text) for text in texts]
             self._reasoning.append(_encode(_SentReasoning(summary, id=entry.id or _NO_ID, content=content)))
 
-    def _take_call(self, entry: Entry, answered: set[str]) -> None:
+    def _take_call(self, entry: Entry, answered: set[str | None]) -> None:
         call = msgspec.json.decode(entry.raw, type=_Call)
         if call.status in _CUT_OFF and call.call_id not in answered:
             self._reasoning.clear()
