@@ -513,7 +513,7 @@ def test_an_error_shows_no_secrets() -> None:
         data({"error": {"message": f"key {SECRET} and sk-another1 and Bearer abc are wrong", "code": 500}})
     )
     assert error.message == snapshot(
-        "The server of the model 'm' failed (HTTP 500): key [hidden] and [hidden] and [hidden] are wrong."
+        "The server of the model 'm' failed: key [hidden] and [hidden] and [hidden] are wrong."
     )
 
 

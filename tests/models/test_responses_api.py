@@ -203,25 +203,20 @@ async def test_without_tools_nothing_is_said_of_them() -> None:
 async def test_the_conversation_without_ids() -> None:
     """All calls of a turn come before their results; what was cut off, and what followed from nothing, is left out."""
     picture = "data:image/png;base64,AA=="
+    said: dict[str, object] = {
+        "type": "message",
+        "id": "msg_ours",
+        "role": "assistant",
+        "status": "completed",
+        "phase": "final_answer",
+        "content": [{"type": "output_text", "text": "so"}, {"type": "refusal", "refusal": "!"}],
+    }
     first = segment(
         message("sum?", role="developer"),
         hosted("c1", "one", turn=1),
         hosted("c2", "two", turn=1, images=[picture], arguments="no json"),
-        entry({"type": "message", "id": "msg_ours", "role": "assistant", "content": [], "phase": None}, 2),
-        entry(
-            {
-                "type": "message",
-                "id": "msg_ours",
-                "role": "assistant",
-                "status": "completed",
-                "phase": "final_answer",
-                "content": [
-                    {"type": "output_text", "text": "so", "annotations": []},
-                    {"type": "refusal", "refusal": "!"},
-                ],
-            },
-            2,
-        ),
+        message([], "assistant", 2),
+        entry(said, 2),
         call("c3", turn=2, id="fc_ours", status="completed"),
         call("cut", '{"x', turn=2, status="incomplete"),
     )

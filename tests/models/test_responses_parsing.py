@@ -255,7 +255,7 @@ def test_incomplete(why: object, reason: Any) -> None:
         (
             ended("failed", error={"code": "server_error", "message": "oh"}),
             ModelError,
-            "failed (HTTP 500): oh.",
+            "failed: oh.",
         ),
         (ended("failed", error={"code": "rate_limit_exceeded", "message": "slow"}), ModelRateLimited, "slow"),
         (ended("failed", error={"code": "invalid_prompt", "message": "no"}), ModelRefused, "no"),

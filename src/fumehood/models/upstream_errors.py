@@ -82,7 +82,7 @@ class UpstreamErrors:
             return ModelError(
                 f"{self._server} has no {self._api}; whoever runs the gateway has to check that model's base_url."
             )
-        return self._judged(status, said or _Said(), retry_after)
+        return self._judged(status, said or _Said(), retry_after, f" (HTTP {status})")
 
     def from_event(self, error: bytes) -> ModelError:
         """What an error in the middle of a stream means; a number as its code is taken for a status."""
@@ -95,9 +95,9 @@ class UpstreamErrors:
             status = 429
         elif said.type == "invalid_request_error" or str(said.code).startswith("invalid_"):
             status = 400
-        return self._judged(status, said, None)
+        return self._judged(status, said, None, "")
 
-    def _judged(self, status: int, said: _Said, retry_after: float | None) -> ModelError:
+    def _judged(self, status: int, said: _Said, retry_after: float | None, where: str) -> ModelError:
         because = self._because(said.message)
         code = said.code if isinstance(said.code, str) and _CODE.fullmatch(said.code) else None
         if status in (400, 413, 422, 500) and _is_too_long(said):
@@ -108,13 +108,13 @@ class UpstreamErrors:
             code = NO_CREDIT_CODE if code == NO_CREDIT_CODE else None
             return ModelRateLimited(f"{self._server} is busy{because}", code=code, retry_after=retry_after)
         if status == 408:
-            return ModelTimeout(f"{self._server} took too long (HTTP 408).")
+            return ModelTimeout(f"{self._server} took too long{where}.")
         if status < 500:
-            return ModelRefused(f"{self._server} refused the request (HTTP {status}){because}", code=code)
+            return ModelRefused(f"{self._server} refused the request{where}{because}", code=code)
         if status in (502, 503, 504, 529):
-            message = f"{self._server} cannot be reached now (HTTP {status}){because}"
+            message = f"{self._server} cannot be reached now{where}{because}"
             return ModelUnreachable(message, retry_after=retry_after)
-        return ModelError(f"{self._server} failed (HTTP {status}){because}")
+        return ModelError(f"{self._server} failed{where}{because}")
 
     def _because(self, message: str | None) -> str:
         sentence = self.redacted(message or "")
