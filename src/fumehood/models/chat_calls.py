@@ -63,7 +63,10 @@ class CallReader:
     def add(self, fragment: CallDelta, events: list[AnyModelEvent]) -> None:
         """Raises StrangeCall."""
         function = fragment.function or FunctionDelta()
+        known = len(self._calls)
         call = self._find(fragment, function.name or "")
+        if len(self._calls) > known:
+            self._start_named(events)
         text = arguments_of(function.arguments)
         if call.started:
             if text:
@@ -90,6 +93,12 @@ class CallReader:
             if not call.written:
                 call.written = True
                 events.append(CallArguments(call.key, "{}"))
+
+    def _start_named(self, events: list[AnyModelEvent]) -> None:
+        """Another call begins: the names before it are whole, if they are names at all."""
+        for call in self._calls[:-1]:
+            if not call.started and call.name in self._offered:
+                self._start(call, events)
 
     def _find(self, fragment: CallDelta, name: str) -> _Call:
         index, theirs = fragment.index, fragment.id

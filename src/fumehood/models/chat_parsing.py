@@ -9,6 +9,7 @@ from msgspec import Raw
 from fumehood.models.answers import LONGEST_ANSWER, LONGEST_LINE, AnswerParser, tokens
 from fumehood.models.chat_calls import CallDelta, CallReader, FunctionDelta, StrangeCall
 from fumehood.models.repeats import Repeats
+from fumehood.models.think_tags import ThinkTags
 from fumehood.models.upstream_errors import UpstreamErrors
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.models import AnyModelEvent, CallArguments, Refused, Text, Thought, TurnEnd, TurnEnded
@@ -121,6 +122,7 @@ class ChatParser(AnswerParser[_Chunk]):
         self._is_going = False
         self._repeated: Callable[[str], AnyModelEvent] = Text
         self._trials = _TRIALS if in_runs else 0
+        self._tags: ThinkTags | None = ThinkTags()
 
     @property
     def closing(self) -> bool:
@@ -129,6 +131,20 @@ class ChatParser(AnswerParser[_Chunk]):
     @property
     def _may_end(self) -> bool:
         return self._reason is not None or (self._is_document and self._heard)
+
+    def feed(self, piece: bytes) -> list[AnyModelEvent]:
+        return self._sifted(super().feed(piece))
+
+    def finish(self) -> list[AnyModelEvent]:
+        return self._sifted(super().finish())
+
+    def _sifted(self, events: list[AnyModelEvent]) -> list[AnyModelEvent]:
+        if self._tags is None:
+            return events
+        events = self._tags.sift(events)
+        if self._tags.over:
+            self._tags = None
+        return events
 
     def _read(self, block: bytes, events: list[AnyModelEvent]) -> None:
         """Complete lines: those that repeat in runs, the others one by one."""

@@ -7,6 +7,7 @@ from typing import ClassVar
 import msgspec
 
 from fumehood.models.answers import Reading
+from fumehood.models.forced_calls import ForcedCall
 from fumehood.models.http_client import Address, Patience, header_lines
 from fumehood.models.settings import ModelSettings, Secret
 from fumehood.models.upstream import Upstream
@@ -79,6 +80,7 @@ class ModelServer(ABC):
         errors = self._errors(request.model)
         body = self._body(request)
         parser = self._reading(request, errors)
+        forced = ForcedCall.of(request)
         patience = self._patience if request.streamed else self._long_patience
         async with self._upstream.request(
             self._address, self.path, self._headers, patience, errors, body=body
@@ -88,6 +90,8 @@ class ModelServer(ABC):
                 piece = await (answer.read_rest(_USAGE_SECONDS) if parser.closing else answer.read())
                 events = parser.feed(piece) if piece else parser.finish()
                 answer.response.complete = parser.ended
+                if forced is not None:
+                    events = forced.sift(events)
                 if events:
                     yield events
             if parser.failure is not None:
