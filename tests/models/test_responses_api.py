@@ -224,8 +224,7 @@ async def test_the_conversation_without_ids() -> None:
         {"type": "input_text", "text": "see"},
         {"type": "input_image", "image_url": picture, "detail": "low"},
     ]
-    seen = entry({"type": "computer_call_output", "call_id": "c4", "output": {"type": "computer_screenshot"}})
-    second = segment(output("c3", parts), message(parts), seen)
+    second = segment(output("c3", parts), message(parts))
     for takes_images in (False, True):
         asked = await sent(first, second, takes_images=takes_images)
         assert [item for item in asked if item.get("call_id") == "c2"][-1]["output"] == (
@@ -269,7 +268,6 @@ async def test_the_conversation_without_ids() -> None:
                     {"type": "input_image", "image_url": "data:image/png;base64,AA==", "detail": "low"},
                 ],
             },
-            {"type": "computer_call_output", "call_id": "c4", "output": {"type": "computer_screenshot"}},
         ]
     )
 
@@ -289,9 +287,33 @@ async def test_custom_calls_are_functions_unless_the_server_knows_them() -> None
     ]
 
 
+async def test_items_of_other_tools_are_functions_unless_the_server_may_know_them() -> None:
+    items: list[dict[str, object]] = [
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "shell_call", "id": "sh_1", "call_id": "c", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "c", "output": "a.txt"},
+        {"type": "apply_patch_call", "id": "apc_1", "call_id": "unanswered"},
+        {"type": "mcp_call", "id": "mcp_1", "name": "f", "arguments": "{}", "output": "done"},
+    ]
+    past = segment(*map(entry, items))
+    assert await sent(past) == [
+        {
+            "type": "function_call",
+            "call_id": "c",
+            "name": "shell",
+            "arguments": '{"action":{"commands":["ls"]}}',
+        },
+        {"type": "function_call_output", "call_id": "c", "output": "a.txt"},
+        {"type": "function_call", "call_id": "f", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "f", "output": "done"},
+    ]
+    assert await sent(past, pass_tools=["shell"]) == items
+
+
 @pytest.mark.parametrize(
     ("item", "words"),
     [
+        ({"type": "compaction", "encrypted_content": "x"}, "compaction"),
         ({"type": "message", "role": "king", "content": "x"}, "king"),
         (
             {"type": "message", "role": "user", "content": [{"type": "input_file", "file_id": "file-1"}]},
@@ -376,16 +398,22 @@ async def test_reasoning_that_is_not_sent() -> None:
 
 async def test_the_server_counts_if_it_can() -> None:
     counted = document(b'{"object":"response.input_tokens","input_tokens":42}')
-    missing = error("404 Not Found", {"error": {"message": "no"}})
     request = ModelRequest(
         model="m", instructions="Be.", segments=REQUEST.segments, sampling=Sampling(temperature=1.0)
     )
-    async with upstream(counted, missing, document(b"[]"), count_tokens=True) as (backend, server):
+    answers = [counted, document(b"{}"), error("404 Not Found", {"error": {"message": "no"}})]
+    async with chat_server(*answers) as server:
+        connections = Upstream()
+        settings = ModelSettings(
+            base_url=server.url, backend="responses", tokenize_url=server.url + "/responses/input_tokens"
+        )
+        backend = ResponsesApi(settings, connections)
+        assert backend.profile("m").counts
         assert await backend.count(request) == (42, True)
-        for _ in range(2):
-            tokens, exact = await backend.count(request)
-            assert not exact
-            assert tokens > 10
+        for words in ("told none", "refused"):
+            with pytest.raises(ModelError, match=words):
+                await backend.count(request)
+        await connections.close()
     assert server.asked[0].path == "/v1/responses/input_tokens"
     assert server.asked[0].json == {
         "input": [{"type": "message", "role": "user", "content": "hi"}],

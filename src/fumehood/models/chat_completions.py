@@ -24,5 +24,8 @@ class ChatCompletions(ModelServer):
     def _body(self, request: ModelRequest) -> bytes:
         return self._writer.body(request)
 
+    def _counted(self, request: ModelRequest) -> bytes:
+        return self._writer.tokenization(request)
+
     def _reading(self, request: ModelRequest, errors: UpstreamErrors) -> Reading:
         return ChatParser(errors, [spec.name for spec in request.functions])

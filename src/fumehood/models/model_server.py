@@ -2,9 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
+from msgspec import Meta
 
 from fumehood.models.answers import Reading
 from fumehood.models.forced_calls import ForcedCall
@@ -18,6 +19,7 @@ _USAGE_SECONDS = 5.0  # how long to wait for the usage and the end once the mode
 _WHOLE_SECONDS = 3600.0  # how long a server may be silent that answers in one piece
 _BYTES_A_TOKEN = 4
 _LONGEST_LIST = 1 << 20
+_LONGEST_COUNT = 32 << 20
 _MOST_CARDS = 1000
 _SHORTEST_SECRET = 8  # of a header's value; what is shorter is found in any sentence
 _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "fumehood"}
@@ -31,6 +33,13 @@ class _Card(msgspec.Struct):
 
 class _Cards(msgspec.Struct):
     data: list[_Card]
+
+
+class _Count(msgspec.Struct):
+    """Of `/v1/responses/input_tokens`, or of vLLM's answer, which has the tokens themselves too."""
+
+    input_tokens: Annotated[int, Meta(ge=0)] | None = None
+    count: Annotated[int, Meta(ge=0)] | None = None
 
 
 class ModelServer(ABC):
@@ -48,6 +57,7 @@ class ModelServer(ABC):
         self._patience = Patience(settings.connect_timeout, settings.read_timeout)
         self._long_patience = Patience(settings.connect_timeout, max(settings.read_timeout, _WHOLE_SECONDS))
         self._address = Address.of(settings.base_url or "")
+        self._counter = None if settings.tokenize_url is None else Address.of(settings.tokenize_url)
         headers = {**settings.headers, **_HEADERS}
         self._secrets = [value for value in settings.headers.values() if len(value) >= _SHORTEST_SECRET]
         if key is not None:
@@ -65,6 +75,10 @@ class ModelServer(ABC):
     @abstractmethod
     def _body(self, request: ModelRequest) -> bytes:
         """What is sent; raises InvalidRequest."""
+
+    @abstractmethod
+    def _counted(self, request: ModelRequest) -> bytes:
+        """What is sent to have its tokens counted; raises InvalidRequest."""
 
     @abstractmethod
     def _reading(self, request: ModelRequest, errors: UpstreamErrors) -> Reading:
@@ -98,12 +112,29 @@ class ModelServer(ABC):
                 raise parser.failure
 
     async def count(self, request: ModelRequest) -> tuple[int, bool]:
-        """An estimate; raises InvalidRequest for what cannot be shown to the model."""
-        return len(self._body(request)) // _BYTES_A_TOKEN, False
+        """What the server counts, if it can; raises ModelError, and InvalidRequest for what it cannot be shown."""
+        if self._counter is None:
+            return len(self._body(request)) // _BYTES_A_TOKEN, False
+        errors = self._errors(request.model)
+        body = self._counted(request)
+        async with self._upstream.request(
+            self._counter, "", self._headers, self._patience, errors, body=body
+        ) as answer:
+            content = await answer.read_all(_LONGEST_COUNT)
+        try:
+            told = msgspec.json.decode(content, type=_Count)
+        except (ValueError, RecursionError) as error:
+            raise errors.unreadable(f"its count of tokens cannot be read: {error}") from None
+        tokens = told.count if told.input_tokens is None else told.input_tokens
+        if tokens is None:
+            raise errors.unreadable("it was asked for a count of tokens, and told none")
+        return tokens, True
 
     def profile(self, model: str) -> ModelProfile:  # noqa: ARG002 - it is the same for all names
         return ModelProfile(
-            context_window=self._settings.context_window, takes_images=self._settings.takes_images
+            context_window=self._settings.context_window,
+            takes_images=self._settings.takes_images,
+            counts=self._counter is not None,
         )
 
     async def cards(self) -> Sequence[ModelCard]:

@@ -4,12 +4,10 @@ The server is asked for single turns and keeps nothing: every request has the wh
 hosted here are plain functions to it.
 """
 
-import logging
-
 import msgspec
 from msgspec import Raw
 
-from fumehood.models.answers import Reading, tokens
+from fumehood.models.answers import Reading
 from fumehood.models.chat_request import Fields, override
 from fumehood.models.model_server import ModelServer
 from fumehood.models.responses_parsing import ResponsesParser
@@ -18,12 +16,9 @@ from fumehood.models.sealed import Origin
 from fumehood.models.settings import ModelSettings, Secret
 from fumehood.models.upstream import Upstream
 from fumehood.models.upstream_errors import UpstreamErrors
-from fumehood.protocol.errors import ModelError
 from fumehood.protocol.folding import ENCRYPTED_REASONING, LOGPROBS
 from fumehood.protocol.models import ModelRequest, Sampling
 from fumehood.protocol.tools import FunctionSpec
-
-logger = logging.getLogger(__name__)
 
 _PASSED_ON = (
     "temperature",
@@ -39,7 +34,6 @@ _PASSED_ON = (
 )
 # Of a request, what a counter of its tokens wants to know.
 _COUNTED = ("model", "instructions", "tools", "tool_choice", "parallel_tool_calls", "reasoning", "text")
-_LONGEST_COUNT = 1 << 16
 
 
 class _Function(msgspec.Struct, tag_field="type", tag="function"):
@@ -49,10 +43,6 @@ class _Function(msgspec.Struct, tag_field="type", tag="function"):
     description: str
     parameters: Raw
     strict: bool
-
-
-class _Count(msgspec.Struct):
-    input_tokens: float
 
 
 class ResponsesApi(ModelServer):
@@ -68,28 +58,12 @@ class ResponsesApi(ModelServer):
                 developer_role=settings.developer_role,
                 replay_reasoning=settings.replay_reasoning,
                 customs=self._customs,
+                foreign=any(kind != "custom" for kind in settings.pass_tools),
             )
         )
 
     def check(self, request: ModelRequest) -> None:
         self._input(request)
-
-    async def count(self, request: ModelRequest) -> tuple[int, bool]:
-        """As the server counts, if it is known to; else an estimate. Raises InvalidRequest."""
-        if not self._settings.count_tokens:
-            return await super().count(request)
-        fields = {name: value for name, value in self._fields(request).items() if name in _COUNTED}
-        body = self._with_input(request, fields)
-        errors = self._errors(request.model)
-        try:
-            async with self._upstream.request(
-                self._address, "/responses/input_tokens", self._headers, self._patience, errors, body=body
-            ) as answer:
-                content = await answer.read_all(_LONGEST_COUNT)
-            return tokens(msgspec.json.decode(content, type=_Count).input_tokens), True
-        except (ModelError, msgspec.DecodeError) as error:
-            logger.warning("the tokens for %r are estimated: %s", self._settings.match, error)
-            return await super().count(request)
 
     # ---- what is sent -----------------------------------------------------------------------------------------
 
@@ -103,6 +77,10 @@ class ResponsesApi(ModelServer):
         if include:
             fields["include"] = include
         override(fields, self._settings.extra_body)
+        return self._with_input(request, fields)
+
+    def _counted(self, request: ModelRequest) -> bytes:
+        fields = {name: value for name, value in self._fields(request).items() if name in _COUNTED}
         return self._with_input(request, fields)
 
     def _with_input(self, request: ModelRequest, fields: Fields) -> bytes:

@@ -11,6 +11,8 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from fumehood.models.chat_content import Content, spoken
+from fumehood.models.chat_foreign import Call, Result
+from fumehood.models.chat_foreign import read as read_foreign
 from fumehood.models.chat_rendering import shown_arguments
 from fumehood.models.sealed import Origin
 from fumehood.protocol.conversation import Entry, Exchange, Segment
@@ -55,9 +57,10 @@ class _Call(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """The result of a call of any type."""
+    """The result of a call of any type; that of a local shell has the call's id as its own."""
 
     call_id: str | None = None
+    id: str | None = None
 
 
 class _Output(msgspec.Struct):
@@ -134,16 +137,25 @@ _parts = msgspec.json.Decoder(_Part)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """What models differ in; `customs` if they know custom tools."""
+    """What models differ in. `customs`: they know custom tools; `foreign`: their server knows items of other tools,
+    which others are told of as of functions.
+    """
 
     takes_images: bool = False
     developer_role: bool = False
     replay_reasoning: bool = False
     customs: bool = False
+    foreign: bool = False
 
     @property
     def name(self) -> str:
-        flags = (self.takes_images, self.developer_role, self.replay_reasoning, self.customs)
+        flags = (
+            self.takes_images,
+            self.developer_role,
+            self.replay_reasoning,
+            self.customs,
+            self.foreign,
+        )
         return f"responses/{VERSION}/" + "".join("y" if flag else "n" for flag in flags)
 
 
@@ -178,16 +190,13 @@ class _Rendering:
         self._items: list[bytes] = []
         self._reasoning: list[bytes] = []  # is sent with what follows from it, or not at all
         self._results: list[bytes] = []  # of hosted calls, to follow all calls of their turn
+        self._foreign: set[str] = set()  # calls of other tools that were told of
         self._turn = 0
 
     def render(self, entries: Sequence[Entry]) -> bytes:
         """Raises InvalidRequest."""
         try:
-            answered = {
-                msgspec.json.decode(entry.raw, type=_Answer).call_id
-                for entry in entries
-                if entry.type.endswith("_call_output")
-            }
+            answered = {_answered(entry) for entry in entries if entry.type.endswith("_output")}
             for entry in entries:
                 self._take(entry, answered)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -211,8 +220,14 @@ class _Rendering:
                 self._take_call(entry, answered)
             case "function_call_output" | "custom_tool_call_output":
                 self._take_output(entry)
-            case _:
+            case "compaction":
+                raise InvalidRequest(
+                    "An item of type 'compaction' cannot be shown to this model.", param="input"
+                )
+            case _ if self._dialect.foreign:
                 self._add(entry.raw)
+            case _:
+                self._take_foreign(entry, answered)
 
     def _add(self, item: bytes) -> None:
         """What the model made, or a client's; the reasoning before it goes with it."""
@@ -265,7 +280,7 @@ class _Rendering:
         if call.status in _CUT_OFF and call.call_id not in answered:
             self._reasoning.clear()
             return
-        if call.namespace or call.caller:
+        if (call.namespace or call.caller) and self._dialect.foreign:
             self._add(entry.raw)
         elif entry.type == "function_call":
             self._add(_encode(_FunctionCall(call.call_id, call.name, shown_arguments(call.arguments))))
@@ -281,6 +296,19 @@ class _Rendering:
         kind = _CustomOutput if custom else _FunctionOutput
         self._items.append(_encode(kind(told.call_id, _checked(told.output))))
 
+    def _take_foreign(self, entry: Entry, answered: set[str | None]) -> None:
+        match read_foreign(entry):
+            case Call() as call if call.call_id in answered:
+                self._foreign.add(call.call_id)
+                arguments = shown_arguments(call.arguments)
+                self._add(_encode(_FunctionCall(call.call_id, call.name, arguments)))
+            case Result() as result if result.call_id in self._foreign:
+                self._items.append(_encode(_FunctionOutput(result.call_id, result.text)))
+            case Exchange() as exchange:
+                self._take_exchange(exchange)
+            case _:
+                pass
+
     def _take_exchange(self, exchange: Exchange) -> None:
         arguments = shown_arguments(exchange.arguments)
         self._add(_encode(_FunctionCall(exchange.call_id, exchange.name, arguments)))
@@ -289,6 +317,11 @@ class _Rendering:
             images = [Raw(_encode(_InputImage(url))) for url in exchange.images]
             output = [Raw(_encode(_InputText(exchange.output))), *images]
         self._results.append(_encode(_FunctionOutput(exchange.call_id, output)))
+
+
+def _answered(entry: Entry) -> str | None:
+    answer = msgspec.json.decode(entry.raw, type=_Answer)
+    return answer.call_id or answer.id
 
 
 def _checked(content: str | list[Raw] | None) -> str | list[Raw]:
