@@ -22,7 +22,7 @@ from fumehood.testing.clock import FakeClock
 from fumehood.testing.model_kit import ModelKit, Subject
 from tests.support import chat_server, responses_server
 from tests.support.chat_server import CUT, Answer, ChatServer, chunk, stream
-from tests.support.conversations import entry, message, segment
+from tests.support.conversations import message, segment
 
 INTERPRETER = FunctionSpec(name="code_interpreter", description="", parameters=Raw(b"{}"))
 
@@ -80,7 +80,7 @@ class TestChatCompletions(ModelKit):
             server.answers = _ByModel(answers())
             upstream = Upstream()
             backend = ChatCompletions(ModelSettings(base_url=server.url), upstream)
-            refused = segment(entry({"type": "computer_call"}))
+            refused = segment(message([{"type": "input_hologram"}]))
             yield served_subject(Retrying(backend, 0, FakeClock()), server, refused=refused)
             await upstream.close()
 

@@ -38,7 +38,7 @@ from tests.support.chat_server import (
     says,
     stream,
 )
-from tests.support.conversations import entry, message, segment
+from tests.support.conversations import message, segment
 
 KEY = "sk-upstream-secret-0123456789"
 REQUEST = ModelRequest(model="small", segments=[segment(message("hi"))])
@@ -232,9 +232,9 @@ async def test_a_long_conversation_arrives_whole() -> None:
 
 
 async def test_what_cannot_be_shown_is_not_sent() -> None:
-    request = ModelRequest(model="m", segments=[segment(entry({"type": "computer_call"}))])
+    request = ModelRequest(model="m", segments=[segment(message([{"type": "input_hologram"}]))])
     async with upstream() as (backend, server):
-        with pytest.raises(InvalidRequest, match="computer_call"):
+        with pytest.raises(InvalidRequest, match="input_hologram"):
             backend.check(request)
         with pytest.raises(InvalidRequest):
             await turn(backend, request)
