@@ -290,7 +290,7 @@ async def test_a_model_that_writes_no_summary_is_an_error_of_its_own() -> None:
 
 def sealed(state: Any, tenant: str = "") -> dict[str, str]:
     content = state if isinstance(state, bytes) else msgspec.json.encode(state)
-    text = base64.b64encode(f"{tenant}\n".encode() + content).decode()
+    text = base64.b64encode(f"{tenant}\0".encode() + content).decode()
     return {"type": "compaction", "encrypted_content": text}
 
 
