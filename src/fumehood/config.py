@@ -155,13 +155,16 @@ class Providers(_Section, frozen=True):
 
 class LimitSettings(_Section, frozen=True):
     """
-    concurrent: responses in the making at once, of everybody together.
+    requests_per_minute, concurrent, containers_per_tenant, body_bytes: what each key may do, unless it was made with
+        other limits; `concurrent` are responses in the making at once.
+    concurrent_total: the same of everybody together.
     turns, response_seconds: how often the model may be asked for one response, and how long that may take.
     behind_events, behind_seconds: how far a reader of a stream may fall behind, and for how long.
     """
 
     requests_per_minute: Positive | None = None
-    concurrent: Positive = 512
+    concurrent: Positive = 64
+    concurrent_total: Positive = 512
     containers_per_tenant: Positive = 50
     body_bytes: Positive = 32 << 20
     turns: Positive = 64
@@ -325,7 +328,6 @@ def _problems(config: Config) -> Iterator[str]:
     for name, asked in (
         ("providers.file_search.enabled", config.providers.file_search.enabled),
         ("providers.web_search.enabled", config.providers.web_search.enabled),
-        ("limits.requests_per_minute", config.limits.requests_per_minute),
         ("telemetry.otlp", config.telemetry.otlp),
     ):
         if asked:

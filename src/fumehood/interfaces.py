@@ -14,6 +14,7 @@ from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, C
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.items import OutputItem, ProducedFile
+from fumehood.protocol.keys import USUAL, ApiKey, KeyLimits
 from fumehood.protocol.models import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
 from fumehood.protocol.responses import CompactedResponse, CreateResponse, InputTokens, Response
 from fumehood.protocol.sandbox import (
@@ -31,9 +32,14 @@ from fumehood.protocol.tools import FunctionSpec, ToolSpec
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is; nothing of another tenant exists for it."""
+    """Whose request it is; nothing of another tenant exists for it.
+
+    key: the id of the key that it came with, empty where none is needed.
+    """
 
     tenant: str = ""
+    key: str = ""
+    limits: KeyLimits = USUAL
 
 
 class Clock(Protocol):
@@ -421,6 +427,20 @@ class Store(Protocol):
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
         """Those of these blobs that no file of any container refers to."""
+        ...
+
+    async def put_key(self, key: ApiKey) -> None: ...
+
+    async def revoke_key(self, key_id: str, now: float) -> bool:
+        """False if there is none, or it was revoked already."""
+        ...
+
+    async def keys(self) -> Sequence[ApiKey]:
+        """All that ever were, revoked ones too, oldest first."""
+        ...
+
+    async def keys_revision(self) -> int:
+        """Another number as soon as anybody, in another process too, has put or revoked a key."""
         ...
 
     async def close(self) -> None: ...

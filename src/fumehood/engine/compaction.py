@@ -225,13 +225,14 @@ class Compactor:
         backend: ModelBackend,
         caller: Caller,
         request: ModelRequest,
-        remembered: Segment,
+        window: Window,
         limit: int,
         *,
         goes_on: bool,
     ) -> Compacted:
-        """What the request shows, made short by its model; raises ModelError, InvalidRequest.
+        """What the request shows, made short by its model; raises ApiError.
 
+        window: with what the request's conversation begins.
         limit: tokens that the conversation should stay well below.
         goes_on: whether the model is asked to go on at once.
         """
@@ -239,10 +240,10 @@ class Compactor:
             raise InvalidRequest("This server does not compact.", code="unsupported_parameter")
         segments = request.segments
         open_messages = _unanswered(segments)
-        summary, usage = await self._summarise(backend, caller, request, limit)
+        summary, usage = await self._summarise(backend, caller, request, window.opened, limit)
         state = _State(messages=_kept(segments, len(open_messages), limit), summary=summary)
         for tool in self._tools:
-            memory = await tool.remember(caller, (remembered, *segments))
+            memory = await tool.remember(caller, (window.remembered, *segments))
             if memory is not None:
                 state.tools += [Raw(item) for item in memory.items]
                 state.notes.append(memory.note)
@@ -259,7 +260,7 @@ class Compactor:
         return Compacted(item, _window(opened, (), ()), usage)
 
     async def _summarise(
-        self, backend: ModelBackend, caller: Caller, request: ModelRequest, limit: int
+        self, backend: ModelBackend, caller: Caller, request: ModelRequest, opened: int, limit: int
     ) -> tuple[str, Usage | None]:
         longest = min(_LONGEST_SUMMARY, max(_SHORTEST_SUMMARY, limit // _SHARE))
         asked = _message("user", _Asked(_ASK.format(words=longest // 2)))
@@ -270,7 +271,7 @@ class Compactor:
             sampling=_writing(request.sampling, longest + _THINKING),
             streamed=True,
         )
-        segments, _ = await fitted(self._tokens, backend, caller, request)
+        segments, _ = await fitted(self._tokens, backend, caller, request, opened)
         text, usage = "", None
         async with contextlib.aclosing(backend.stream(replace(request, segments=segments))) as batches:
             async for batch in batches:

@@ -200,7 +200,7 @@ class Loop:
         request = self._model_request(number, toolbox)
         if self._prepared.response.truncation == "auto":
             segments, self._left_out = await fitted(
-                self._tokens, self._backend, self._prepared.caller, request
+                self._tokens, self._backend, self._prepared.caller, request, self._window.opened
             )
             request = dataclasses.replace(request, segments=segments)
         self._asked = request
@@ -243,7 +243,7 @@ class Loop:
             return
         try:
             compacted = await self._compactor.compact(
-                self._backend, caller, request, window.remembered, limit, goes_on=goes_on
+                self._backend, caller, request, window, limit, goes_on=goes_on
             )
         except ApiError as error:
             logger.warning("response %s was not compacted: %s", self._prepared.response.id, error)

@@ -136,7 +136,7 @@ class EngineRuns:
         try:
             async with asyncio.timeout(self._limits.seconds):
                 compacted = await self._compactor.compact(
-                    backend, prepared.caller, shown, prepared.window.remembered, limit, goes_on=False
+                    backend, prepared.caller, shown, prepared.window, limit, goes_on=False
                 )
         except TimeoutError:
             raise ServerFault(f"The compaction took longer than {self._limits.seconds:g} seconds.") from None

@@ -65,24 +65,35 @@ async def check_length(tokens: Tokens, backend: ModelBackend, caller: Caller, re
 
 
 async def fitted(
-    tokens: Tokens, backend: ModelBackend, caller: Caller, request: ModelRequest
+    tokens: Tokens, backend: ModelBackend, caller: Caller, request: ModelRequest, whole: int = 0
 ) -> tuple[Sequence[Segment], int]:
-    """So much of the conversation as the model has room for, and the estimated tokens of the rest."""
+    """So much of the conversation as the model has room for, and the estimated tokens of the rest.
+
+    whole: how many of the first segments stay in any case.
+    """
     context_window = backend.profile(request.model).context_window
     if context_window is None:
         return request.segments, 0
     room = room_for_input(context_window, request.sampling.max_output_tokens)
     count = await tokens.count(backend, caller, request, around=room)
-    segments, whole = request.segments, sum(map(tokens_of, request.segments))
+    if count.tokens <= room:
+        return request.segments, 0
+    first, rest = request.segments[:whole], request.segments[whole:]
+    estimated = sum(map(tokens_of, rest))
+    # What is left out is measured by estimates. Where the server's tokens are others, roughly so many of ours are one
+    # of its: roughly, since a cut must not move with every digit.
+    ratio = max(1, round(8 * estimated / count.tokens)) / 8 if count.exact else 1.0
     step = max(1, room // _STEPS)
-    drop = -(-(count.tokens - room) // step) * step
-    while count.tokens > room and drop < whole + step:
-        segments = without_oldest(request.segments, drop)
-        if not count.exact:
+    steps = -(-(count.tokens - room) // step)
+    segments = request.segments
+    while count.tokens > room:
+        drop = round(steps * step * ratio)
+        segments = (*first, *without_oldest(rest, drop))
+        if not count.exact or drop >= estimated:
             break
         count = await tokens.count(backend, caller, replace(request, segments=segments), around=room)
-        drop += step
-    return segments, whole - sum(map(tokens_of, segments))
+        steps += 1
+    return segments, estimated - sum(map(tokens_of, segments[whole:]))
 
 
 def without_oldest(segments: Sequence[Segment], tokens: int) -> Sequence[Segment]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import secrets
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
@@ -35,9 +36,12 @@ class BodyTooSlow(ApiError):
 
 
 class Exchange(BareExchange):
-    """noted: what the log's line of this request tells besides what every line tells."""
+    """
+    noted: what the log's line of this request tells besides what every line tells.
+    extra: headers of the answer, whatever it will be, besides what every answer has.
+    """
 
-    __slots__ = ("_query", "began", "last_sent", "noted", "path", "request_id", "status")
+    __slots__ = ("_query", "began", "extra", "last_sent", "noted", "path", "request_id", "status")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         super().__init__(scope, receive, send)
@@ -45,6 +49,7 @@ class Exchange(BareExchange):
         self.request_id = f"{_PROCESS}{next(_numbers):010x}"
         self.path: str = scope["path"]
         self.noted: dict[str, Field] = {}
+        self.extra: Headers = []
         self.status = 0
         self.last_sent = self.began
         self._query: list[tuple[str, str]] | None = None
@@ -98,6 +103,7 @@ class Exchange(BareExchange):
             VERSION,
             (b"x-request-id", self.request_id.encode()),
             (b"openai-processing-ms", b"%d" % (self.elapsed() * 1000)),
+            *self.extra,
         )
         await super().begin(status, headers)
 
@@ -128,11 +134,11 @@ class Exchange(BareExchange):
     async def answer_json(self, value: object, status: int = 200) -> None:
         await self.answer(encode(value), status)
 
-    async def refuse(self, error: ApiError, extra: Headers | None = None) -> None:
+    async def refuse(self, error: ApiError) -> None:
         """Tell what is wrong."""
-        headers: Headers = [*(extra or [])]
+        headers: Headers = []
         if error.retry_after is not None:
-            headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after))))
+            headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
         await self.end_early(error.status, headers, encode(to_body(error)))
 
 

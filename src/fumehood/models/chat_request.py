@@ -22,6 +22,8 @@ _PASSED_ON = (
     "safety_identifier",
     "user",
 )
+# What of a configured body decides how a conversation becomes tokens.
+_TEMPLATE = ("chat_template", "chat_template_kwargs", "add_special_tokens")
 
 type Fields = dict[str, object]
 
@@ -59,8 +61,10 @@ class RequestWriter:
         fields: Fields = {"model": self._settings.name or request.model, "add_generation_prompt": True}
         if request.functions:
             fields["tools"] = _tools(request)
-        tail = msgspec.json.encode(fields)
-        return b"".join([b'{"messages":[', self.messages(request), b"],", tail[1:]])
+        for name in _TEMPLATE:
+            if self._settings.extra_body.get(name) is not None:
+                fields[name] = self._settings.extra_body[name]
+        return self._with_messages(request, fields)
 
     def body(self, request: ModelRequest) -> bytes:
         """Raises InvalidRequest."""
@@ -72,6 +76,9 @@ class RequestWriter:
         _override(fields, self._settings.extra_body)
         if not request.streamed:
             fields.pop("stream_options", None)
+        return self._with_messages(request, fields)
+
+    def _with_messages(self, request: ModelRequest, fields: Fields) -> bytes:
         tail = msgspec.json.encode(fields)
         return b"".join([b'{"messages":[', self.messages(request), b"],", tail[1:]])
 

@@ -160,11 +160,12 @@ class CodeInterpreter:
         for container_id in ids:
             try:
                 records = await self._containers.files(caller, container_id)
-            except NotFound:  # it never began, or is gone; that it was there is still to be known
-                records = ()
-            files = [produced_file(record) for record in records]
+                files = [produced_file(record) for record in records]
+                notes.append(_told(container_id, files))
+            except NotFound:  # it never began, or is over; whoever offers the next one has to know
+                files = []
+                notes.append(f"The code interpreter's container {clean_name(container_id)} is gone.")
             items.append(msgspec.json.encode(_Remembered(container_id=container_id, files=files)))
-            notes.append(_told(container_id, files))
         return Memory(items, "\n".join(notes))
 
 

@@ -16,6 +16,7 @@ from fumehood.sandboxd.inside import (
     interpreter,
     jail,
     layout,
+    mappings,
     preload,
     rehearsal,
     runner,
@@ -115,6 +116,7 @@ def run(control: socket.socket, link: socket.socket, program: bytes, request: di
     preload.freeze(for_many=thorough)
     if memory is not None:
         memory.settle()
+        mappings.join_code()
     _make_root_read_only()
     zygote.report(about(problems))
     zygote.serve()
