@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from fumehood.gateway.exchange import Exchange, Vigil, encode
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import Metrics
-from fumehood.gateway.sse import DONE, GONE, HEADERS, SIGN_OF_LIFE, TERMINAL, broken_off, encode_events
+from fumehood.gateway.sse import DONE, GONE, HEADERS, SIGN_OF_LIFE, TERMINAL, encode_events
 from fumehood.interfaces import Caller, IdempotencyClaim, Run, Runs, Store
-from fumehood.protocol.errors import ApiError, Conflict, InvalidRequest, RateLimited, ServerFault
+from fumehood.protocol.errors import ApiError, Conflict, InvalidRequest, RateLimited, ServerFault, to_detail
+from fumehood.protocol.events import ErrorOccurred
 from fumehood.protocol.folding import project_response
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.responses import CreateResponse, Response
@@ -167,12 +168,14 @@ class Repeats:
 
     async def _run(self, joint: "_Joint", asked: Asked, response_id: str) -> None:
         """Whatever is refused, or fails before anything was made, does not use up the key."""
+        made = False
         try:
             run = await self._runs.start(asked.request, asked.caller, response_id)
+            made = bool(asked.request.stream)  # a blocking one that raises has made nothing
             joint.begin(run)
             response = await joint.record(run, asked)
         except ApiError:
-            if asked.request.store is not False:
+            if not made and asked.request.store is not False:
                 await self._store.release(*asked.place, response_id)
             raise
         self._metrics.streamed(joint.events)
@@ -243,14 +246,11 @@ class _Joint:
         return self._response
 
     async def _record_events(self, run: Run, include: Collection[str]) -> None:
-        try:
-            async for batch in run.subscribe():
-                self._add(bytes(encode_events(batch, include)))
-                self.events += len(batch)
-                if isinstance(batch[-1], TERMINAL):
-                    self._response = batch[-1].response
-        except ApiError as error:
-            self._add(bytes(broken_off(error, self.events - 1)))
+        async for batch in run.subscribe():
+            self._add(bytes(encode_events(batch, include)))
+            self.events += len(batch)
+            if isinstance(batch[-1], TERMINAL):
+                self._response = batch[-1].response
         self._add(DONE)
 
     def fail(self, error: ApiError) -> None:
@@ -304,9 +304,13 @@ class _Joint:
                         await follower.wait()
             if vigil.left:
                 return None
-            ending = b"" if self.error is None else broken_off(self.error, self.events - 1) + DONE
-            await exchange.send(ending, more=False)
+            await exchange.send(b"" if self.error is None else self._last_words(self.error), more=False)
         return self._response
+
+    def _last_words(self, error: ApiError) -> bytearray:
+        """Of a stream that broke off, which should never happen to one that is read as fast as it is written."""
+        told = ErrorOccurred(sequence_number=self.events, error=to_detail(error))
+        return encode_events([told], ()) + DONE
 
     @contextlib.contextmanager
     def _followed(self) -> Generator[_Follower]:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import openai
+import pytest
 from agents import (
     Agent,
     CodeInterpreterTool,
@@ -92,3 +94,18 @@ async def test_functions_beside_the_interpreter(house: House, client: AsyncOpenA
         "assistant",
         "tool",
     ]
+
+
+async def streamed(agent: Agent) -> Any:
+    run = Runner.run_streamed(agent, "Square", run_config=QUIET)
+    async for _ in run.stream_events():
+        pass
+    return run.final_output
+
+
+async def test_what_fails(house: House, client: AsyncOpenAI) -> None:
+    house.model.script(*squares.lost_sandbox())
+    assert await streamed(agent_of(client)) == squares.LOST
+    house.model.script(*squares.broken_connection())
+    with pytest.raises(openai.APIError, match="broke before its answer was complete"):
+        await streamed(agent_of(client))
