@@ -17,6 +17,7 @@ from tests.e2e.conftest import House
 from tests.support.compliance import (
     DOCUMENT,
     Wire,
+    check_compaction,
     check_event,
     check_response,
     check_stream,
@@ -226,6 +227,29 @@ async def unknown_previous_response_id(wire: Wire) -> None:
         status, error = await wire.refused(input="x", previous_response_id="resp_nothing", stream=stream)
         assert status in (400, 404)
         assert (error["code"], error["param"]) == ("previous_response_not_found", "previous_response_id")
+
+
+# --- compaction ---------------------------------------------------------------------------------------
+
+
+@case("compact")
+async def compact(wire: Wire) -> None:
+    past = [said("user", "My name is Alice."), said("assistant", "Hello Alice!")]
+    status, body = await wire.ask("POST", "/responses/compact", {"model": "scripted", "input": past})
+    assert status == 200, body
+    compacted = check_compaction(body)
+    assert compacted["object"] == "response.compaction"
+    assert compacted["output"][-1]["type"] == "compaction"
+    response = await wire.create(input=[*compacted["output"], said("user", "What is my name?")])
+    assert "Alice" in text_of(response)
+    assert text_of(response).endswith("user: What is my name?")
+
+
+@case("compact without a model")
+async def compact_without_model(wire: Wire) -> None:
+    status, body = await wire.ask("POST", "/responses/compact", {"input": "x"})
+    assert status in (400, 422)
+    assert body["error"]["param"] == "model"
 
 
 # --- running them -------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from tests.support.chat_server import (
     says,
     stream,
 )
-from tests.support.conversations import entry, message, segment
+from tests.support.conversations import message, segment
 
 KEY = "sk-upstream-secret-0123456789"
 REQUEST = ModelRequest(model="small", segments=[segment(message("hi"))])
@@ -232,9 +232,9 @@ async def test_a_long_conversation_arrives_whole() -> None:
 
 
 async def test_what_cannot_be_shown_is_not_sent() -> None:
-    request = ModelRequest(model="m", segments=[segment(entry({"type": "computer_call"}))])
+    request = ModelRequest(model="m", segments=[segment(message([{"type": "input_hologram"}]))])
     async with upstream() as (backend, server):
-        with pytest.raises(InvalidRequest, match="computer_call"):
+        with pytest.raises(InvalidRequest, match="input_hologram"):
             backend.check(request)
         with pytest.raises(InvalidRequest):
             await turn(backend, request)
@@ -275,7 +275,7 @@ async def test_connections_are_used_again() -> None:
 
 
 async def test_usage_that_comes_late_and_an_end_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fumehood.models.chat_completions._USAGE_SECONDS", 0.05)
+    monkeypatch.setattr("fumehood.models.model_server._USAGE_SECONDS", 0.05)
     usage = data({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
     for more, expected in [(b"", None), (usage, Usage(input_tokens=1, output_tokens=2, total_tokens=3))]:
         never = asyncio.Event()

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import jsonschema_rs
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import CompactedResponse, Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tests.support import sse
@@ -23,6 +23,7 @@ DOCUMENT = Path(__file__).parents[3] / "shared" / "reference" / "openresponses-o
 CLOSING = ("response.completed", "response.incomplete", "response.failed")
 
 _responses: TypeAdapter[Any] = TypeAdapter(Response)
+_compactions: TypeAdapter[Any] = TypeAdapter(CompactedResponse)
 _events: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -33,6 +34,12 @@ def check_response(body: Any) -> Any:
     """Raises what pydantic raises, or says where the document is not kept to."""
     _responses.validate_python(body)
     _check("ResponseResource", body)
+    return body
+
+
+def check_compaction(body: Any) -> Any:
+    _compactions.validate_python(body)
+    _check("CompactResource", body)
     return body
 
 
@@ -111,13 +118,17 @@ class Wire:
         return check_response(response)
 
     async def stream(self, **body: Any) -> list[Any]:
+        events = await self.unchecked(**body)
+        check_stream(events)
+        return events
+
+    async def unchecked(self, **body: Any) -> list[Any]:
+        """The same for what OpenResponses does not know: hosted tools and their items."""
         request = {"model": "scripted", "stream": True, **body}
         async with self.session.post(self.url + "/responses", json=request) as answered:
             assert answered.status == 200
             assert answered.content_type == "text/event-stream"
-            events = [event for _, event in sse.parse(await answered.read())]
-        check_stream(events)
-        return events
+            return [event for _, event in sse.parse(await answered.read())]
 
     async def refused(self, **body: Any) -> tuple[int, Any]:
         """The status and the error, which has exactly OpenAI's fields."""

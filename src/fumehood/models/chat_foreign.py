@@ -46,7 +46,8 @@ def read(entry: Entry) -> Call | Result | Exchange | None:
             if isinstance(call_id, str)
             else None
         )
-    name = _NAMES.sub("_", str(fields.get("name") or entry.type.removesuffix("_call")))[:_LONGEST_NAME]
+    named = str(fields.get("name") or entry.type.removesuffix("_call") or "tool")
+    name = _NAMES.sub("_", named)[:_LONGEST_NAME]
     if isinstance(call_id, str):
         return Call(call_id, name, _arguments(fields))
     if entry.type.endswith("_call") and any(fields.get(field) for field in _OWN_RESULTS):

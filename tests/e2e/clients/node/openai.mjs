@@ -23,6 +23,7 @@ const second = await stream.finalResponse();
 const history = [{ role: "user", content: "Square" }, ...first.output, { role: "user", content: "Add" }];
 const third = await client.responses.create({ model, input: history, tools, store: false });
 
-const containers = [first, second, third].map((response) => response.output[0].container_id);
+const ran = (response) => response.output.find((item) => item.type === "code_interpreter_call");
+const containers = [first, second, third].map((response) => ran(response).container_id);
 const texts = [first, second, third].map((response) => response.output_text);
 console.log(JSON.stringify({ texts, code, containers, file: await file.text(), last: events.at(-1) }));
