@@ -282,6 +282,7 @@ class Loop:
             instructions=prepared.instructions,
             segments=(*self._window.segments, *self._segments),
             functions=functions,
+            others=prepared.others,
             choice=choice,
             parallel_calls=prepared.response.parallel_tool_calls,
             sampling=msgspec.structs.replace(prepared.sampling, max_output_tokens=self._tokens_left()),
