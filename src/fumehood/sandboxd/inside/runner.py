@@ -111,8 +111,13 @@ class Runner:
             self._channel = mine
             self._known_paths = len(sys.path_importer_cache)
             for source in sources:
-                for kind, request in ((wire.Kind.CONFIGURE, _CONFIGURATION), (wire.Kind.EXECUTE, {"code": source})):
-                    for packet in wire.packets(wire.Message(kind, wire.NO_CALL, json.dumps(request).encode())):
+                for kind, request in (
+                    (wire.Kind.CONFIGURE, _CONFIGURATION),
+                    (wire.Kind.EXECUTE, {"code": source}),
+                ):
+                    for packet in wire.packets(
+                        wire.Message(kind, wire.NO_CALL, json.dumps(request).encode())
+                    ):
                         theirs.send(packet)
                     self._answer(assembler)
                 with contextlib.suppress(BlockingIOError):
