@@ -19,8 +19,9 @@ OUTPUTS: Any = ["code_interpreter_call.outputs"]
 @pytest.fixture(scope="module")
 def front(house: House, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     """A client of a gateway that has its own sandboxes and asks the house for its model."""
+    far = {"backend": "responses", "base_url": house.served.url}
     settings = settings_for(house.model, sandbox_pool=1) | {
-        "models": [{"match": "far", "backend": "responses", "base_url": house.served.url, "name": "scripted"}]
+        "models": [{"match": "far", "name": "scripted", **far}, {"match": "direct", **far}]
     }
     directory = tmp_path_factory.mktemp("front")
     with served.serving(directory, settings) as running, client_of(running, strict=True) as client:
@@ -75,6 +76,12 @@ def test_a_streamed_turn_with_code_and_the_next_one(house: House, front: OpenAI)
         "tool",
     ]
     assert "42" in told[2]["content"]
+
+
+def test_a_model_that_is_none_behind(front: OpenAI) -> None:
+    answer = front.responses.create(model="direct", input="```\nprint(6 * 7)\n```", tools=[INTERPRETER])
+    assert [item.type for item in answer.output] == ["code_interpreter_call", "message"]
+    assert answer.output_text.startswith("42")
 
 
 def test_what_goes_wrong_behind_is_told_in_front(house: House, front: OpenAI) -> None:

@@ -213,6 +213,12 @@ def test_what_only_the_client_understands_gets_an_id_of_ours(item: dict[str, Any
     assert end == TurnEnded("stop")
 
 
+@pytest.mark.parametrize("kind", ["", "compaction", "a b", "x" * 100])
+def test_items_that_nobody_can_use_are_left_out(kind: str) -> None:
+    """A compaction of the server's own would stand for everything before it, and nobody here could open it."""
+    assert parse(done(0, type=kind, id="cmp_1", encrypted_content="x"), ended()) == [TurnEnded("stop")]
+
+
 # --- how it ends --------------------------------------------------------------------------------------
 
 
@@ -408,7 +414,7 @@ def test_recorded(path: Path) -> None:
         passed = [json.loads(bytes(event.item)) for event in events if isinstance(event, ItemPassed)]
         kinds = [item["type"] for item in finished if item not in calls]
         assert [item["type"] for item in passed] == [
-            kind for kind in kinds if kind not in ("message", "reasoning")
+            kind for kind in kinds if kind not in ("message", "reasoning", "compaction")
         ]
         assert kinds.count("reasoning") == sum(isinstance(event, ReasoningEnded) for event in events)
         theirs = {item.get("id") for item in finished}

@@ -4,6 +4,7 @@ Items are told apart by their place in the output, since some servers change an 
 the server's ids is passed on but those of calls, by which results are matched.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,6 +15,7 @@ from msgspec import Raw
 from fumehood.models.answers import LONGEST_ANSWER, LONGEST_LINE, AnswerParser, arguments_of, tokens
 from fumehood.models.sealed import Origin
 from fumehood.models.upstream_errors import UpstreamErrors
+from fumehood.protocol.conversation import COMPACTION
 from fumehood.protocol.errors import ModelError
 from fumehood.protocol.ids import LONGEST_ID, new_id
 from fumehood.protocol.items import Phase, UrlCitation
@@ -36,7 +38,8 @@ from fumehood.protocol.models import (
 from fumehood.protocol.responses import InputTokensDetails, OutputTokensDetails, Usage
 
 _MOST_CALLS = 128
-_LONGEST_PREFIX = 8
+_PREFIX = re.compile(r"([a-z]{1,8})_")
+_TYPE = re.compile(r"[a-z][a-z_:.-]{0,63}")
 _PHASES: Mapping[str | None, Phase] = {"commentary": "commentary", "final_answer": "final_answer"}
 # What a client has to answer although it is none of its functions and custom tools.
 _FOR_CLIENTS = frozenset({"apply_patch_call", "local_shell_call", "computer_call", "mcp_approval_request"})
@@ -278,15 +281,15 @@ class ResponsesParser(AnswerParser[_Told]):
         elif item.is_plain_call:
             whole = item.input if item.type == "custom_tool_call" else arguments_of(item.arguments)
             self._end_call(place, whole or "", events)
-        else:
+        elif _TYPE.fullmatch(item.type) and item.type != COMPACTION:
             events.append(ItemPassed(self._renamed(raw), item.awaits_client))
 
     def _renamed(self, raw: Raw) -> Raw:
         """The item under an id of ours, of the same kind as the server's."""
         fields = _objects.decode(raw)
         theirs = msgspec.json.decode(fields.get("id", _NOTHING))
-        prefix = theirs.partition("_")[0] if isinstance(theirs, str) and "_" in theirs else "item"
-        fields["id"] = Raw(msgspec.json.encode(self._make_id(prefix[:_LONGEST_PREFIX])))
+        found = _PREFIX.match(theirs) if isinstance(theirs, str) else None
+        fields["id"] = Raw(msgspec.json.encode(self._make_id(found[1] if found else "item")))
         return Raw(msgspec.json.encode(fields))
 
     # ---- calls ------------------------------------------------------------------------------------------------
