@@ -216,12 +216,18 @@ class ResponsesParser(AnswerParser[_Told]):
     def _text_delta(self, told: _Told, events: list[AnyModelEvent]) -> None:
         if told.delta:
             self._said.add(_place(told))
-            events.append(Text(told.delta, told.logprobs) if told.logprobs else Text(told.delta))
+            events.append(_text(told, told.delta) if told.logprobs else Text(told.delta))
 
     def _arguments_delta(self, told: _Told, events: list[AnyModelEvent]) -> None:
         call = self._calls.get(_place(told))
         if call is not None and told.delta:
             _write(call, told.delta, events)
+
+    def _arguments_said(self, told: _Told, events: list[AnyModelEvent]) -> None:
+        call = self._calls.get(_place(told))
+        whole = arguments_of(told.arguments) or told.input
+        if call is not None and not call.written and whole:
+            _write(call, whole, events)
 
     def _rarer_delta(self, told: _Told, events: list[AnyModelEvent]) -> None:
         if told.delta:
@@ -290,7 +296,7 @@ class ResponsesParser(AnswerParser[_Told]):
         theirs = msgspec.json.decode(fields.get("id", _NOTHING))
         found = _PREFIX.match(theirs) if isinstance(theirs, str) else None
         fields["id"] = Raw(msgspec.json.encode(self._make_id(found[1] if found else "item")))
-        return Raw(msgspec.json.encode(fields))
+        return _readable(Raw(msgspec.json.encode(fields)))
 
     # ---- calls ------------------------------------------------------------------------------------------------
 
@@ -360,6 +366,8 @@ class ResponsesParser(AnswerParser[_Told]):
         "response.output_text.delta": _text_delta,
         "response.function_call_arguments.delta": _arguments_delta,
         "response.custom_tool_call_input.delta": _arguments_delta,
+        "response.function_call_arguments.done": _arguments_said,
+        "response.custom_tool_call_input.done": _arguments_said,
         "response.reasoning_text.delta": _rarer_delta,
         "response.reasoning_summary_text.delta": _rarer_delta,
         "response.refusal.delta": _rarer_delta,
@@ -391,11 +399,21 @@ def _place(told: _Told, item: _Item | None = None) -> _Place:
     return told.item_id if item is None else item.id
 
 
+def _text(told: _Told | _Part, text: str) -> Text:
+    return Text(text, [*map(_readable, told.logprobs or ())])
+
+
+def _readable(raw: Raw) -> Raw:
+    """What is passed on without being looked at is UTF-8 at least."""
+    written = bytes(raw)
+    return raw if written.isascii() else Raw(written.decode(errors="replace").encode())
+
+
 def _piece(told: _Told, text: str) -> AnyModelEvent:
     """What an event of a part says, by the kind of the part."""
     kind = told.type
     if kind.startswith("response.output_text"):
-        return Text(text, told.logprobs or [])
+        return _text(told, text)
     if kind.startswith("response.refusal"):
         return Refused(text)
     if kind.startswith("response.reasoning_summary"):
@@ -418,7 +436,7 @@ def _say(content: str | list[_Part] | None, events: list[AnyModelEvent]) -> None
         content = [_Part(type="output_text", text=content)]
     for part in content or ():
         if part.text:
-            events.append(Text(part.text, part.logprobs or []))
+            events.append(_text(part, part.text))
         if part.refusal:
             events.append(Refused(part.refusal))
         events += _citations(part.annotations or ())
