@@ -16,13 +16,14 @@ _ABSENT = re.compile(r"^Object missing required field `([^`]*)`")
 _requests = msgspec.json.Decoder(CreateResponse)
 
 
-async def read_request(exchange: Exchange, limit: int) -> CreateResponse:
-    """The body of POST /v1/responses; raises InvalidRequest, BodyTooLarge."""
+async def read_request(exchange: Exchange, limit: int) -> tuple[CreateResponse, bytes]:
+    """The body of POST /v1/responses, read and as it came; raises InvalidRequest, BodyTooLarge."""
     check_json(exchange)
-    request = decode(_requests, await exchange.body(limit))
+    body = await exchange.body(limit)
+    request = decode(_requests, body)
     check_include(request.include or ())
     _check_texts(request)
-    return request
+    return request, body
 
 
 def check_json(exchange: Exchange) -> None:

@@ -8,12 +8,13 @@ from fumehood.gateway.limits import Limits
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.reading import check_include, read_request
+from fumehood.gateway.repeats import Asked, Repeats, checked_key, digest_of
 from fumehood.gateway.shown import shown
 from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
 from fumehood.protocol.errors import InvalidRequest, NotFound
 from fumehood.protocol.folding import project_response
-from fumehood.protocol.responses import CompactedResponse, CreateResponse, Deleted, Response
+from fumehood.protocol.responses import CompactedResponse, CreateResponse, Deleted, Response, Usage
 from fumehood.serving.exchange import CallerLeft
 
 
@@ -39,20 +40,28 @@ class Responses:
         self._limits = limits
         self._always = frozenset(always)
         self._silence = silence
+        self._repeats = Repeats(runs, store, limits, metrics, silence)
 
     async def create(self, exchange: Exchange, caller: Caller) -> None:
-        request = await self._read(exchange, caller)
-        with self._limits.running(caller):
-            await self._make(exchange, caller, request)
-
-    async def _read(self, exchange: Exchange, caller: Caller) -> CreateResponse:
-        self._limits.count(caller, exchange.extra)
-        request = await read_request(exchange, self._limits.body_bytes(caller))
-        exchange.noted["model"] = request.model
-        return request
-
-    async def _make(self, exchange: Exchange, caller: Caller, request: CreateResponse) -> None:
+        request, body = await self._read(exchange, caller)
         include = self._always.union(request.include or ())
+        header = exchange.headers.get(b"idempotency-key")
+        if header is None:
+            with self._limits.running(caller):
+                await self._make(exchange, caller, request, include)
+            return
+        asked = Asked(caller, checked_key(header), digest_of(body), request, include)
+        self._note(exchange, await self._repeats.answer(exchange, asked))
+
+    async def _read(self, exchange: Exchange, caller: Caller) -> tuple[CreateResponse, bytes]:
+        self._limits.count(caller, exchange.extra)
+        request, body = await read_request(exchange, self._limits.body_bytes(caller))
+        exchange.noted["model"] = request.model
+        return request, body
+
+    async def _make(
+        self, exchange: Exchange, caller: Caller, request: CreateResponse, include: Collection[str]
+    ) -> None:
         run = await self._runs.start(request, caller)
         exchange.noted["response_id"] = run.id
         if request.stream:
@@ -66,6 +75,8 @@ class Responses:
         else:
             response = await self._wait(exchange, run, include)
         self._note(exchange, response)
+        if response is not None:
+            self._metrics.ended(response)
 
     async def _wait(self, exchange: Exchange, run: Run, include: Collection[str]) -> Response:
         with Vigil(exchange, lambda: run.cancel(GONE)):
@@ -79,16 +90,18 @@ class Responses:
             return
         exchange.noted["outcome"] = response.status
         if response.usage is not None:
-            exchange.noted["input_tokens"] = response.usage.input_tokens
-            exchange.noted["output_tokens"] = response.usage.output_tokens
-        self._metrics.ended(response)
+            self._note_usage(exchange, response.usage)
+
+    def _note_usage(self, exchange: Exchange, usage: Usage) -> None:
+        exchange.noted["input_tokens"] = usage.input_tokens
+        exchange.noted["output_tokens"] = usage.output_tokens
 
     async def count(self, exchange: Exchange, caller: Caller) -> None:
-        request = await self._read(exchange, caller)
+        request, _ = await self._read(exchange, caller)
         await exchange.answer_json(await self._runs.count(request, caller))
 
     async def compact(self, exchange: Exchange, caller: Caller) -> None:
-        request = await self._read(exchange, caller)
+        request, _ = await self._read(exchange, caller)
         with self._limits.running(caller):
             task = asyncio.ensure_future(self._runs.compact(request, caller))
             with Vigil(exchange, lambda: _stop(task)) as vigil:
@@ -98,8 +111,8 @@ class Responses:
                     if vigil.left:
                         raise CallerLeft from None
                     raise
-        exchange.noted["input_tokens"] = compacted.usage.input_tokens
-        exchange.noted["output_tokens"] = compacted.usage.output_tokens
+        self._note_usage(exchange, compacted.usage)
+        self._metrics.used(compacted.usage)
         await exchange.answer_json(compacted)
 
     async def get(self, exchange: Exchange, caller: Caller) -> None:
