@@ -22,6 +22,10 @@ type Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 type Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 type Headers = list[tuple[bytes, bytes]]
 
+# Where a server that can send a whole answer at once has put how.
+WHOLE = "fumehood.whole"
+type AnswerWhole = Callable[[int, Headers, bytes], bool]
+
 VERSION = (b"fumehood-version", __version__.encode())
 _JSON = (b"content-type", b"application/json")
 _PATIENCE = 30.0  # seconds for the next piece of a body
@@ -54,6 +58,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_answer_whole",
         "_length",
         "_query",
         "_receive",
@@ -84,29 +89,18 @@ class Exchange:
         self.noted: dict[str, Field] = {}
         self.status = 0
         self.last_sent = self.began
-        self.authorization: bytes | None = None
-        self.content_type = b""
-        self.content_encoding = b""
-        self.host = b""
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.authorization = headers.get(b"authorization")
+        self.content_type = headers.get(b"content-type", b"")
+        self.content_encoding = headers.get(b"content-encoding", b"")
+        self.host = headers.get(b"host", b"")
         self._receive = receive
         self._send = send
+        self._answer_whole: AnswerWhole | None = scope.get(WHOLE)
         self._query: list[tuple[str, str]] | None = None
-        self._length: int | None = None
-        self._unread = False
-        for name, value in scope["headers"]:
-            if name == b"content-length":
-                self._length = int(value)  # the parser has refused what is not a number
-                self._unread = self._length > 0
-            elif name == b"transfer-encoding":
-                self._unread = True
-            elif name == b"content-type":
-                self.content_type = value
-            elif name == b"authorization":
-                self.authorization = value
-            elif name == b"host":
-                self.host = value
-            elif name == b"content-encoding":
-                self.content_encoding = value
+        length = headers.get(b"content-length")
+        self._length = None if length is None else int(length)  # the parser has refused what is not a number
+        self._unread = bool(self._length) or b"transfer-encoding" in headers
 
     @property
     def started(self) -> bool:
@@ -146,23 +140,30 @@ class Exchange:
             raise _too_large(limit)
         pieces: list[bytes] = []
         taken = 0
+        while self._unread:
+            message = await self._next_message()
+            if message["type"] == "http.disconnect":
+                raise CallerLeft
+            self._unread = message.get("more_body", False)
+            piece: bytes = message.get("body", b"")
+            taken += len(piece)
+            if taken > limit:
+                raise _too_large(limit)
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def _next_message(self) -> MutableMapping[str, Any]:
+        """Mostly it came with the head, and then no timer is set; raises BodyTooSlow."""
+        receiving = cast("Coroutine[Any, Any, MutableMapping[str, Any]]", self._receive())
         try:
-            async with asyncio.timeout(_PATIENCE) as patience:
-                while self._unread:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise CallerLeft
-                    self._unread = message.get("more_body", False)
-                    piece: bytes = message.get("body", b"")
-                    taken += len(piece)
-                    if taken > limit:
-                        raise _too_large(limit)
-                    pieces.append(piece)
-                    if self._unread:
-                        patience.reschedule(asyncio.get_running_loop().time() + _PATIENCE)
+            obstacle = receiving.send(None)
+        except StopIteration as ready:
+            return ready.value
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                return await _rest_of(receiving, obstacle)
         except TimeoutError:
             raise BodyTooSlow(f"Nothing of the body came for {_PATIENCE:g} seconds.") from None
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def until_left(self) -> None:
         """Return when the caller has gone away; only after the body was read."""
@@ -177,12 +178,15 @@ class Exchange:
 
     async def begin(self, status: int, headers: Headers) -> None:
         self.status = status
-        headers += (
+        headers += self._usual_headers()
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    def _usual_headers(self) -> Headers:
+        return [
             VERSION,
             (b"x-request-id", self.request_id.encode()),
             (b"openai-processing-ms", b"%d" % (self.elapsed() * 1000)),
-        )
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        ]
 
     async def send(self, body: bytes | bytearray, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
@@ -204,7 +208,13 @@ class Exchange:
         return _rest_of(sending, obstacle)
 
     async def answer(self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = _JSON) -> None:
-        await self.begin(status, [content_type, (b"content-length", b"%d" % len(body))])
+        headers = [content_type, (b"content-length", b"%d" % len(body))]
+        if self._answer_whole is not None and self._answer_whole(
+            status, headers + self._usual_headers(), body
+        ):
+            self.status = status
+            return
+        await self.begin(status, headers)
         await self.send(body, more=False)
 
     async def answer_json(self, value: object, status: int = 200) -> None:
@@ -298,7 +308,7 @@ class Vigil:
 
 
 @types.coroutine
-def _rest_of(begun: Coroutine[Any, Any, None], obstacle: object) -> Generator[object, object, None]:
+def _rest_of[T](begun: Coroutine[Any, Any, T], obstacle: object) -> Generator[object, object, T]:
     """What is left of a coroutine that was begun by hand, and waits for something."""
     try:
         while True:
@@ -308,8 +318,8 @@ def _rest_of(begun: Coroutine[Any, Any, None], obstacle: object) -> Generator[ob
                 obstacle = begun.throw(error)
             else:
                 obstacle = begun.send(found)
-    except StopIteration:
-        return
+    except StopIteration as end:
+        return end.value
 
 
 def _too_large(limit: int) -> BodyTooLarge:

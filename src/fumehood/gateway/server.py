@@ -6,13 +6,14 @@ import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Generator
-from typing import override
+from functools import partial
+from typing import cast, override
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from fumehood.gateway.app import Gateway
-from fumehood.gateway.exchange import VERSION, encode
+from fumehood.gateway.exchange import VERSION, WHOLE, Headers, encode
 from fumehood.protocol.errors import InvalidRequest, to_body
 
 _KEEP_ALIVE = 120
@@ -22,6 +23,7 @@ _HEADER_COUNT = 256
 # A reader for whom answers wait takes at least this much in this time, or is gone.
 _STALL_SECONDS = 60.0
 _STALL_BYTES = 64 << 10
+_ONE_PACKET = 64 << 10  # of an answer that is copied to be sent at once
 _LAST_ANSWERS = 5.0  # seconds for connections to end after all runs have
 _LAST_WORDS = 1.0  # and for their requests after that
 
@@ -169,6 +171,7 @@ class _Protocol(HttpToolsProtocol):
         if len(self.headers) > _HEADER_COUNT:
             raise ValueError("too many headers")
         super().on_headers_complete()
+        cast("dict[str, object]", self.scope)[WHOLE] = partial(_answer_whole, self.cycle)
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
@@ -217,3 +220,27 @@ class _Protocol(HttpToolsProtocol):
             b"connection: close\r\n\r\n%s" % (*VERSION, len(body), body)
         )
         self.transport.close()
+
+
+def _answer_whole(cycle: RequestResponseCycle, status: int, headers: Headers, body: bytes) -> bool:
+    """Send head and body in one packet, which takes half of what two take; False if that cannot be done now.
+
+    As `cycle.send` would, but for the looks at every header: ours are known to be well-formed.
+    """
+    if cycle.response_started or cycle.disconnected or cycle.flow.write_paused or len(body) > _ONE_PACKET:
+        return False
+    if cycle.scope["method"] == "HEAD":
+        return False
+    lines = [STATUS_LINE[status]]
+    for name, value in (*cycle.default_headers, *headers):
+        lines += (name, b": ", value, b"\r\n")
+    if not cycle.keep_alive:
+        lines.append(b"connection: close\r\n")
+    lines += (b"\r\n", body)
+    cycle.response_started = cycle.response_complete = True
+    cycle.transport.write(b"".join(lines))
+    cycle.message_event.set()
+    if not cycle.keep_alive:
+        cycle.transport.close()
+    cycle.on_response()
+    return True
