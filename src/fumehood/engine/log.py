@@ -27,7 +27,7 @@ class LagLimits:
 
 class EventLog:
     """
-    kept: False for a run that nobody will ever subscribe to: events are numbered and dropped.
+    kept: False for a run that nobody will ever subscribe to: events are dropped.
     on_overrun: called once, when a reader is too far behind.
     """
 
@@ -48,14 +48,13 @@ class EventLog:
 
     def extend(self, events: Sequence[StreamEvent]) -> None:
         """Number these, keep them, and wake the readers."""
+        if not self._kept:
+            return
         number = self._next
         for event in events:
             event.sequence_number = number
             number += 1
         self._next = number
-        if not self._kept:
-            self._first = number
-            return
         self._events.extend(events)
         self._wake()
         if len(self._events) > self._limits.events:

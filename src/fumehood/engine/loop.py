@@ -94,10 +94,12 @@ class Loop:
         self._incomplete: Literal["max_output_tokens", "content_filter"] | None = None
         self._phase: Literal["new", "turning", "concluding"] = "new"
         self._unwanted = False
+        self._late = False
+        self._request = self._model_request(1, self._toolbox(1))
 
     def check(self) -> None:
         """Raises InvalidRequest if the model cannot be shown what it would have to see first."""
-        self._backend.check(self._model_request(1, self._toolbox(1)))
+        self._backend.check(self._request)
 
     def may_be_cancelled(self) -> bool:
         """Whether cancelling the task now ends the turns. A loop that has not begun takes note instead, and one that
@@ -118,17 +120,11 @@ class Loop:
             self._phase = "turning"
             if self._unwanted:
                 raise asyncio.CancelledError
-            async with asyncio.timeout(self._limits.seconds):
-                await self._turns()
+            await self._turns_in_time()
             status = "incomplete" if self._incomplete else "completed"
         except asyncio.CancelledError:
             self._take_back_the_cancellation()
-            status = "cancelled"
-            self._cut_off("the response was cancelled")
-        except TimeoutError:
-            status = "failed"
-            self.failure = ServerFault(f"The response took longer than {self._limits.seconds:g} seconds.")
-            self._cut_off("the response took too long")
+            status = self._cancelled()
         except ApiError as error:
             status = "failed"
             self.failure = error
@@ -152,7 +148,30 @@ class Loop:
             turn.cut_off(reason)
             self._keep(turn)
 
+    def _cancelled(self) -> ResponseStatus:
+        if not self._late:
+            self._cut_off("the response was cancelled")
+            return "cancelled"
+        self.failure = ServerFault(f"The response took longer than {self._limits.seconds:g} seconds.")
+        self._cut_off("the response took too long")
+        return "failed"
+
     # --- turns ---
+
+    async def _turns_in_time(self) -> None:
+        """One timer: `asyncio.timeout` would cost several times as much for telling what is told here anyway."""
+        task = asyncio.current_task()
+
+        def expire() -> None:
+            if self.may_be_cancelled() and task is not None:
+                self._late = True
+                task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(self._limits.seconds, expire)
+        try:
+            await self._turns()
+        finally:
+            timer.cancel()
 
     async def _turns(self) -> None:
         for number in range(1, self._limits.turns + 1):
@@ -179,7 +198,8 @@ class Loop:
             most_hosted=self._hosted_left(),
             one_call=not self._prepared.response.parallel_tool_calls,
         )
-        async with contextlib.aclosing(self._backend.stream(self._model_request(number, toolbox))) as batches:
+        request = self._request if number == 1 else self._model_request(number, toolbox)
+        async with contextlib.aclosing(self._backend.stream(request)) as batches:
             async for batch in batches:
                 await turn.feed(batch)
                 if turn.written > self._limits.characters or turn.pieces > self._limits.characters // 16:

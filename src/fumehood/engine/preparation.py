@@ -46,8 +46,7 @@ _MOST_TOOLS = 512
 _SERVICE_TIERS = frozenset({"default", "flex", "scale", "priority", "fast", "ultrafast"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a loop needs, checked.
 
     past: the conversation before this request.
@@ -92,9 +91,10 @@ class Preparation:
         specs = _read_tools(request)
         past = await self._history.past(request, caller)
         added = Segment(await self._history.input(request, caller, past))
-        offered = await self._offer(specs, caller, (*past, added))
-        tools = _Tools.gather(specs, offered)
-        choice = read_choice(request.tool_choice) if request.tool_choice is not None else ToolChoice()
+        tools = _NO_TOOLS
+        if specs:
+            tools = _Tools.gather(specs, await self._offer(specs, caller, (*past, added)))
+        choice = _NO_CHOICE if request.tool_choice is None else read_choice(request.tool_choice)
         functions, chosen = tools.choose(choice)
         return Prepared(
             caller=caller,
@@ -268,6 +268,10 @@ class _Tools:
             functions=frozenset(names - self.hosted.keys() - self.customs),
             customs=self.customs & names,
         )
+
+
+_NO_TOOLS = _Tools({}, {}, {}, frozenset())
+_NO_CHOICE = ToolChoice()
 
 
 def _spec_of(function: FunctionTool) -> FunctionSpec:

@@ -13,15 +13,20 @@ _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _GOT = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`")
 _ABSENT = re.compile(r"^Object missing required field `([^`]*)`")
 
+_NUL = rb"\u0000"  # JSON knows no other way to write one
+
 _requests = msgspec.json.Decoder(CreateResponse)
 
 
 async def read_request(exchange: Exchange, limit: int) -> CreateResponse:
     """The body of POST /v1/responses; raises InvalidRequest, BodyTooLarge."""
     check_json(exchange)
-    request = decode(_requests, await exchange.body(limit))
-    check_include(request.include or ())
-    _check_texts(request)
+    body = await exchange.body(limit)
+    request = decode(_requests, body)
+    if request.include:
+        check_include(request.include)
+    if _NUL in body:
+        _check_texts(request)
     return request
 
 

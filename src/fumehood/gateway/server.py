@@ -141,8 +141,6 @@ class _Protocol(HttpToolsProtocol):
         self._expect_head()
 
     def _expect_head(self) -> None:
-        self._in_head = True
-        self._head_bytes = 0
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(_HEADER_SECONDS, self.transport.close)
 
@@ -155,6 +153,7 @@ class _Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._in_head and not self.transport.is_closing():
+            self._expect_head()  # the rest of it: mostly all of it came at once
             self._head_bytes += len(data)
             if self._head_bytes > _HEADER_BYTES:
                 self.send_400_response("The head of the request is too large.")
@@ -162,7 +161,8 @@ class _Protocol(HttpToolsProtocol):
     @override
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._expect_head()
+        self._in_head = True
+        self._head_bytes = 0
 
     @override
     def on_headers_complete(self) -> None:

@@ -25,6 +25,8 @@ _PASSED_ON = (
 
 type Fields = dict[str, object]
 
+_PLAIN = Sampling()
+
 
 class _Function(msgspec.Struct):
     name: str
@@ -68,6 +70,8 @@ class RequestWriter:
         return b"".join([b'{"messages":[', self.messages(request), b"],", tail[1:]])
 
     def _add_sampling(self, fields: Fields, sampling: Sampling) -> None:
+        if sampling == _PLAIN:
+            return
         for name in _PASSED_ON:
             value = getattr(sampling, name)
             if value is not None:

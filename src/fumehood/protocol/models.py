@@ -4,7 +4,6 @@ A model turn is: text, refusal and reasoning deltas and calls in any order, then
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -33,8 +32,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelRequest:
+class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One turn.
 
     model: the name that the client used; a backend may know it by another.
@@ -50,7 +48,7 @@ class ModelRequest:
     functions: Sequence[FunctionSpec] = ()
     choice: Literal["none", "auto", "required"] | FunctionSpec = "auto"
     parallel_calls: bool = True
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = Sampling()
     streamed: bool = True
 
 
