@@ -146,6 +146,7 @@ class Providers(_Section, frozen=True):
 class LimitSettings(_Section, frozen=True):
     """
     concurrent: responses in the making at once, of everybody together.
+    body_bytes, all_body_bytes: the largest body of a request, and of all requests that are worked on, together.
     turns, response_seconds: how often the model may be asked for one response, and how long that may take.
     behind_events, behind_seconds: how far a reader of a stream may fall behind, and for how long.
     """
@@ -154,6 +155,7 @@ class LimitSettings(_Section, frozen=True):
     concurrent: Positive = 512
     containers_per_tenant: Positive = 50
     body_bytes: Positive = 32 << 20
+    all_body_bytes: Positive = 512 << 20
     turns: Positive = 64
     response_seconds: Seconds = 1800.0
     behind_events: Positive = 10_000

@@ -132,6 +132,7 @@ async def assembled(
             metrics=metrics,
             log=log,
             body_bytes=limits.body_bytes,
+            all_body_bytes=limits.all_body_bytes,
             concurrent=limits.concurrent,
             always_include=(OUTPUTS,) if always else (),
             show_metrics=config.telemetry.metrics,

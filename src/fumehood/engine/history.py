@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Raw
 
+from fumehood.aside import ITEM, aside
 from fumehood.interfaces import Caller, HostedTool, Store
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import InvalidRequest, PreviousNotFound
@@ -55,15 +56,14 @@ class History:
                 "Missing required parameter: 'input'.", param="input", code="missing_required_parameter"
             )
         if isinstance(request.input, str):
-            return (_user_message(request.input),)
+            return (await aside(len(request.input), _user_message, request.input),)
         raws = request.input or []
         if len(raws) > _MOST_ITEMS:
             raise InvalidRequest(f"At most {_MOST_ITEMS} items can be given.", param="input")
-        items = [peek(raw, f"input[{number}]") for number, raw in enumerate(raws)]
+        size = sum([ITEM + len(raw) for raw in raws])
+        items = await aside(size, _peeked, raws)
         kept = await self._kept(items, caller)
-        entries = tuple(self._entry(item, kept, f"input[{number}]") for number, item in enumerate(items))
-        _check_calls(entries, past)
-        return entries
+        return await aside(size, self._entries, items, kept, past)
 
     async def _kept(self, items: Sequence[Item], caller: Caller) -> Mapping[str, Entry]:
         """What the store knows of items that are referred to, or whose results the client may have left out."""
@@ -73,6 +73,13 @@ class History:
             if item.id and (item.type == "item_reference" or item.type in self._tools)
         ]
         return await self._store.entries(caller.tenant, ids) if ids else {}
+
+    def _entries(
+        self, items: Sequence[Item], kept: Mapping[str, Entry], past: Sequence[Segment]
+    ) -> tuple[Entry, ...]:
+        entries = tuple([self._entry(item, kept, f"input[{number}]") for number, item in enumerate(items)])
+        _check_calls(entries, past)
+        return entries
 
     def _entry(self, item: Item, kept: Mapping[str, Entry], where: str) -> Entry:
         known = kept.get(item.id) if item.id else None
@@ -87,6 +94,10 @@ class History:
             return entry
         exchange = known.exchange if known is not None and known.exchange else tool.recall(entry)
         return msgspec.structs.replace(entry, exchange=exchange)
+
+
+def _peeked(raws: Sequence[Raw]) -> list[Item]:
+    return [peek(raw, f"input[{number}]") for number, raw in enumerate(raws)]
 
 
 class _InputText(msgspec.Struct, tag_field="type", tag="input_text"):

@@ -4,11 +4,12 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+from fumehood.aside import ITEM, aside
 from fumehood.engine.history import History
 from fumehood.engine.log import EventLog, LagLimits
 from fumehood.engine.loop import Loop, LoopLimits
 from fumehood.engine.preparation import Preparation, Prepared
-from fumehood.interfaces import Caller, Clock, HostedTool, Lease, ModelBackend, Models, Reading, Store
+from fumehood.interfaces import Caller, Clock, HostedTool, Lease, Models, Reading, Store
 from fumehood.protocol.errors import ApiError, Unavailable
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.responses import CreateResponse, Response
@@ -86,11 +87,6 @@ class EngineRuns:
     async def start(self, request: CreateResponse, caller: Caller) -> EngineRun:
         prepared = await self._preparation.prepare(request, caller)
         backend = self._models.backend(prepared.response.model)
-        if self._draining:
-            raise Unavailable("The server is shutting down; try again.", retry_after=1.0)
-        return self._begin(prepared, backend)
-
-    def _begin(self, prepared: Prepared, backend: ModelBackend) -> EngineRun:
         log = EventLog(
             kept=prepared.streamed,
             limits=self._lag,
@@ -98,7 +94,9 @@ class EngineRuns:
             on_overrun=lambda: run.cancel("its events were not read"),
         )
         loop = Loop(prepared, backend, self._store, self._clock, log, self._limits)
-        loop.check()
+        await aside(_unrendered(prepared), loop.check)
+        if self._draining:
+            raise Unavailable("The server is shutting down; try again.", retry_after=1.0)
         run = EngineRun(prepared.response.id, log, loop)
         self._running.add(run)
         run.task.add_done_callback(lambda _: self._running.discard(run))
@@ -132,3 +130,9 @@ class EngineRuns:
             await asyncio.wait(tasks)
         if self._renewing is not None:
             self._renewing.cancel()
+
+
+def _unrendered(prepared: Prepared) -> int:
+    """About how many bytes the model server has not been told of yet."""
+    new = [segment for segment in (*prepared.past, prepared.input) if not segment.renderings]
+    return sum([ITEM + len(entry.raw) for segment in new for entry in segment.entries])

@@ -23,6 +23,7 @@ from fumehood.protocol.errors import ApiError, NotFound, ServerFault, Unavailabl
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
 BODY_BYTES = 32 << 20
+ALL_BODY_BYTES = 512 << 20
 CONCURRENT = 512
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class MethodNotAllowed(ApiError):
 class Gateway:
     """An ASGI application.
 
-    body_bytes: the largest body of a request.
+    body_bytes: the largest body of a request; all_body_bytes: of all requests that are worked on, together.
     concurrent: how many responses may be in the making at once.
     always_include: what every response shows, asked for or not.
     unready: why this gateway cannot serve now, None if it can.
@@ -59,6 +60,7 @@ class Gateway:
         metrics: Metrics | None = None,
         log: RequestLog = to_logging,
         body_bytes: int = BODY_BYTES,
+        all_body_bytes: int = ALL_BODY_BYTES,
         concurrent: int = CONCURRENT,
         always_include: Collection[str] = (),
         unready: Callable[[], str | None] = lambda: None,
@@ -74,6 +76,7 @@ class Gateway:
             store,
             self.metrics,
             body_bytes=body_bytes,
+            all_body_bytes=all_body_bytes,
             concurrent=concurrent,
             always=always_include,
             silence=silence,

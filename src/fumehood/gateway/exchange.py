@@ -134,8 +134,11 @@ class Exchange:
         except (UnicodeDecodeError, ValueError):
             raise InvalidRequest("The query is not percent-encoded UTF-8, or too long.") from None
 
-    async def body(self, limit: int) -> bytes:
-        """All of it; BodyTooLarge as soon as it is known to be, CallerLeft if it breaks off, BodyTooSlow."""
+    async def body(self, limit: int, take: Callable[[int], None]) -> bytes:
+        """All of it; BodyTooLarge as soon as it is known to be, CallerLeft if it breaks off, BodyTooSlow.
+
+        take: told of the bytes of a body in several pieces, as they come; it may raise.
+        """
         if self._length is not None and self._length > limit:
             raise _too_large(limit)
         pieces: list[bytes] = []
@@ -149,6 +152,8 @@ class Exchange:
             taken += len(piece)
             if taken > limit:
                 raise _too_large(limit)
+            if self._unread or pieces:
+                take(len(piece))
             pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 

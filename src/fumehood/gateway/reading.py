@@ -1,11 +1,14 @@
 """Decodes request bodies, and says in OpenAI's words what is wrong with one; imports msgspec and `protocol`."""
 
 import re
+from types import TracebackType
+from typing import Self
 
 import msgspec
 
+from fumehood.aside import aside
 from fumehood.gateway.exchange import Exchange
-from fumehood.protocol.errors import InvalidRequest
+from fumehood.protocol.errors import InvalidRequest, Unavailable
 from fumehood.protocol.folding import INCLUDABLE
 from fumehood.protocol.responses import CreateResponse
 
@@ -18,10 +21,59 @@ _NUL = rb"\u0000"  # JSON knows no other way to write one
 _requests = msgspec.json.Decoder(CreateResponse)
 
 
-async def read_request(exchange: Exchange, limit: int) -> CreateResponse:
-    """The body of POST /v1/responses; raises InvalidRequest, BodyTooLarge."""
+class Room:
+    """Room for the bodies of all requests together, in bytes. What comes in one piece needs none: every connection may
+    hold that much anyway.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.taken = 0
+
+    def place(self) -> "Place":
+        """A context manager; what is taken in it is given back at its end."""
+        return Place(self)
+
+    def take(self, size: int) -> None:
+        """Raises Unavailable."""
+        if self.taken + size > self._most:
+            raise Unavailable(
+                "This server has as many large requests as it can hold; try again soon.", retry_after=1.0
+            )
+        self.taken += size
+
+
+class Place:
+    """What one request has of the room."""
+
+    __slots__ = ("_room", "_taken")
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._taken = 0
+
+    def take(self, size: int) -> None:
+        """Raises Unavailable."""
+        self._room.take(size)
+        self._taken += size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._room.taken -= self._taken
+
+
+async def read_request(exchange: Exchange, limit: int, place: Place) -> CreateResponse:
+    """The body of POST /v1/responses; raises InvalidRequest, BodyTooLarge, Unavailable."""
     check_json(exchange)
-    body = await exchange.body(limit)
+    body = await exchange.body(limit, place.take)
+    return await aside(len(body), _read, body)
+
+
+def _read(body: bytes) -> CreateResponse:
     request = decode(_requests, body)
     if request.include:
         check_include(request.include)

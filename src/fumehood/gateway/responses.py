@@ -5,7 +5,7 @@ from collections.abc import Collection
 from fumehood.gateway.exchange import Exchange, Vigil
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
-from fumehood.gateway.reading import check_include, read_request
+from fumehood.gateway.reading import Room, check_include, read_request
 from fumehood.gateway.shown import shown
 from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
@@ -28,6 +28,7 @@ class Responses:
         metrics: Metrics,
         *,
         body_bytes: int,
+        all_body_bytes: int,
         concurrent: int,
         always: Collection[str] = (),
         silence: float = SILENCE,
@@ -36,22 +37,25 @@ class Responses:
         self._store = store
         self._metrics = metrics
         self._body_bytes = body_bytes
+        self._room = Room(all_body_bytes)
         self._concurrent = concurrent
         self._running = 0
         self._always = frozenset(always)
         self._silence = silence
 
     async def create(self, exchange: Exchange, caller: Caller) -> None:
-        request = await read_request(exchange, self._body_bytes)
-        if self._running >= self._concurrent:
-            raise RateLimited(
-                f"This server makes {self._concurrent} responses at once; try again soon.", retry_after=1.0
-            )
-        self._running += 1
-        try:
-            await self._make(exchange, caller, request)
-        finally:
-            self._running -= 1
+        with self._room.place() as place:
+            request = await read_request(exchange, self._body_bytes, place)
+            if self._running >= self._concurrent:
+                raise RateLimited(
+                    f"This server makes {self._concurrent} responses at once; try again soon.",
+                    retry_after=1.0,
+                )
+            self._running += 1
+            try:
+                await self._make(exchange, caller, request)
+            finally:
+                self._running -= 1
 
     async def _make(self, exchange: Exchange, caller: Caller, request: CreateResponse) -> None:
         include = self._always.union(request.include or ())

@@ -24,6 +24,7 @@ _ENDS: dict[str, TurnEnd] = {
     "model_length": "length",
     "content_filter": "content_filter",
 }
+_LONGEST_ODD = 1 << 21  # bytes that are worth the slow way of reading what is not quite JSON
 _TRIALS = 8  # how often in a row to look for repetition before giving it up
 
 
@@ -378,6 +379,8 @@ def _decode_anyhow(payload: bytes) -> _Chunk:
     try:
         return _chunks.decode(payload)
     except (ValueError, RecursionError):
+        if len(payload) > _LONGEST_ODD:
+            raise
         value = json.loads(payload.decode(errors="replace"))
         whole = json.dumps(value, ensure_ascii=False).encode(errors="replace")
         return msgspec.json.decode(whole, type=_Chunk, strict=False)

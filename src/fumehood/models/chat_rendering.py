@@ -6,7 +6,7 @@ first there.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -169,6 +169,8 @@ class _Rendering:
         self._dialect = dialect
         self._carry = carry
         self._pieces: list[_Turn | _ChatMessage] = []
+        self._callers: dict[str, _Turn] = {}
+        self._pending = {result.call_id: result for result in carry.results}
 
     def render(self, entries: Sequence[Entry]) -> tuple[bytes, bytes]:
         """The messages, and what is left to the next segment; raises InvalidRequest."""
@@ -249,6 +251,7 @@ class _Rendering:
             arguments = _valid(call.arguments)
         turn = self._turn(entry.turn)
         turn.calls[call.call_id] = _ChatFunction(call.name, arguments)
+        self._callers[call.call_id] = turn
         if call.status in ("in_progress", "incomplete"):
             turn.optional.add(call.call_id)
 
@@ -256,17 +259,17 @@ class _Rendering:
         """The result of a call of this segment, wherever between them it stands, or of one that was left open."""
         output = msgspec.json.decode(entry.raw, type=_Output)
         text, shown = split(output.output)
-        for turn in self._turns():
-            if output.call_id in turn.calls:
-                turn.results[output.call_id] = text
-                turn.shown += shown
-                turn.answered = True
-                return
-        for result in self._carry.results:
-            if result.call_id == output.call_id:
-                result.content = text
-                self._carry.shown = [*self._carry.shown, *shown]
-                return
+        turn = self._callers.get(output.call_id)
+        if turn is not None:
+            turn.results[output.call_id] = text
+            turn.shown += shown
+            turn.answered = True
+            return
+        result = self._pending.get(output.call_id)
+        if result is not None:
+            result.content = text
+            self._carry.shown += shown
+            return
         raise InvalidRequest(
             f"No tool call found for function call output with call_id {clean_name(output.call_id)}.",
             param="input",
@@ -278,6 +281,7 @@ class _Rendering:
             return
         turn = self._turn(entry.turn)
         turn.calls[exchange.call_id] = _ChatFunction(exchange.name, _valid(exchange.arguments))
+        self._callers[exchange.call_id] = turn
         turn.results[exchange.call_id] = exchange.output
         if self._dialect.takes_images:
             turn.shown += pictures(exchange.images)
@@ -297,9 +301,6 @@ class _Rendering:
         turn = _Turn(number)
         self._pieces.append(turn)
         return turn
-
-    def _turns(self) -> Iterator[_Turn]:
-        return (piece for piece in reversed(self._pieces) if isinstance(piece, _Turn))
 
 
 def _finish(turn: _Turn, replay_reasoning: bool, messages: list[bytes]) -> _Carry:

@@ -27,7 +27,7 @@ _KEEP_ALIVE_SECONDS = 4.0
 _MOST_CONNECTIONS = 1024
 _MOST_IDLE = 256  # of one server
 _LONGEST_HEAD = 1 << 16
-_HIGH_WATER = 1 << 20
+_HIGH_WATER = 1 << 17  # all of it is parsed at once, and nothing else gets done meanwhile
 _ONE_WRITE = 1 << 17  # up to here a copy is cheaper than a second packet
 _DRAIN_SECONDS = 1.0
 
