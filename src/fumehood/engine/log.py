@@ -96,13 +96,20 @@ class EventLog:
         """What came from that number on; for readers."""
         if self._overrun or position < self._first:
             raise ServerFault("The events were not read fast enough, and the response was cancelled.")
-        return self._events[position - self._first :] if position > self._first else self._events.copy()
+        if position > self._first or len(self._readers) > 1:
+            return self._events[position - self._first :]
+        events, self._events = self._events, []  # nobody else wants them
+        self._first = self._next
+        self._behind_since = None
+        return events
 
     def over(self, position: int) -> bool:
         return self._closed and position >= self._next
 
-    def forget(self) -> None:
-        """Drop what every reader has taken."""
+    def forget(self, position: int) -> None:
+        """Drop what every reader has taken, now that one has taken all before that number."""
+        if position == self._first:
+            return
         done = min((reader.position for reader in self._readers), default=self._first)
         if done >= self._next:
             self._events.clear()
@@ -147,7 +154,7 @@ class Reader:
         events = self._log.taken(self.position)
         if events:
             self.position += len(events)
-            self._log.forget()
+            self._log.forget(self.position)
         return events
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -22,9 +22,8 @@ type Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 type Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 type Headers = list[tuple[bytes, bytes]]
 
-# Where a server that can send a whole answer at once has put how.
-WHOLE = "fumehood.whole"
-type AnswerWhole = Callable[[int, Headers, bytes], bool]
+# Where in its scope a request finds its Shortcut, if its server has one.
+SHORTCUT = "fumehood.shortcut"
 
 VERSION = (b"fumehood-version", __version__.encode())
 _JSON = (b"content-type", b"application/json")
@@ -39,6 +38,18 @@ _PROCESS = f"req_{secrets.token_hex(11)}"
 _numbers = itertools.count(1)
 
 encode = msgspec.json.Encoder().encode
+
+
+class Shortcut(Protocol):
+    """What ASGI has no words for. Both say False if they cannot do it now, and then nothing was sent."""
+
+    def answer(self, status: int, headers: Headers, body: bytes) -> bool:
+        """A whole answer at once."""
+        ...
+
+    def send(self, body: bytes | bytearray) -> bool:
+        """A piece of an answer of unknown length."""
+        ...
 
 
 class CallerLeft(Exception):
@@ -58,11 +69,11 @@ class Exchange:
     """
 
     __slots__ = (
-        "_answer_whole",
         "_length",
         "_query",
         "_receive",
         "_send",
+        "_shortcut",
         "_unread",
         "authorization",
         "began",
@@ -96,7 +107,7 @@ class Exchange:
         self.host = headers.get(b"host", b"")
         self._receive = receive
         self._send = send
-        self._answer_whole: AnswerWhole | None = scope.get(WHOLE)
+        self._shortcut: Shortcut | None = scope.get(SHORTCUT)
         self._query: list[tuple[str, str]] | None = None
         length = headers.get(b"content-length")
         self._length = None if length is None else int(length)  # the parser has refused what is not a number
@@ -201,6 +212,9 @@ class Exchange:
         """As `send`, for whoever cannot wait. What it gives has to be awaited before anything else is sent; mostly that
         is nothing.
         """
+        if self._shortcut is not None and self._shortcut.send(body):
+            self.last_sent = perf_counter()
+            return None
         sending = cast(
             "Coroutine[Any, Any, None]",
             self._send({"type": "http.response.body", "body": body, "more_body": True}),
@@ -214,9 +228,8 @@ class Exchange:
 
     async def answer(self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = _JSON) -> None:
         headers = [content_type, (b"content-length", b"%d" % len(body))]
-        if self._answer_whole is not None and self._answer_whole(
-            status, headers + self._usual_headers(), body
-        ):
+        shortcut = self._shortcut
+        if shortcut is not None and shortcut.answer(status, headers + self._usual_headers(), body):
             self.status = status
             return
         await self.begin(status, headers)
