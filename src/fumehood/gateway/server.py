@@ -236,14 +236,10 @@ class _Shortcut:
             return False
         if len(body) > _ONE_PACKET or cycle.scope["method"] == "HEAD":
             return False
-        lines = [STATUS_LINE[status]]
-        for name, value in (*cycle.default_headers, *headers):
-            lines += (name, b": ", value, b"\r\n")
-        if not cycle.keep_alive:
-            lines.append(b"connection: close\r\n")
-        lines += (b"\r\n", body)
+        lines = b"".join([b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)])
+        closing = b"" if cycle.keep_alive else b"connection: close\r\n"
         cycle.response_started = cycle.response_complete = True
-        cycle.transport.write(b"".join(lines))
+        cycle.transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[status], lines, closing, body))
         cycle.message_event.set()
         if not cycle.keep_alive:
             cycle.transport.close()
