@@ -8,6 +8,7 @@ import pytest
 
 from fumehood.aside import LARGE, aside
 from fumehood.engine.runs import EngineRuns
+from fumehood.gateway.limits import Limits
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.models import ModelRequest
 from fumehood.testing import FakeClock, MemoryStore, ScriptedModel, ScriptedModels, says
@@ -71,7 +72,7 @@ async def test_ten_thousand_items_leave_the_loop_free() -> None:
 
 
 async def test_only_so_much_of_all_bodies_is_held() -> None:
-    async with serving_gateway(body_bytes=1_000_000, all_body_bytes=1_000_000) as served:
+    async with serving_gateway(limits=Limits(body_bytes_total=1_000_000)) as served:
         served.runs.script = lambda response: [text_events(response)[:2]]
         async with served.posted(stream=True, input=BIG) as (reader, _):
             await reader.readuntil(b"\r\n\r\n")
@@ -88,7 +89,7 @@ async def test_only_so_much_of_all_bodies_is_held() -> None:
 
 
 async def test_what_was_refused_holds_nothing() -> None:
-    async with serving_gateway(body_bytes=1_000_000, all_body_bytes=1_000_000) as served:
+    async with serving_gateway(limits=Limits(body_bytes_total=1_000_000)) as served:
         served.runs.refusal = InvalidRequest("No.")
         for _ in range(3):
             assert (await served.create(input=BIG)).status == 400

@@ -8,7 +8,7 @@ from msgspec import Meta, Raw
 
 from fumehood.aside import ITEM, aside
 from fumehood.interfaces import Caller, HostedTool, Store
-from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.conversation import COMPACTION, Entry, Segment
 from fumehood.protocol.errors import InvalidRequest, PreviousNotFound
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.items import Item, peek
@@ -17,7 +17,14 @@ from fumehood.protocol.responses import CreateResponse
 _MOST_ITEMS = 10_000
 _CALLS = {"function_call": "function_call_output", "custom_tool_call": "custom_tool_call_output"}
 _OUTPUTS = frozenset(_CALLS.values())
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "code_interpreter_call": "ci"}
+_LOOKED_UP = frozenset({"item_reference", "reasoning"})
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "code_interpreter_call": "ci",
+    "compaction": "cmp",
+}
 
 
 class _CallTag(msgspec.Struct):
@@ -67,18 +74,15 @@ class History:
 
     async def _kept(self, items: Sequence[Item], caller: Caller) -> Mapping[str, Entry]:
         """What the store knows of items that are referred to, or whose results the client may have left out."""
-        ids = [
-            item.id
-            for item in items
-            if item.id and (item.type == "item_reference" or item.type in self._tools)
-        ]
+        ids = [item.id for item in items if item.id and (item.type in _LOOKED_UP or item.type in self._tools)]
         return await self._store.entries(caller.tenant, ids) if ids else {}
 
     def _entries(
         self, items: Sequence[Item], kept: Mapping[str, Entry], past: Sequence[Segment]
     ) -> tuple[Entry, ...]:
         entries = tuple([self._entry(item, kept, f"input[{number}]") for number, item in enumerate(items)])
-        _check_calls(entries, past)
+        cut = max((n for n, entry in enumerate(entries, 1) if entry.type == COMPACTION), default=0)
+        _check_calls(entries, () if cut else past, cut)
         return entries
 
     def _entry(self, item: Item, kept: Mapping[str, Entry], where: str) -> Entry:
@@ -87,6 +91,10 @@ class History:
             if known is None:
                 raise InvalidRequest(f"Item with id '{item.id}' not found.", param=where)
             return msgspec.structs.replace(known, turn=0)
+        if item.type == "reasoning" and known is not None and known.type == item.type:
+            return msgspec.structs.replace(
+                known, turn=0
+            )  # with what was sealed, which clients seldom ask for
         identity = item.id or new_id(_PREFIXES.get(item.type, "item"))
         entry = Entry(type=item.type, id=identity, turn=0, raw=item.raw)
         tool = self._tools.get(item.type)
@@ -116,11 +124,15 @@ def _user_message(text: str) -> Entry:
     return Entry(type="message", id=message.id, turn=0, raw=msgspec.json.encode(message))
 
 
-def _check_calls(entries: Sequence[Entry], past: Sequence[Segment]) -> None:
-    """Every result belongs to a call, and every call of the last turn has its result."""
+def _check_calls(entries: Sequence[Entry], past: Sequence[Segment], cut: int = 0) -> None:
+    """Every result belongs to a call, and every call of the last turn has its result.
+
+    cut: how many of the entries a compaction stands for.
+    """
     newest = past[-1].entries if past else ()
-    results = {_call_id(entry, number) for number, entry in enumerate(entries) if entry.type in _OUTPUTS}
-    calls = {_call_id(entry, number) for number, entry in enumerate(entries) if entry.type in _CALLS}
+    shown = list(enumerate(entries))[cut:]
+    results = {_call_id(entry, number) for number, entry in shown if entry.type in _OUTPUTS}
+    calls = {_call_id(entry, number) for number, entry in shown if entry.type in _CALLS}
     # One that was cut off is no call: nobody can answer it, and the model is not shown it.
     calls |= {_call_id(entry) for entry in newest if entry.type in _CALLS and not _is_cut_off(entry)}
     answered = {_call_id(entry) for entry in newest if entry.type in _OUTPUTS}

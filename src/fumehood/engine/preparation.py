@@ -12,14 +12,16 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from fumehood.engine.assembler import Toolbox
+from fumehood.engine.compaction import Compactor, Window
 from fumehood.engine.history import History
 from fumehood.interfaces import Caller, Clock, HostedTool, OfferedTool
 from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.folding import INCLUDABLE, LOGPROBS
 from fumehood.protocol.ids import new_id
-from fumehood.protocol.models import Sampling
+from fumehood.protocol.models import ModelRequest, Sampling
 from fumehood.protocol.responses import (
+    CompactionConfig,
     CreateResponse,
     ReasoningConfig,
     Response,
@@ -42,6 +44,7 @@ _NO_PARAMETERS = Raw(b'{"type":"object","properties":{}}')
 _CUSTOM_PARAMETERS = Raw(
     b'{"type":"object","properties":{"input":{"type":"string"}},"required":["input"],"additionalProperties":false}'
 )
+_CLIENT_TOOLS = frozenset({"function", "custom"})
 _MOST_TOOLS = 512
 _SERVICE_TIERS = frozenset({"default", "flex", "scale", "priority", "fast", "ultrafast"})
 
@@ -49,9 +52,11 @@ _SERVICE_TIERS = frozenset({"default", "flex", "scale", "priority", "fast", "ult
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a loop needs, checked.
 
-    past: the conversation before this request.
-    input: what this request adds to it.
+    window: the conversation with what this request adds to it, as far as the model is shown it.
+    input: what this request adds.
+    compaction: what the request says of it, if it asks for any.
     functions: what the model is told that it may call.
+    others: tools that nobody here knows, and the model's server may.
     """
 
     caller: Caller
@@ -59,12 +64,27 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     store: bool
     streamed: bool
     instructions: str | None
-    past: Sequence[Segment]
+    window: Window
     input: Segment
+    compaction: CompactionConfig | None
     toolbox: Toolbox
     functions: Sequence[FunctionSpec]
+    others: Sequence[ToolSpec]
     choice: Choice
     sampling: Sampling
+
+    def first_request(self) -> ModelRequest:
+        """What the model is asked first."""
+        return ModelRequest(
+            model=self.response.model,
+            instructions=self.instructions,
+            segments=self.window.segments,
+            functions=self.functions,
+            choice=self.choice,
+            parallel_calls=self.response.parallel_tool_calls,
+            sampling=self.sampling,
+            streamed=self.streamed,
+        )
 
 
 class Preparation:
@@ -74,9 +94,15 @@ class Preparation:
     """
 
     def __init__(
-        self, history: History, tools: Mapping[str, HostedTool], disabled: frozenset[str], clock: Clock
+        self,
+        history: History,
+        compactor: Compactor,
+        tools: Mapping[str, HostedTool],
+        disabled: frozenset[str],
+        clock: Clock,
     ) -> None:
         self._history = history
+        self._compactor = compactor
         self._tools = tools
         self._disabled = disabled
         self._clock = clock
@@ -89,11 +115,14 @@ class Preparation:
                 "Missing required parameter: 'model'.", param="model", code="missing_required_parameter"
             )
         specs = _read_tools(request)
+        compaction = self._read_compaction(request)
         past = await self._history.past(request, caller)
         added = Segment(await self._history.input(request, caller, past))
+        window = self._compactor.window(caller, past, added)
         tools = _NO_TOOLS
         if specs:
-            tools = _Tools.gather(specs, await self._offer(specs, caller, (*past, added)))
+            offered = await self._offer(specs, caller, (window.remembered, *window.segments))
+            tools = _Tools.gather(specs, offered)
         choice = _NO_CHOICE if request.tool_choice is None else read_choice(request.tool_choice)
         functions, chosen = tools.choose(choice)
         return Prepared(
@@ -102,13 +131,35 @@ class Preparation:
             store=request.store is not False,
             streamed=bool(request.stream),
             instructions=_instructions(request),
-            past=past,
+            window=window,
             input=added,
+            compaction=compaction,
             toolbox=tools.toolbox(functions),
             functions=functions,
+            others=[
+                spec for spec in specs if spec.type not in self._tools and spec.type not in _CLIENT_TOOLS
+            ],
             choice=chosen,
             sampling=_sampling(request),
         )
+
+    def _read_compaction(self, request: CreateResponse) -> CompactionConfig | None:
+        found: CompactionConfig | None = None
+        for number, raw in enumerate(request.context_management or ()):
+            where = f"context_management[{number}]"
+            if found is not None:
+                raise InvalidRequest("Compaction can be asked for once.", param=where, code="invalid_value")
+            try:
+                found = msgspec.json.decode(raw, type=CompactionConfig)
+            except msgspec.DecodeError as error:
+                raise InvalidRequest(
+                    f"{where} cannot be read: {error}.", param=where, code="invalid_value"
+                ) from None
+            if not self._compactor.able:
+                raise InvalidRequest(
+                    "This server does not compact.", param=where, code="unsupported_parameter"
+                )
+        return found
 
     async def _offer(
         self, specs: Sequence[ToolSpec], caller: Caller, past: Sequence[Segment]
@@ -207,6 +258,7 @@ class _Tools:
     kinds: Mapping[str, tuple[str, str | None]]  # function name -> type and name in the request
     hosted: Mapping[str, OfferedTool]
     customs: frozenset[str]
+    foreign: frozenset[str]  # types that nobody serves here: the model is not told of them
 
     @classmethod
     def gather(cls, specs: Sequence[ToolSpec], offered: Sequence[tuple[ToolSpec, OfferedTool]]) -> "_Tools":
@@ -231,6 +283,7 @@ class _Tools:
             kinds,
             {tool.function.name: tool for _, tool in offered},
             frozenset(name for name, (kind, _) in kinds.items() if kind == "custom"),
+            frozenset(spec.type for spec in specs).difference(kind for kind, _ in kinds.values()),
         )
 
     def choose(self, choice: ToolChoice) -> tuple[list[FunctionSpec], Choice]:
@@ -243,6 +296,11 @@ class _Tools:
             return list(self.specs.values()), choice.mode
         names = [name for wanted in choice.only for name in self._named(wanted)]
         functions = [self.specs[name] for name in dict.fromkeys(names)]
+        if choice.mode == "required" and not functions:
+            raise InvalidRequest(
+                "A call is required, but tool_choice names no tool that this server serves.",
+                param="tool_choice",
+            )
         if choice.mode == "required" and len(functions) == 1:
             # The others stay visible: leaving them out would spoil the model server's cache of the prompt.
             return list(self.specs.values()) if len(choice.only) == 1 else functions, functions[0]
@@ -255,7 +313,7 @@ class _Tools:
             for function, (its_kind, its_name) in self.kinds.items()
             if its_kind == kind and (name is None or name == its_name)
         ]
-        if not found:
+        if not found and kind not in self.foreign:
             raise InvalidRequest(
                 f"Tool choice '{name or kind}' not found in 'tools' parameter.", param="tool_choice"
             )
@@ -270,7 +328,7 @@ class _Tools:
         )
 
 
-_NO_TOOLS = _Tools({}, {}, {}, frozenset())
+_NO_TOOLS = _Tools.gather([], [])
 _NO_CHOICE = ToolChoice()
 
 
@@ -308,6 +366,7 @@ def _custom_spec(spec: ToolSpec, where: str) -> FunctionSpec:
         description=(tool.description or "") + rules,
         parameters=_CUSTOM_PARAMETERS,
         strict=True,
+        custom=spec.raw,
     )
 
 

@@ -1,36 +1,36 @@
-"""One HTTP request and its answer on bare ASGI: headers, bounded bodies, errors; imports msgspec and `protocol`."""
+"""One request to the gateway, its answer, and whether its caller is still there; imports `serving` and `protocol`."""
 
 import asyncio
 import contextlib
 import itertools
+import math
 import secrets
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Protocol, Self, cast
-from urllib.parse import parse_qsl
+from typing import Any, Self, cast, override
 
 import msgspec
 
 from fumehood import __version__
 from fumehood.gateway.request_log import Field
 from fumehood.protocol.errors import ApiError, BodyTooLarge, InvalidRequest, to_body
-
-type Scope = MutableMapping[str, Any]
-type Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-type Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-type Headers = list[tuple[bytes, bytes]]
-
-# Where in its scope a request finds its Shortcut, if its server has one.
-SHORTCUT = "fumehood.shortcut"
+from fumehood.serving.exchange import (
+    JSON,
+    SHORTCUT,
+    BareExchange,
+    BodyExceeds,
+    Headers,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    Shortcut,
+)
 
 VERSION = (b"fumehood-version", __version__.encode())
-_JSON = (b"content-type", b"application/json")
 _PATIENCE = 30.0  # seconds for the next piece of a body
-_LINGER_SECONDS = 2.0
-_LINGER_BYTES = 64 << 20
-_MOST_PARAMETERS = 32
 # Seconds until it is worth a task to watch whether the caller is still there: most answers are complete by then.
 _FIRST_LOOK = 0.25
 
@@ -40,78 +40,41 @@ _numbers = itertools.count(1)
 encode = msgspec.json.Encoder().encode
 
 
-class Shortcut(Protocol):
-    """What ASGI has no words for. Both say False if they cannot do it now, and then nothing was sent."""
-
-    def answer(self, status: int, headers: Headers, body: bytes) -> bool:
-        """A whole answer at once."""
-        ...
-
-    def send(self, body: bytes | bytearray) -> bool:
-        """A piece of an answer of unknown length."""
-        ...
-
-
-class CallerLeft(Exception):
-    """The connection broke while its request was read."""
-
-
 class BodyTooSlow(ApiError):
     status = 408
     type = "invalid_request_error"
     code = "request_timeout"
 
 
-class Exchange:
-    """Made for each request; answers once.
-
+class Exchange(BareExchange):
+    """
     noted: what the log's line of this request tells besides what every line tells.
+    extra: headers of the answer, whatever it will be, besides what every answer has.
     """
 
     __slots__ = (
-        "_length",
         "_query",
-        "_receive",
-        "_send",
         "_shortcut",
-        "_unread",
-        "authorization",
         "began",
-        "content_encoding",
-        "content_type",
-        "host",
+        "extra",
         "last_sent",
-        "method",
         "noted",
-        "parameters",
         "path",
-        "query_string",
         "request_id",
         "status",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__(scope, receive, send)
         self.began = perf_counter()
         self.request_id = f"{_PROCESS}{next(_numbers):010x}"
-        self.method: str = scope["method"]
         self.path: str = scope["path"]
-        self.query_string: bytes = scope["query_string"]
-        self.parameters: dict[str, str] = {}
         self.noted: dict[str, Field] = {}
+        self.extra: Headers = []
         self.status = 0
         self.last_sent = self.began
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.authorization = headers.get(b"authorization")
-        self.content_type = headers.get(b"content-type", b"")
-        self.content_encoding = headers.get(b"content-encoding", b"")
-        self.host = headers.get(b"host", b"")
-        self._receive = receive
-        self._send = send
-        self._shortcut: Shortcut | None = scope.get(SHORTCUT)
         self._query: list[tuple[str, str]] | None = None
-        length = headers.get(b"content-length")
-        self._length = None if length is None else int(length)  # the parser has refused what is not a number
-        self._unread = bool(self._length) or b"transfer-encoding" in headers
+        self._shortcut: Shortcut | None = scope.get(SHORTCUT)
 
     @property
     def started(self) -> bool:
@@ -127,50 +90,35 @@ class Exchange:
 
     def queries(self, name: str) -> list[str]:
         """All values of a parameter, which may be written `name` or `name[]`."""
-        if not self.query_string:
-            return []
         if self._query is None:
-            self._query = self._parse_query()
+            try:
+                self._query = self.parse_query()
+            except ValueError:
+                raise InvalidRequest("The query is not percent-encoded UTF-8, or too long.") from None
         names = (name, f"{name}[]")
         return [value for key, value in self._query if key in names]
-
-    def _parse_query(self) -> list[tuple[str, str]]:
-        try:
-            return parse_qsl(
-                self.query_string.decode(),
-                keep_blank_values=True,
-                errors="strict",
-                max_num_fields=_MOST_PARAMETERS,
-            )
-        except (UnicodeDecodeError, ValueError):
-            raise InvalidRequest("The query is not percent-encoded UTF-8, or too long.") from None
 
     async def body(self, limit: int, take: Callable[[int], None]) -> bytes:
         """All of it; BodyTooLarge as soon as it is known to be, CallerLeft if it breaks off, BodyTooSlow.
 
         take: told of the bytes of a body in several pieces, as they come; it may raise.
         """
-        if self._length is not None and self._length > limit:
-            raise _too_large(limit)
         pieces: list[bytes] = []
-        taken = 0
-        while self._unread:
-            message = await self._next_message()
-            if message["type"] == "http.disconnect":
-                raise CallerLeft
-            self._unread = message.get("more_body", False)
-            piece: bytes = message.get("body", b"")
-            taken += len(piece)
-            if taken > limit:
-                raise _too_large(limit)
-            if self._unread or pieces:
-                take(len(piece))
-            pieces.append(piece)
+        try:
+            left = self.check_length(limit)
+            while self._unread:
+                piece = self.taken(await self._next_message(), left)
+                left -= len(piece)
+                if self._unread or pieces:
+                    take(len(piece))
+                pieces.append(piece)
+        except BodyExceeds:
+            raise BodyTooLarge(f"The body is larger than {limit} bytes.") from None
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def _next_message(self) -> MutableMapping[str, Any]:
+    async def _next_message(self) -> Message:
         """Mostly it came with the head, and then no timer is set; raises BodyTooSlow."""
-        receiving = cast("Coroutine[Any, Any, MutableMapping[str, Any]]", self._receive())
+        receiving = cast("Coroutine[Any, Any, Message]", self._receive())
         try:
             obstacle = receiving.send(None)
         except StopIteration as ready:
@@ -181,31 +129,28 @@ class Exchange:
         except TimeoutError:
             raise BodyTooSlow(f"Nothing of the body came for {_PATIENCE:g} seconds.") from None
 
-    async def until_left(self) -> None:
-        """Return when the caller has gone away; only after the body was read."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
     # ---- the answer -------------------------------------------------------------------------------------------
 
     def elapsed(self) -> float:
         """Seconds since the request's head was there."""
         return perf_counter() - self.began
 
+    @override
     async def begin(self, status: int, headers: Headers) -> None:
         self.status = status
-        headers += self._usual_headers()
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await super().begin(status, headers + self._usual_headers())
 
     def _usual_headers(self) -> Headers:
         return [
             VERSION,
             (b"x-request-id", self.request_id.encode()),
             (b"openai-processing-ms", b"%d" % (self.elapsed() * 1000)),
+            *self.extra,
         ]
 
+    @override
     async def send(self, body: bytes | bytearray, *, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await super().send(body, more=more)
         self.last_sent = perf_counter()
 
     def send_now(self, body: bytes | bytearray) -> Awaitable[None] | None:
@@ -226,7 +171,7 @@ class Exchange:
             return None
         return _rest_of(sending, obstacle)
 
-    async def answer(self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = _JSON) -> None:
+    async def answer(self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = JSON) -> None:
         headers = [content_type, (b"content-length", b"%d" % len(body))]
         shortcut = self._shortcut
         if shortcut is not None and shortcut.answer(status, headers + self._usual_headers(), body):
@@ -238,33 +183,12 @@ class Exchange:
     async def answer_json(self, value: object, status: int = 200) -> None:
         await self.answer(encode(value), status)
 
-    async def refuse(self, error: ApiError, extra: Headers | None = None) -> None:
-        """Tell what is wrong; a body that nobody wants is not read to its end."""
-        body = encode(to_body(error))
-        headers: Headers = [_JSON, (b"content-length", b"%d" % len(body)), *(extra or [])]
+    async def refuse(self, error: ApiError) -> None:
+        """Tell what is wrong."""
+        headers: Headers = []
         if error.retry_after is not None:
-            headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after))))
-        if not self._unread:
-            await self.begin(error.status, headers)
-            await self.send(body, more=False)
-            return
-        headers.append((b"connection", b"close"))
-        await self.begin(error.status, headers)
-        await self.send(body)
-        # Closing at once would reset the connection, and a caller who still sends would never see the answer.
-        await self._linger()
-        await self.send(b"", more=False)
-
-    async def _linger(self) -> None:
-        taken = 0
-        try:
-            async with asyncio.timeout(_LINGER_SECONDS):
-                while self._unread and taken < _LINGER_BYTES:
-                    message = await self._receive()
-                    taken += len(message.get("body", b""))
-                    self._unread = message["type"] != "http.disconnect" and message.get("more_body", False)
-        except TimeoutError:
-            pass
+            headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
+        await self.end_early(error.status, headers, encode(to_body(error)))
 
 
 class Vigil:
@@ -338,7 +262,3 @@ def _rest_of[T](begun: Coroutine[Any, Any, T], obstacle: object) -> Generator[ob
                 obstacle = begun.send(found)
     except StopIteration as end:
         return end.value
-
-
-def _too_large(limit: int) -> BodyTooLarge:
-    return BodyTooLarge(f"The body is larger than {limit} bytes.")

@@ -1,14 +1,13 @@
 """Decodes request bodies, and says in OpenAI's words what is wrong with one; imports msgspec and `protocol`."""
 
 import re
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable
 
 import msgspec
 
 from fumehood.aside import aside
 from fumehood.gateway.exchange import Exchange
-from fumehood.protocol.errors import InvalidRequest, Unavailable
+from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.folding import INCLUDABLE
 from fumehood.protocol.responses import CreateResponse
 
@@ -21,55 +20,10 @@ _NUL = rb"\u0000"  # JSON knows no other way to write one
 _requests = msgspec.json.Decoder(CreateResponse)
 
 
-class Room:
-    """Room for the bodies of all requests together, in bytes. What comes in one piece needs none: every connection may
-    hold that much anyway.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.taken = 0
-
-    def place(self) -> "Place":
-        """A context manager; what is taken in it is given back at its end."""
-        return Place(self)
-
-    def take(self, size: int) -> None:
-        """Raises Unavailable."""
-        if self.taken + size > self._most:
-            raise Unavailable(
-                "This server has as many large requests as it can hold; try again soon.", retry_after=1.0
-            )
-        self.taken += size
-
-
-class Place:
-    """What one request has of the room."""
-
-    __slots__ = ("_room", "_taken")
-
-    def __init__(self, room: Room) -> None:
-        self._room = room
-        self._taken = 0
-
-    def take(self, size: int) -> None:
-        """Raises Unavailable."""
-        self._room.take(size)
-        self._taken += size
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._room.taken -= self._taken
-
-
-async def read_request(exchange: Exchange, limit: int, place: Place) -> CreateResponse:
+async def read_request(exchange: Exchange, limit: int, take: Callable[[int], None]) -> CreateResponse:
     """The body of POST /v1/responses; raises InvalidRequest, BodyTooLarge, Unavailable."""
     check_json(exchange)
-    body = await exchange.body(limit, place.take)
+    body = await exchange.body(limit, take)
     return await aside(len(body), _read, body)
 
 
@@ -84,11 +38,11 @@ def _read(body: bytes) -> CreateResponse:
 
 def check_json(exchange: Exchange) -> None:
     """A web page may post plain text to any address without asking first, but not JSON."""
-    kind = exchange.content_type.partition(b";")[0].strip().lower()
+    kind = exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind != b"application/json" and not kind.endswith(b"+json"):
         shown = kind.decode("latin-1")[:100]
         raise InvalidRequest(f"Unsupported content type: {shown!r}. Send Content-Type: application/json.")
-    if exchange.content_encoding.lower() not in (b"", b"identity"):
+    if exchange.headers.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
         raise InvalidRequest("A compressed body is not understood; send it as it is.")
 
 

@@ -1,23 +1,25 @@
 """/v1/responses: make one, blocking or streamed, read it, delete it; imports `interfaces`, `protocol` and siblings."""
 
+import asyncio
 from collections.abc import Collection
 
 from fumehood.gateway.exchange import Exchange, Vigil
+from fumehood.gateway.limits import Limits, Place
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
-from fumehood.gateway.reading import Room, check_include, read_request
+from fumehood.gateway.reading import check_include, read_request
 from fumehood.gateway.shown import shown
 from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
-from fumehood.protocol.errors import InvalidRequest, NotFound, RateLimited
+from fumehood.protocol.errors import InvalidRequest, NotFound
 from fumehood.protocol.folding import project_response
-from fumehood.protocol.responses import CreateResponse, Deleted, Response
+from fumehood.protocol.responses import CompactedResponse, CreateResponse, Deleted, Response, Usage
+from fumehood.serving.exchange import CallerLeft
 
 
 class Responses:
     """Handlers of one path each.
 
-    concurrent: how many responses may be in the making at once.
     always: what every answer includes, asked for or not.
     """
 
@@ -27,39 +29,31 @@ class Responses:
         store: Store,
         metrics: Metrics,
         *,
-        body_bytes: int,
-        all_body_bytes: int,
-        concurrent: int,
+        limits: Limits,
         always: Collection[str] = (),
         silence: float = SILENCE,
     ) -> None:
         self._runs = runs
         self._store = store
         self._metrics = metrics
-        self._body_bytes = body_bytes
-        self._room = Room(all_body_bytes)
-        self._concurrent = concurrent
-        self._running = 0
+        self._limits = limits
         self._always = frozenset(always)
         self._silence = silence
 
     async def create(self, exchange: Exchange, caller: Caller) -> None:
-        with self._room.place() as place:
-            request = await read_request(exchange, self._body_bytes, place)
-            if self._running >= self._concurrent:
-                raise RateLimited(
-                    f"This server makes {self._concurrent} responses at once; try again soon.",
-                    retry_after=1.0,
-                )
-            self._running += 1
-            try:
+        with self._limits.place() as place:
+            request = await self._read(exchange, caller, place)
+            with self._limits.running(caller):
                 await self._make(exchange, caller, request)
-            finally:
-                self._running -= 1
+
+    async def _read(self, exchange: Exchange, caller: Caller, place: Place) -> CreateResponse:
+        self._limits.count(caller, exchange.extra)
+        request = await read_request(exchange, self._limits.body_bytes(caller), place.take)
+        exchange.noted["model"] = request.model
+        return request
 
     async def _make(self, exchange: Exchange, caller: Caller, request: CreateResponse) -> None:
         include = self._always.union(request.include or ())
-        exchange.noted["model"] = request.model
         run = await self._runs.start(request, caller)
         exchange.noted["response_id"] = run.id
         if request.stream:
@@ -86,9 +80,38 @@ class Responses:
             return
         exchange.noted["outcome"] = response.status
         if response.usage is not None:
-            exchange.noted["input_tokens"] = response.usage.input_tokens
-            exchange.noted["output_tokens"] = response.usage.output_tokens
+            self._note_usage(exchange, response.usage)
         self._metrics.ended(response)
+
+    def _note_usage(self, exchange: Exchange, usage: Usage) -> None:
+        exchange.noted["input_tokens"] = usage.input_tokens
+        exchange.noted["output_tokens"] = usage.output_tokens
+
+    async def count(self, exchange: Exchange, caller: Caller) -> None:
+        with self._limits.place() as place:
+            request = await self._read(exchange, caller, place)
+            await exchange.answer_json(await self._runs.count(request, caller))
+
+    async def compact(self, exchange: Exchange, caller: Caller) -> None:
+        with self._limits.place() as place:
+            request = await self._read(exchange, caller, place)
+            with self._limits.running(caller):
+                compacted = await self._compacted(exchange, caller, request)
+        self._note_usage(exchange, compacted.usage)
+        self._metrics.used(compacted.usage)
+        await exchange.answer_json(compacted)
+
+    async def _compacted(
+        self, exchange: Exchange, caller: Caller, request: CreateResponse
+    ) -> CompactedResponse:
+        task = asyncio.ensure_future(self._runs.compact(request, caller))
+        with Vigil(exchange, lambda: _stop(task)) as vigil:
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if vigil.left:
+                    raise CallerLeft from None
+                raise
 
     async def get(self, exchange: Exchange, caller: Caller) -> None:
         include = self._include(exchange)
@@ -132,6 +155,10 @@ class Responses:
         asked = exchange.queries("include")
         check_include(asked)
         return self._always.union(asked)
+
+
+def _stop(task: asyncio.Future[CompactedResponse]) -> None:
+    task.cancel()
 
 
 def _not_found(response_id: str) -> NotFound:

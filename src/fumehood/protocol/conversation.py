@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+COMPACTION = "compaction"
+"""The type of an item that stands for everything before it."""
+
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     """A hosted call and its result exactly as the model wrote and read them, so that replay is byte-stable.
@@ -39,7 +42,14 @@ class Segment:
     """What one response added to a conversation: its input, then its output. Never changed once it is made.
 
     renderings: the same in a model server's own words, kept by whoever speaks that dialect, under its name.
+    compacted: the place of its last compaction, -1 if it has none; looked up once, since every request asks.
     """
 
     entries: tuple[Entry, ...]
     renderings: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    compacted: int = field(init=False, default=-1)
+
+    def __post_init__(self) -> None:
+        for place, entry in enumerate(self.entries):
+            if entry.type == COMPACTION:
+                object.__setattr__(self, "compacted", place)

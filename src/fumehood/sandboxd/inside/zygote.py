@@ -13,9 +13,11 @@ from typing import Any, NoReturn
 
 from fumehood.sandboxd.inside import (
     children,
+    filters,
     interpreter,
     jail,
     layout,
+    mappings,
     preload,
     rehearsal,
     runner,
@@ -107,12 +109,16 @@ def run(control: socket.socket, link: socket.socket, program: bytes, request: di
     prepared = runner.Runner()
     if thorough:
         prepared.rehearse(rehearsal.programs())
+        rehearsal.forget_lookups()
+        prepared.rehearse(rehearsal.simplest_programs())
     zygote = Zygote(control, link, program, jail.Plan(**request["common"]), prepared)
     renew_secrets()
     interpreter.cached()
+    filters.prepared(program)
     preload.freeze(for_many=thorough)
     if memory is not None:
         memory.settle()
+        mappings.join_code()
     _make_root_read_only()
     zygote.report(about(problems))
     zygote.serve()
