@@ -186,6 +186,17 @@ async def test_a_body_that_names_what_is_anothers(
     assert (await ask(house.ann, ann)).status == 200
 
 
+async def test_files_for_a_container_cannot_be_named_yet(house: House, ann: Objects) -> None:
+    """When they can, this belongs into `BODIES`."""
+    answers = [
+        await house.ann.create(
+            tools=[{"type": "code_interpreter", "container": {"type": "auto", "file_ids": [file_id]}}]
+        )
+        for file_id in (ann.file_id, invented(ann).file_id)
+    ]
+    assert [answer.error for answer in answers] == [(400, None, "tools")] * 2
+
+
 async def test_a_call_that_is_given_back_does_not_open_its_container(house: House, ann: Objects) -> None:
     """Who knows the ids of a call may write its item himself; the container stays its owner's."""
     call = {"type": "code_interpreter_call", "id": ann.call_id, "code": "x", "container_id": ann.container_id}
