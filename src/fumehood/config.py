@@ -161,6 +161,7 @@ class LimitSettings(_Section, frozen=True):
     requests_per_minute, concurrent, containers_per_tenant, body_bytes: what each key may do, unless it was made with
         other limits; `concurrent` are responses in the making at once.
     concurrent_total: the same of everybody together.
+    body_bytes_total: the bodies of all requests that are worked on, together.
     turns, response_seconds: how often the model may be asked for one response, and how long that may take.
     behind_events, behind_seconds: how far a reader of a stream may fall behind, and for how long.
     """
@@ -170,6 +171,7 @@ class LimitSettings(_Section, frozen=True):
     concurrent_total: Positive = 512
     containers_per_tenant: Positive = 50
     body_bytes: Positive = 32 << 20
+    body_bytes_total: Positive = 512 << 20
     turns: Positive = 64
     response_seconds: Seconds = 1800.0
     behind_events: Positive = 10_000

@@ -152,6 +152,7 @@ async def assembled(
                     body_bytes=limits.body_bytes,
                 ),
                 total=limits.concurrent_total,
+                body_bytes_total=limits.body_bytes_total,
                 monotonic=clock.monotonic,
             ),
             always_include=(OUTPUTS,) if always else (),
@@ -181,11 +182,16 @@ class _CountedModels:
     def __init__(self, models: Models, metrics: Metrics) -> None:
         self._models = models
         self._metrics = metrics
+        self._counted: dict[ModelBackend, ModelBackend] = {}
         self.cards = models.cards
         self.close = models.close
 
     def backend(self, model: str) -> ModelBackend:
-        return _CountedBackend(self._models.backend(model), self._metrics)
+        backend = self._models.backend(model)
+        counted = self._counted.get(backend)
+        if counted is None:
+            counted = self._counted[backend] = _CountedBackend(backend, self._metrics)
+        return counted
 
 
 class _CountedBackend:

@@ -34,8 +34,7 @@ from fumehood.protocol.models import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Toolbox:
+class Toolbox(msgspec.Struct, frozen=True, kw_only=True):
     """What the model may call: hosted tools, and the client's functions and custom tools, by name."""
 
     hosted: Mapping[str, OfferedTool]

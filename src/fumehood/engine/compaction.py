@@ -7,11 +7,12 @@ sees the item; it is shown what the item stands for, as ordinary messages.
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import replace
 
 from fumehood.engine.tokens import BYTES_A_TOKEN, Tokens, estimate, tokens_of
 from fumehood.engine.truncation import fitted, is_instruction, role_of

@@ -49,8 +49,7 @@ _MOST_TOOLS = 512
 _SERVICE_TIERS = frozenset({"default", "flex", "scale", "priority", "fast", "ultrafast"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a loop needs, checked.
 
     window: the conversation with what this request adds to it, as far as the model is shown it.
@@ -120,9 +119,11 @@ class Preparation:
         past = await self._history.past(request, caller)
         added = Segment(await self._history.input(request, caller, past))
         window = self._compactor.window(caller, past, added)
-        offered = await self._offer(specs, caller, (window.remembered, *window.segments))
-        tools = _Tools.gather(specs, offered)
-        choice = read_choice(request.tool_choice) if request.tool_choice is not None else ToolChoice()
+        tools = _NO_TOOLS
+        if specs:
+            offered = await self._offer(specs, caller, (window.remembered, *window.segments))
+            tools = _Tools.gather(specs, offered)
+        choice = _NO_CHOICE if request.tool_choice is None else read_choice(request.tool_choice)
         functions, chosen = tools.choose(choice)
         return Prepared(
             caller=caller,
@@ -331,6 +332,10 @@ class _Tools:
             functions=frozenset(names - self.hosted.keys() - self.customs),
             customs=self.customs & names,
         )
+
+
+_NO_TOOLS = _Tools.gather([], [])
+_NO_CHOICE = ToolChoice()
 
 
 def _spec_of(function: FunctionTool) -> FunctionSpec:

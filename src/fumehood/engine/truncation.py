@@ -5,9 +5,9 @@ many turns, so that the model server's cache of the prompt holds.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
+from msgspec.structs import replace
 
 from fumehood.engine.tokens import Tokens, estimate, tokens_of
 from fumehood.interfaces import Caller, ModelBackend

@@ -1,9 +1,11 @@
 """Decodes request bodies, and says in OpenAI's words what is wrong with one; imports msgspec and `protocol`."""
 
 import re
+from collections.abc import Callable
 
 import msgspec
 
+from fumehood.aside import aside
 from fumehood.gateway.exchange import Exchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.folding import INCLUDABLE
@@ -13,17 +15,27 @@ _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _GOT = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`")
 _ABSENT = re.compile(r"^Object missing required field `([^`]*)`")
 
+_NUL = rb"\u0000"  # JSON knows no other way to write one
+
 _requests = msgspec.json.Decoder(CreateResponse)
 
 
-async def read_request(exchange: Exchange, limit: int) -> tuple[CreateResponse, bytes]:
-    """The body of POST /v1/responses, read and as it came; raises InvalidRequest, BodyTooLarge."""
+async def read_request(
+    exchange: Exchange, limit: int, take: Callable[[int], None]
+) -> tuple[CreateResponse, bytes]:
+    """The body of POST /v1/responses, read and as it came; raises InvalidRequest, BodyTooLarge, Unavailable."""
     check_json(exchange)
-    body = await exchange.body(limit)
+    body = await exchange.body(limit, take)
+    return await aside(len(body), _read, body), body
+
+
+def _read(body: bytes) -> CreateResponse:
     request = decode(_requests, body)
-    check_include(request.include or ())
-    _check_texts(request)
-    return request, body
+    if request.include:
+        check_include(request.include)
+    if _NUL in body:
+        _check_texts(request)
+    return request
 
 
 def check_json(exchange: Exchange) -> None:

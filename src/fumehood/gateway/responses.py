@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Collection
 
 from fumehood.gateway.exchange import Exchange, Vigil
-from fumehood.gateway.limits import Limits
+from fumehood.gateway.limits import Limits, Place
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.reading import check_include, read_request
@@ -43,19 +43,22 @@ class Responses:
         self._repeats = Repeats(runs, store, limits, metrics, silence)
 
     async def create(self, exchange: Exchange, caller: Caller) -> None:
-        request, body = await self._read(exchange, caller)
-        include = self._always.union(request.include or ())
-        header = exchange.headers.get(b"idempotency-key")
-        if header is None:
+        with self._limits.place() as place:
+            request, body = await self._read(exchange, caller, place)
+            include = self._always.union(request.include or ())
+            header = exchange.headers.get(b"idempotency-key")
+            if header is not None:
+                asked = Asked(caller, checked_key(header), digest_of(body), request, include)
+                del body  # it may be large, and the run long
+                self._note(exchange, await self._repeats.answer(exchange, asked))
+                return
+            del body
             with self._limits.running(caller):
                 await self._make(exchange, caller, request, include)
-            return
-        asked = Asked(caller, checked_key(header), digest_of(body), request, include)
-        self._note(exchange, await self._repeats.answer(exchange, asked))
 
-    async def _read(self, exchange: Exchange, caller: Caller) -> tuple[CreateResponse, bytes]:
+    async def _read(self, exchange: Exchange, caller: Caller, place: Place) -> tuple[CreateResponse, bytes]:
         self._limits.count(caller, exchange.extra)
-        request, body = await read_request(exchange, self._limits.body_bytes(caller))
+        request, body = await read_request(exchange, self._limits.body_bytes(caller), place.take)
         exchange.noted["model"] = request.model
         return request, body
 
@@ -97,23 +100,30 @@ class Responses:
         exchange.noted["output_tokens"] = usage.output_tokens
 
     async def count(self, exchange: Exchange, caller: Caller) -> None:
-        request, _ = await self._read(exchange, caller)
-        await exchange.answer_json(await self._runs.count(request, caller))
+        with self._limits.place() as place:
+            request, _ = await self._read(exchange, caller, place)
+            await exchange.answer_json(await self._runs.count(request, caller))
 
     async def compact(self, exchange: Exchange, caller: Caller) -> None:
-        request, _ = await self._read(exchange, caller)
-        with self._limits.running(caller):
-            task = asyncio.ensure_future(self._runs.compact(request, caller))
-            with Vigil(exchange, lambda: _stop(task)) as vigil:
-                try:
-                    compacted = await task
-                except asyncio.CancelledError:
-                    if vigil.left:
-                        raise CallerLeft from None
-                    raise
+        with self._limits.place() as place:
+            request, _ = await self._read(exchange, caller, place)
+            with self._limits.running(caller):
+                compacted = await self._compacted(exchange, caller, request)
         self._note_usage(exchange, compacted.usage)
         self._metrics.used(compacted.usage)
         await exchange.answer_json(compacted)
+
+    async def _compacted(
+        self, exchange: Exchange, caller: Caller, request: CreateResponse
+    ) -> CompactedResponse:
+        task = asyncio.ensure_future(self._runs.compact(request, caller))
+        with Vigil(exchange, lambda: _stop(task)) as vigil:
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if vigil.left:
+                    raise CallerLeft from None
+                raise
 
     async def get(self, exchange: Exchange, caller: Caller) -> None:
         include = self._include(exchange)

@@ -18,6 +18,7 @@ LONGEST_LINE = 1 << 25  # and the longest answer that is not streamed
 LONGEST_ANSWER = 1 << 29  # in all, whatever it says or does not say
 MOST_TOKENS = 1 << 48  # that are believed
 
+_LONGEST_ODD = 1 << 21  # bytes that are worth the slow way of reading what is not quite JSON
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -215,6 +216,8 @@ class AnswerParser[Told](ABC):
 
 def _loosely[Told](payload: bytes, decoder: msgspec.json.Decoder[Told]) -> Told:
     """What can be read of it; raises ValueError."""
+    if len(payload) > _LONGEST_ODD:
+        raise ValueError("it is too long for something that is not quite JSON")
     value = json.loads(
         payload.decode(errors="replace"), parse_float=_finite, parse_int=_finite, parse_constant=_nothing
     )

@@ -31,7 +31,7 @@ class _Turn:
         self.segment = segment
         self.before = before
         self.users = 0
-        self.weight = sum(_weight(entry) for entry in segment.entries)
+        self.weight = sum(map(weight, segment.entries))
 
     @property
     def end(self) -> int:
@@ -47,7 +47,8 @@ class _Turn:
         return segments
 
 
-def _weight(entry: Entry) -> int:
+def weight(entry: Entry) -> int:
+    """About how many bytes it takes, here and on the disk."""
     seen = entry.exchange
     shown = len(seen.arguments) + len(seen.output) + sum(map(len, seen.images)) if seen is not None else 0
     return _ENTRY_OVERHEAD + 2 * (len(entry.raw) + shown)

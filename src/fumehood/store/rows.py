@@ -18,7 +18,7 @@ from fumehood.protocol.conversation import Entry, Exchange
 from fumehood.protocol.items import AuthoredItem, OutputItem
 from fumehood.protocol.keys import ApiKey
 from fumehood.protocol.responses import INTERRUPTED, Response
-from fumehood.store.cached import Place
+from fumehood.store.cached import Place, weight
 
 # A fork of a fork of …: every level is a step of each read, so a deeper one gets a copy of what it stands on.
 DEEPEST_FORK = 8
@@ -43,11 +43,16 @@ class Head(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a response ended. `foreign` are the numbers of those output items that stay the bytes they came as."""
+    """How a response ended.
+
+    foreign: the numbers of those output items that stay the bytes they came as.
+    weight: about how many bytes all of it is.
+    """
 
     head: Head
     entries: Sequence[Entry]
     foreign: Collection[int]
+    weight: int
 
 
 class Base(NamedTuple):
@@ -71,7 +76,8 @@ def head_of(tenant: str, response: Response) -> Head:
 
 def ending_of(tenant: str, response: Response, entries: Sequence[Entry]) -> Ending:
     foreign = [number for number, item in enumerate(response.output) if isinstance(item, msgspec.Raw)]
-    return Ending(head_of(tenant, response), tuple(entries), foreign)
+    head = head_of(tenant, response)
+    return Ending(head, tuple(entries), foreign, len(head.body) + sum(map(weight, entries)))
 
 
 # --- leases -------------------------------------------------------------------------------------------
@@ -124,7 +130,7 @@ def recover(db: sqlite3.Connection, only_owner: str | None) -> list[str]:
 
 def end_begun(db: sqlite3.Connection, ending: Ending) -> Place | None:
     """The end of a response that `begin` has written; where its items are, if it has any."""
-    head, entries, _ = ending
+    head, entries = ending.head, ending.entries
     thread, start = db.execute("SELECT thread, start_pos FROM responses WHERE id = ?", (head.id,)).fetchone()
     place = _append(db, ending, Base(thread, start))
     db.execute(

@@ -102,11 +102,12 @@ class SqliteStore:
         self._database.check()
         response = msgspec.structs.replace(response, output=[])
 
+        head = rows.head_of(tenant, response)
+
         def work(db: sqlite3.Connection) -> None:
-            head = rows.head_of(tenant, response)
             rows.begin(db, head, self._owner, _FIRST_EPOCH, self._lease_seconds)
 
-        job = Job(work)
+        job = Job(work, size=len(head.body))
         self._running[response.id] = _Begun(tenant, response, job)
         self._write_soon(response.id, job)
         return Lease(response.id, _FIRST_EPOCH)
@@ -147,7 +148,7 @@ class SqliteStore:
 
         beginning = self._unwritten.pop(response_id, None)
         try:
-            ended = await self._database.write(work, remember)
+            ended = await self._database.write(work, remember, ending.weight)
         except sqlite3.IntegrityError:  # there is one of that id
             raise Fenced(response_id) from None
         except Unavailable:
