@@ -26,6 +26,7 @@ type LogLevel = Literal["debug", "info", "warning", "error"]
 PREFIX = "FUMEHOOD_"
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SQLITE = "sqlite:///"
+_ORIGIN = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 
 
 class Misconfigured(ValueError):
@@ -39,12 +40,14 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class ServerSettings(_Section, frozen=True):
     """
     hosts: names by which clients may call the server besides localhost and addresses.
+    cors_origins: web pages that may ask it, as browsers write their origins; `*` for all.
     grace: seconds that running responses have to end when the server is stopped.
     """
 
     host: str = "127.0.0.1"
     port: Port = 8080
     hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
     grace: Annotated[float, Meta(ge=0, le=3600)] = 30.0
 
     @property
@@ -317,6 +320,9 @@ def _problems(config: Config) -> Iterator[str]:
     for number, model in enumerate(config.models):
         for problem in _variable_problems("api_key_env", model.api_key_env):
             yield f"models[{number}].{problem}"
+    for origin in config.server.cors_origins:
+        if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+            yield "server.cors_origins: an origin is written as browsers do, e.g. https://app.example; or *."
     interpreter = config.providers.code_interpreter
     if interpreter.enabled:
         for problem in _interpreter_problems(interpreter.settings):

@@ -19,6 +19,7 @@ from fumehood.gateway.app import Gateway
 from fumehood.gateway.auth import Callers, Everybody, KeyHolders
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import Metrics
+from fumehood.gateway.origins import ANY, Origins
 from fumehood.gateway.request_log import RequestLines, RequestLog, to_logging
 from fumehood.gateway.server import Server
 from fumehood.interfaces import (
@@ -109,6 +110,12 @@ async def assembled(
     async with AsyncExitStack() as stack:
         store = await _store(config, stack)
         callers = await _callers(config, store, clock, stack)
+        keyless = not isinstance(callers, KeyHolders) or callers.open
+        if keyless and ANY in config.server.cors_origins:
+            raise Misconfigured(
+                "server.cors_origins: without keys, * would let every web page run code here: name the origins, or "
+                "make a key with `fumehood keys create`."
+            )
         blobs = DiskBlobs(Path(config.storage.blobs))
         try:
             models = open_models(config.models, clock, environ)
@@ -135,6 +142,7 @@ async def assembled(
             models=models,
             containers=containers,
             callers=callers,
+            origins=Origins(config.server.cors_origins),
             metrics=metrics,
             log=log,
             limits=Limits(
@@ -150,7 +158,7 @@ async def assembled(
             always_include=(OUTPUTS,) if always else (),
             show_metrics=config.telemetry.metrics,
         )
-        yield Assembled(gateway, runs, not isinstance(callers, KeyHolders) or callers.open)
+        yield Assembled(gateway, runs, keyless)
 
 
 def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:

@@ -14,7 +14,7 @@ from fumehood.engine.tokens import Tokens, estimate, tokens_of
 from fumehood.interfaces import Caller
 from fumehood.models.chat_rendering import ChatRenderer, Dialect
 from fumehood.protocol.conversation import Segment
-from fumehood.protocol.errors import InvalidRequest, ModelError, ModelUnreachable
+from fumehood.protocol.errors import InvalidRequest, ModelError, ModelUnreachable, Unavailable
 from fumehood.protocol.folding import fold
 from fumehood.protocol.items import Compaction, Message
 from fumehood.protocol.models import AnyModelEvent, ModelProfile, ModelRequest
@@ -279,6 +279,25 @@ async def test_only_the_latest_messages_are_kept_and_the_summary_is_bounded() ->
     assert [text.split()[0] for who, text in shown if who == "user"] == ["7", "8", "9", "Now"]
     assert sum(map(tokens_of, model.requests[1].segments)) < 2400
     assert len(answer.output[0].encrypted_content) < 16_000
+
+
+async def test_a_server_that_stops_ends_compactions_and_says_so() -> None:
+    begun = asyncio.Event()
+
+    def waits(_: ModelRequest) -> list[asyncio.Event]:
+        begun.set()
+        return [asyncio.Event()]
+
+    model = ScriptedModel(waits)
+    engine = Engine(model)
+    task = asyncio.create_task(compacted(engine, input="Hi"))
+    await begun.wait()
+    await engine.runs.drain(0)
+    with pytest.raises(Unavailable):
+        await task
+    assert model.aborted == model.requests
+    with pytest.raises(Unavailable):
+        await compacted(engine, input="Hi")
 
 
 @pytest.mark.parametrize("body", [{"input": "Hi", "model": None}, {}])

@@ -104,8 +104,12 @@ class EngineRuns:
         self._compacting: set[asyncio.Task[CompactedResponse]] = set()
         self._preparation = Preparation(history, self._compactor, by_type, disabled_tools, clock)
 
-    async def start(self, request: CreateResponse, caller: Caller) -> EngineRun:
+    async def start(
+        self, request: CreateResponse, caller: Caller, response_id: str | None = None
+    ) -> EngineRun:
         prepared = await self._preparation.prepare(request, caller)
+        if response_id is not None:
+            prepared.response.id = response_id
         backend = self._models.backend(prepared.response.model)
         if backend.profile(prepared.response.model).counts and _must_fit(prepared):
             await check_length(self._tokens, backend, caller, prepared.first_request())

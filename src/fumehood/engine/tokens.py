@@ -127,9 +127,9 @@ class Tokens:
 
         left_out: estimated tokens of the conversation that it was not shown.
         """
-        if not made or made[-1].id is None:
+        if not made or made[-1].id is None or usage.input_tokens <= 0:  # some servers tell zeros
             return
-        told = usage.input_tokens + usage.output_tokens - usage.output_tokens_details.reasoning_tokens
+        told = usage.input_tokens + max(0, usage.output_tokens - usage.output_tokens_details.reasoning_tokens)
         for entry in made:
             if entry.exchange is not None:  # its result was not written by the model, and will be read by it
                 told += _size(entry.exchange.output) // BYTES_A_TOKEN

@@ -20,11 +20,16 @@ _NUL = rb"\u0000"  # JSON knows no other way to write one
 _requests = msgspec.json.Decoder(CreateResponse)
 
 
-async def read_request(exchange: Exchange, limit: int, take: Callable[[int], None]) -> CreateResponse:
-    """The body of POST /v1/responses; raises InvalidRequest, BodyTooLarge, Unavailable."""
+async def read_request(
+    exchange: Exchange, limit: int, take: Callable[[int], None]
+) -> tuple[CreateResponse, bytes]:
+    """The body of POST /v1/responses, read and as it came; raises InvalidRequest, BodyTooLarge, Unavailable.
+
+    take: see `Exchange.body`.
+    """
     check_json(exchange)
     body = await exchange.body(limit, take)
-    return await aside(len(body), _read, body)
+    return await aside(len(body), _read, body), body
 
 
 def _read(body: bytes) -> CreateResponse:

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import Collection
 
+from fumehood.aside import aside
 from fumehood.gateway.exchange import Exchange, Vigil
 from fumehood.gateway.limits import Limits, Place
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.reading import check_include, read_request
+from fumehood.gateway.repeats import Asked, Repeats, checked_key, digest_of
 from fumehood.gateway.shown import shown
 from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
@@ -39,21 +41,31 @@ class Responses:
         self._limits = limits
         self._always = frozenset(always)
         self._silence = silence
+        self._repeats = Repeats(runs, store, limits, metrics, silence)
 
     async def create(self, exchange: Exchange, caller: Caller) -> None:
         with self._limits.place() as place:
-            request = await self._read(exchange, caller, place)
+            request, body = await self._read(exchange, caller, place)
+            include = self._always.union(request.include or ())
+            header = exchange.headers.get(b"idempotency-key")
+            if header is not None:
+                digest = await aside(len(body), digest_of, body)
+                asked = Asked(caller, checked_key(header), digest, request, include)
+                self._note(exchange, await self._repeats.answer(exchange, asked))
+                return
+            del body  # a run takes longer than it should be kept
             with self._limits.running(caller):
-                await self._make(exchange, caller, request)
+                await self._make(exchange, caller, request, include)
 
-    async def _read(self, exchange: Exchange, caller: Caller, place: Place) -> CreateResponse:
+    async def _read(self, exchange: Exchange, caller: Caller, place: Place) -> tuple[CreateResponse, bytes]:
         self._limits.count(caller, exchange.extra)
-        request = await read_request(exchange, self._limits.body_bytes(caller), place.take)
+        request, body = await read_request(exchange, self._limits.body_bytes(caller), place.take)
         exchange.noted["model"] = request.model
-        return request
+        return request, body
 
-    async def _make(self, exchange: Exchange, caller: Caller, request: CreateResponse) -> None:
-        include = self._always.union(request.include or ())
+    async def _make(
+        self, exchange: Exchange, caller: Caller, request: CreateResponse, include: Collection[str]
+    ) -> None:
         run = await self._runs.start(request, caller)
         exchange.noted["response_id"] = run.id
         if request.stream:
@@ -67,6 +79,8 @@ class Responses:
         else:
             response = await self._wait(exchange, run, include)
         self._note(exchange, response)
+        if response is not None:
+            self._metrics.ended(response)
 
     async def _wait(self, exchange: Exchange, run: Run, include: Collection[str]) -> Response:
         with Vigil(exchange, lambda: run.cancel(GONE)):
@@ -81,7 +95,6 @@ class Responses:
         exchange.noted["outcome"] = response.status
         if response.usage is not None:
             self._note_usage(exchange, response.usage)
-        self._metrics.ended(response)
 
     def _note_usage(self, exchange: Exchange, usage: Usage) -> None:
         exchange.noted["input_tokens"] = usage.input_tokens
@@ -89,12 +102,12 @@ class Responses:
 
     async def count(self, exchange: Exchange, caller: Caller) -> None:
         with self._limits.place() as place:
-            request = await self._read(exchange, caller, place)
+            request, _ = await self._read(exchange, caller, place)
             await exchange.answer_json(await self._runs.count(request, caller))
 
     async def compact(self, exchange: Exchange, caller: Caller) -> None:
         with self._limits.place() as place:
-            request = await self._read(exchange, caller, place)
+            request, _ = await self._read(exchange, caller, place)
             with self._limits.running(caller):
                 compacted = await self._compacted(exchange, caller, request)
         self._note_usage(exchange, compacted.usage)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from fumehood.interfaces import IdempotencyClaim
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Exchange
 from fumehood.protocol.items import AuthoredItem, OutputItem
@@ -388,6 +389,29 @@ def files(db: sqlite3.Connection, container_id: str) -> list[ContainerFileRecord
 def unused_blobs(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
     used = "SELECT 1 FROM files WHERE blob = ? LIMIT 1"
     return [name for name in names if db.execute(used, (name,)).fetchone() is None]
+
+
+# --- claims -------------------------------------------------------------------------------------------
+
+
+def claim(
+    db: sqlite3.Connection, tenant: str, key: str, wanted: IdempotencyClaim, seconds: float
+) -> IdempotencyClaim | None:
+    db.execute("DELETE FROM claims WHERE expires <= julianday('now')")
+    found = db.execute(
+        "SELECT digest, response FROM claims WHERE tenant = ? AND key = ?", (tenant, key)
+    ).fetchone()
+    if found is not None:
+        return IdempotencyClaim(*found)
+    db.execute(
+        "INSERT INTO claims (tenant, key, digest, response, expires) VALUES (?, ?, ?, ?, julianday('now', ?))",
+        (tenant, key, wanted.digest, wanted.response_id, f"{seconds} seconds"),
+    )
+    return None
+
+
+def release(db: sqlite3.Connection, tenant: str, key: str, response_id: str) -> None:
+    db.execute("DELETE FROM claims WHERE tenant = ? AND key = ? AND response = ?", (tenant, key, response_id))
 
 
 # --- keys ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Self
 
 import msgspec
 
-from fumehood.interfaces import Fenced, Lease
+from fumehood.interfaces import Fenced, IdempotencyClaim, Lease
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import Unavailable
@@ -227,6 +227,16 @@ class SqliteStore:
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
         return await self._database.read(lambda db: rows.unused_blobs(db, names))
+
+    # --- claims ---------------------------------------------------------------------------------------
+
+    async def claim(
+        self, tenant: str, key: str, claim: IdempotencyClaim, seconds: float
+    ) -> IdempotencyClaim | None:
+        return await self._database.write(lambda db: rows.claim(db, tenant, key, claim, seconds))
+
+    async def release(self, tenant: str, key: str, response_id: str) -> None:
+        await self._database.write(lambda db: rows.release(db, tenant, key, response_id))
 
     # --- keys -----------------------------------------------------------------------------------------
 

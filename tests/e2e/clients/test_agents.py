@@ -82,18 +82,19 @@ async def test_functions_beside_the_interpreter(house: House, client: AsyncOpenA
         return f"2 {currency}"
 
     house.model.script(
-        calls(call("rate", {"currency": "EUR"}, call_id="call_rate")), runs("print(2 * 21)"), answer("42 EUR")
+        calls(
+            call("rate", {"currency": "EUR"}, call_id="call_rate"),
+            call("code_interpreter", {"code": "pieces = 21"}, call_id="call_code", index=1),
+        ),
+        runs("print(2 * pieces)"),
+        answer("42 EUR"),
     )
-    done = await Runner.run(agent_of(client, rate), "21?", run_config=QUIET)
+    done = await Runner.run(agent_of(client, rate), "What are 21 worth?", run_config=QUIET)
     assert done.final_output == "42 EUR"
-    assert [message["role"] for message in house.model.asked[-1].json["messages"]] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-        "tool",
-    ]
+    messages = house.model.asked[-1].json["messages"]
+    assert [message["role"] for message in messages[2:]] == ["assistant", "tool", "tool", "assistant", "tool"]
+    assert messages[3]["content"] == "2 EUR"
+    assert messages[-1]["content"] == "42"
 
 
 async def streamed(agent: Agent) -> Any:
