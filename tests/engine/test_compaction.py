@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import Raw
 
 from fumehood.engine.tokens import Tokens, estimate, tokens_of
 from fumehood.interfaces import Caller
@@ -17,7 +18,7 @@ from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import InvalidRequest, ModelError, ModelUnreachable, Unavailable
 from fumehood.protocol.folding import fold
 from fumehood.protocol.items import Compaction, Message
-from fumehood.protocol.models import AnyModelEvent, ModelProfile, ModelRequest
+from fumehood.protocol.models import AnyModelEvent, ItemPassed, ModelProfile, ModelRequest
 from fumehood.protocol.responses import CreateResponse, Usage
 from fumehood.store.sealing import KeyedSealer
 from fumehood.testing import Answer, ScriptedModel, ScriptedTool, calls, says, thinks
@@ -168,6 +169,16 @@ async def test_a_short_conversation_is_left_alone_and_so_is_one_that_cannot_beco
         await engine.block(input="Hi", context_management=MANAGED)
         await engine.block(input="Hi", instructions="x" * 10_000, context_management=MANAGED)
     assert len(model.requests) == 2
+
+
+async def test_a_compaction_of_another_server_is_none() -> None:
+    theirs = ItemPassed(Raw(b'{"type":"compaction","id":"cmp_1","encrypted_content":"theirs"}'), False)
+    async with ScriptedModel([theirs, *says("Hello.")], says("Yes.")) as model:
+        engine = Engine(model)
+        first = await engine.block(input="Hi")
+        assert [type(item).__name__ for item in first.output] == ["Message"]
+        await engine.block(input="Ho", previous_response_id=first.id)
+    assert [text for _, text in texts(model.requests[1])] == ["Hi", "Hello.", "Ho"]
 
 
 async def test_usage_tells_of_summaries_too_and_is_what_counts() -> None:

@@ -136,9 +136,7 @@ class Preparation:
             compaction=compaction,
             toolbox=tools.toolbox(functions),
             functions=functions,
-            others=[
-                spec for spec in specs if spec.type not in self._tools and spec.type not in _CLIENT_TOOLS
-            ],
+            others=[spec for spec in specs if self._is_other(spec, choice)],
             choice=chosen,
             sampling=_sampling(request),
         )
@@ -160,6 +158,14 @@ class Preparation:
                     "This server does not compact.", param=where, code="unsupported_parameter"
                 )
         return found
+
+    def _is_other(self, spec: ToolSpec, choice: ToolChoice) -> bool:
+        """Whether it is nobody's here, and the model may use it; what is forced leaves the others in sight."""
+        if spec.type in self._tools or spec.type in _CLIENT_TOOLS:
+            return False
+        if choice.only is None or (choice.mode == "required" and len(choice.only) == 1):
+            return True
+        return any(kind == spec.type and name in (None, spec.name) for kind, name in choice.only)
 
     async def _offer(
         self, specs: Sequence[ToolSpec], caller: Caller, past: Sequence[Segment]

@@ -50,10 +50,11 @@ class Responses:
             header = exchange.headers.get(b"idempotency-key")
             if header is not None:
                 digest = await aside(len(body), digest_of, body)
+                del body  # it may be large, and the run long
                 asked = Asked(caller, checked_key(header), digest, request, include)
                 self._note(exchange, await self._repeats.answer(exchange, asked))
                 return
-            del body  # a run takes longer than it should be kept
+            del body
             with self._limits.running(caller):
                 await self._make(exchange, caller, request, include)
 

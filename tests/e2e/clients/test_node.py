@@ -3,9 +3,11 @@
 `make test-clients` installs them beside this file, with the Node.js of the development environment.
 """
 
+import importlib.util
 import json
 import os
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -103,8 +105,7 @@ def test_a_model_server_that_breaks(house: House, client: tuple[str, ...]) -> No
 # --- Codex --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def codex(house: House, tmp_path: Path) -> Mapping[str, str]:
+def codex_home(house: House, tmp_path: Path, method: str) -> Mapping[str, str]:
     """The environment of a Codex that knows the gateway alone. Whatever else it looks for is not there."""
     home = tmp_path / "home"
     home.mkdir()
@@ -118,6 +119,7 @@ def codex(house: House, tmp_path: Path) -> Mapping[str, str]:
         name = "Fumehood"
         base_url = "{house.served.url}"
         wire_api = "responses"
+        supports_websockets = {str(method == "WEBSOCKET").lower()}
 
         [analytics]
         enabled = false
@@ -137,7 +139,26 @@ def codex(house: House, tmp_path: Path) -> Mapping[str, str]:
     }
 
 
-def test_codex(house: House, codex: Mapping[str, str], tmp_path: Path) -> None:
+def logged(house: House, method: str) -> int:
+    """How many responses were made that way."""
+    return sum(f'"method":"{method}","route":"/v1/responses"' in line for line in house.served.output)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "POST",
+        pytest.param(
+            "WEBSOCKET",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("fumehood.gateway.websocket") is None, reason="it is not served yet"
+            ),
+        ),
+    ],
+)
+def test_codex(house: House, tmp_path: Path, method: str) -> None:
+    codex = codex_home(house, tmp_path, method)
+    before = logged(house, method)
     place = tmp_path / "project"
     place.mkdir()
     (place / "notes.txt").write_text("The word is fume.")
@@ -158,3 +179,7 @@ def test_codex(house: House, codex: Mapping[str, str], tmp_path: Path) -> None:
     (resumed,) = house.model.asked
     roles = [message["role"] for message in resumed.json["messages"]]
     assert roles[-4:] == ["assistant", "tool", "assistant", "user"]
+    until = time.monotonic() + PATIENCE
+    while logged(house, method) < before + 3 and time.monotonic() < until:
+        time.sleep(0.02)  # the log is written a little later
+    assert logged(house, method) >= before + 3
