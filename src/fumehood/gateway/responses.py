@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Collection
 
+from fumehood.aside import aside
 from fumehood.gateway.exchange import Exchange, Vigil
 from fumehood.gateway.limits import Limits, Place
 from fumehood.gateway.listing import page
@@ -48,8 +49,9 @@ class Responses:
             include = self._always.union(request.include or ())
             header = exchange.headers.get(b"idempotency-key")
             if header is not None:
-                asked = Asked(caller, checked_key(header), digest_of(body), request, include)
+                digest = await aside(len(body), digest_of, body)
                 del body  # it may be large, and the run long
+                asked = Asked(caller, checked_key(header), digest, request, include)
                 self._note(exchange, await self._repeats.answer(exchange, asked))
                 return
             del body
