@@ -311,6 +311,24 @@ async def test_a_server_that_stops_ends_compactions_and_says_so() -> None:
         await compacted(engine, input="Hi")
 
 
+async def test_a_window_of_messages_that_nobody_answered_becomes_short_too() -> None:
+    profile = ModelProfile(context_window=4000)
+    async with ScriptedModel(says("Sum."), says("Yes."), profile=profile) as model:
+        engine = Engine(model)
+        asked = [{"role": "user", "content": f"{number} " + "x" * 1000} for number in range(10)]
+        answer = await compacted(engine, input=asked)
+        await engine.block(input=dumped(*answer.output))
+    assert [text.split()[0] for _, text in texts(model.requests[1])] == ["Summary", "7", "8", "9"]
+
+
+async def test_a_model_that_thinks_without_end_is_not_waited_for() -> None:
+    endless = [*says("A summary.", pieces=1), *thinks("hm " * 50_000, pieces=30), asyncio.Event()]
+    model = ScriptedModel(endless)
+    answer = await compacted(Engine(model), input="Hi")
+    assert len(answer.output) == 1
+    assert model.aborted == model.requests
+
+
 @pytest.mark.parametrize("body", [{"input": "Hi", "model": None}, {}])
 async def test_what_is_missing_is_named(body: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as refused:

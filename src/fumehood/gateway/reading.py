@@ -23,7 +23,10 @@ _requests = msgspec.json.Decoder(CreateResponse)
 async def read_request(
     exchange: Exchange, limit: int, take: Callable[[int], None]
 ) -> tuple[CreateResponse, bytes]:
-    """The body of POST /v1/responses, read and as it came; raises InvalidRequest, BodyTooLarge, Unavailable."""
+    """The body of POST /v1/responses, read and as it came; raises InvalidRequest, BodyTooLarge, Unavailable.
+
+    take: see `Exchange.body`.
+    """
     check_json(exchange)
     body = await exchange.body(limit, take)
     return await aside(len(body), _read, body), body

@@ -50,8 +50,8 @@ class Responses:
             header = exchange.headers.get(b"idempotency-key")
             if header is not None:
                 digest = await aside(len(body), digest_of, body)
-                asked = Asked(caller, checked_key(header), digest, request, include)
                 del body  # it may be large, and the run long
+                asked = Asked(caller, checked_key(header), digest, request, include)
                 self._note(exchange, await self._repeats.answer(exchange, asked))
                 return
             del body

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from fumehood.models.think_tags import ThinkTags
 from fumehood.models.upstream_errors import UpstreamErrors
 from fumehood.protocol.errors import ModelError
 from fumehood.protocol.models import AnyModelEvent
@@ -70,6 +71,7 @@ class AnswerParser[Told](ABC):
         self._data: list[bytes] = []  # lines of an event that goes on over several
         self._heard = False
         self._is_over = False
+        self._tags: ThinkTags | None = None  # where reasoning may be part of the text, until that is known
 
     @property
     def closing(self) -> bool:
@@ -123,7 +125,7 @@ class AnswerParser[Told](ABC):
         if cut < len(piece):
             self._hold(piece[cut:])
         self._read(block, events)
-        return events
+        return events if self._tags is None else self._sifted(events)
 
     def finish(self) -> list[AnyModelEvent]:
         """The body is over: the rest, and the end of the turn if it may be one."""
@@ -143,6 +145,14 @@ class AnswerParser[Told](ABC):
                 self.failure = self._errors.broke()
             else:
                 self.failure = self._errors.unreadable("its answer is empty, or not an answer to this")
+        return self._sifted(events)
+
+    def _sifted(self, events: list[AnyModelEvent]) -> list[AnyModelEvent]:
+        if self._tags is None:
+            return events
+        events = self._tags.sift(events)
+        if self._tags.over:
+            self._tags = None
         return events
 
     def _begin(self, piece: bytes) -> bytes:
