@@ -92,14 +92,26 @@ class Run(Protocol):
         """The response once it is terminal and durable: what its events fold to."""
         ...
 
+    def conversation(self) -> Sequence[Segment]:
+        """Everything up to the end of this response, once it has ended: what `Store.conversation` would give, for
+        whoever continues one that the store does not keep.
+        """
+        ...
+
     def cancel(self, reason: str) -> None:
         """End it soon: the model's request is aborted, code is interrupted, what is there is kept."""
         ...
 
 
 class Runs(Protocol):
-    async def start(self, request: CreateResponse, caller: Caller) -> Run:
-        """Check everything that can be checked, then begin. Raises ApiError; then nothing was begun."""
+    async def start(
+        self, request: CreateResponse, caller: Caller, past: Sequence[Segment] | None = None
+    ) -> Run:
+        """Check everything that can be checked, then begin. Raises ApiError; then nothing was begun.
+
+        past: the conversation that is continued, from whoever holds one that the store does not keep; without it
+            the store is asked for `previous_response_id`.
+        """
         ...
 
     async def drain(self, grace_seconds: float) -> None:

@@ -14,7 +14,7 @@ from fumehood.gateway.app import Gateway
 from fumehood.gateway.server import Server
 from fumehood.interfaces import Caller
 from fumehood.protocol.containers import ContainerFileRecord
-from fumehood.protocol.conversation import Entry
+from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import NotFound
 from fumehood.protocol.events import (
     CodeDelta,
@@ -159,6 +159,9 @@ class ScriptedRun:
                 return batch[-1].response
         raise AssertionError("it has no end")
 
+    def conversation(self) -> Sequence[Segment]:
+        return ()
+
     def cancel(self, reason: str) -> None:
         self.cancelled = reason
         ended = msgspec.structs.replace(self.response, status="cancelled")
@@ -221,7 +224,9 @@ class ScriptedRuns:
         self.draining = asyncio.Event()
         self.drained: float | None = None
 
-    async def start(self, request: CreateResponse, caller: Caller) -> ScriptedRun:
+    async def start(
+        self, request: CreateResponse, caller: Caller, past: Sequence[Segment] | None = None
+    ) -> ScriptedRun:
         if self.refusal is not None:
             raise self.refusal
         self.requests.append(request)

@@ -118,8 +118,11 @@ class Loop:
             self._phase = "turning"
             if self._unwanted:
                 raise asyncio.CancelledError
-            async with asyncio.timeout(self._limits.seconds):
-                await self._turns()
+            if self._prepared.generate:
+                async with asyncio.timeout(self._limits.seconds):
+                    await self._turns()
+            else:
+                self._usage = Usage()
             status = "incomplete" if self._incomplete else "completed"
         except asyncio.CancelledError:
             self._take_back_the_cancellation()
@@ -274,8 +277,19 @@ class Loop:
             return
         if self.lease is None and response.status == "failed" and not response.output:
             return  # a blocking caller gets an error and no id: there is nothing to come back to
-        entries = (*self._prepared.input.entries, *self._entries)
+        entries = (*self._unkept(), *self._prepared.input.entries, *self._entries)
         await self._store.commit(self.lease, self._prepared.caller.tenant, response, entries)
+
+    def _unkept(self) -> list[Entry]:
+        """What came before and the store does not have: it is kept now, as if it had come in with this request."""
+        if not self._prepared.unkept:
+            return []
+        past = self._prepared.past
+        return [msgspec.structs.replace(entry, turn=0) for segment in past for entry in segment.entries]
+
+    def conversation(self) -> Sequence[Segment]:
+        """Everything up to the end of this response, once it has ended."""
+        return (*self._prepared.past, Segment((*self._prepared.input.entries, *self._entries)))
 
     def _last_events(self, response: Response) -> Sequence[StreamEvent]:
         if response.status == "completed":

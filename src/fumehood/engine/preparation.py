@@ -50,7 +50,9 @@ _SERVICE_TIERS = frozenset({"default", "flex", "scale", "priority", "fast", "ult
 class Prepared:
     """Everything that a loop needs, checked.
 
+    generate: False if the model is not to be asked: what it will be shown is only made ready to be continued.
     past: the conversation before this request.
+    unkept: whether the store does not have that conversation.
     input: what this request adds to it.
     functions: what the model is told that it may call.
     """
@@ -59,8 +61,10 @@ class Prepared:
     response: Response
     store: bool
     streamed: bool
+    generate: bool
     instructions: str | None
     past: Sequence[Segment]
+    unkept: bool
     input: Segment
     toolbox: Toolbox
     functions: Sequence[FunctionSpec]
@@ -82,15 +86,17 @@ class Preparation:
         self._disabled = disabled
         self._clock = clock
 
-    async def prepare(self, request: CreateResponse, caller: Caller) -> Prepared:
-        """Raises ApiError."""
+    async def prepare(
+        self, request: CreateResponse, caller: Caller, held: Sequence[Segment] | None = None
+    ) -> Prepared:
+        """Raises ApiError. `held` is the conversation before the request, if the store does not keep it."""
         _refuse_what_is_not_served(request)
         if request.model is None:
             raise InvalidRequest(
                 "Missing required parameter: 'model'.", param="model", code="missing_required_parameter"
             )
         specs = _read_tools(request)
-        past = await self._history.past(request, caller)
+        past = await self._history.past(request, caller) if held is None else held
         added = Segment(await self._history.input(request, caller, past))
         offered = await self._offer(specs, caller, (*past, added))
         tools = _Tools.gather(specs, offered)
@@ -101,8 +107,10 @@ class Preparation:
             response=self._opening(request, specs, choice),
             store=request.store is not False,
             streamed=bool(request.stream),
+            generate=request.generate is not False,
             instructions=_instructions(request),
             past=past,
+            unkept=held is not None,
             input=added,
             toolbox=tools.toolbox(functions),
             functions=functions,

@@ -9,6 +9,7 @@ from fumehood.engine.log import EventLog, LagLimits
 from fumehood.engine.loop import Loop, LoopLimits
 from fumehood.engine.preparation import Preparation, Prepared
 from fumehood.interfaces import Caller, Clock, HostedTool, Lease, ModelBackend, Models, Reading, Store
+from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import ApiError, Unavailable
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.responses import CreateResponse, Response
@@ -47,6 +48,9 @@ class EngineRun:
             raise self._loop.failure
         return response
 
+    def conversation(self) -> Sequence[Segment]:
+        return self._loop.conversation()
+
     @property
     def lease(self) -> Lease | None:
         return self._loop.lease
@@ -83,8 +87,10 @@ class EngineRuns:
         by_type = {kind: tool for tool in tools for kind in tool.types}
         self._preparation = Preparation(history, by_type, disabled_tools, clock)
 
-    async def start(self, request: CreateResponse, caller: Caller) -> EngineRun:
-        prepared = await self._preparation.prepare(request, caller)
+    async def start(
+        self, request: CreateResponse, caller: Caller, past: Sequence[Segment] | None = None
+    ) -> EngineRun:
+        prepared = await self._preparation.prepare(request, caller, past)
         backend = self._models.backend(prepared.response.model)
         if self._draining:
             raise Unavailable("The server is shutting down; try again.", retry_after=1.0)

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+_ENTRY_OVERHEAD = 512
+
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     """A hosted call and its result exactly as the model wrote and read them, so that replay is byte-stable.
@@ -33,6 +35,13 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     raw: bytes
     exchange: Exchange | None = None
 
+    @property
+    def weight(self) -> int:
+        """About how many bytes it takes in memory, with a rendering of it; a guess, for those who bound them."""
+        seen = self.exchange
+        shown = len(seen.arguments) + len(seen.output) + sum(map(len, seen.images)) if seen is not None else 0
+        return _ENTRY_OVERHEAD + 2 * (len(self.raw) + shown)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
@@ -43,3 +52,7 @@ class Segment:
 
     entries: tuple[Entry, ...]
     renderings: dict[str, bytes] = field(default_factory=dict[str, bytes])
+
+    @property
+    def weight(self) -> int:
+        return sum(entry.weight for entry in self.entries)
