@@ -17,13 +17,15 @@ from fumehood.gateway.models import ModelCards
 from fumehood.gateway.request_log import RequestLog, to_logging
 from fumehood.gateway.responses import Responses
 from fumehood.gateway.sse import SILENCE
+from fumehood.gateway.websocket import Handshake, Sockets
 from fumehood.interfaces import Caller, Containers, Models, Runs, Store
-from fumehood.protocol.errors import ApiError, NotFound, ServerFault, Unavailable
+from fumehood.protocol.errors import ApiError, InvalidRequest, NotFound, ServerFault, Unavailable
 
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
 BODY_BYTES = 32 << 20
 CONCURRENT = 512
+_SOCKET_PATH = "/v1/responses"
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +41,9 @@ class MethodNotAllowed(ApiError):
 
 
 class Gateway:
-    """An ASGI application.
+    """An ASGI application, for `server.Server`: WebSockets need its protocol.
 
-    body_bytes: the largest body of a request.
+    body_bytes: the largest body of a request, and the largest message of a WebSocket.
     concurrent: how many responses may be in the making at once.
     always_include: what every response shows, asked for or not.
     unready: why this gateway cannot serve now, None if it can.
@@ -78,10 +80,15 @@ class Gateway:
             always=always_include,
             silence=silence,
         )
+        self.body_bytes = body_bytes
+        sockets = Sockets(
+            responses, body_bytes=body_bytes, tell=lambda exchange: self._tell(exchange, self._socket_place)
+        )
         cards = ModelCards(models)
         files = ContainerFiles(containers)
         self._routes = _Routes(
             ("POST", "/v1/responses", responses.create),
+            ("GET", _SOCKET_PATH, sockets.connect),
             ("GET", "/v1/responses/{response_id}", responses.get),
             ("DELETE", "/v1/responses/{response_id}", responses.delete),
             ("POST", "/v1/responses/{response_id}/cancel", responses.cancel),
@@ -95,6 +102,7 @@ class Gateway:
             ("GET", "/readyz", self._readiness),
             *([("GET", "/metrics", self._figures)] if show_metrics else []),
         )
+        self._socket_place = self._routes.at(_SOCKET_PATH)
 
     @property
     def routes(self) -> list[tuple[str, str]]:
@@ -102,11 +110,16 @@ class Gateway:
         return self._routes.all
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            raise RuntimeError(f"this server does not speak {scope['type']}")
-        exchange = Exchange(scope, receive, send)
+        is_socket = scope["type"] == "websocket"
+        exchange = Handshake(scope, receive, send) if is_socket else Exchange(scope, receive, send)
         place = self._routes.find(exchange)
         try:
+            if exchange.transfer_fault:
+                raise InvalidRequest("A body may come in chunks, and in no other encoding.")
+            if is_socket and place is not self._socket_place:
+                raise NotFound(
+                    f"There is no WebSocket at {exchange.path[:200]}; there is one at {_SOCKET_PATH}."
+                )
             caller = self._callers.identify(exchange)
             await _handler(place, exchange)(exchange, caller)
         except ApiError as error:
@@ -122,8 +135,7 @@ class Gateway:
             self._tell(exchange, place)
 
     async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
-        exchange.noted["error"] = error.wire_code or error.type
-        exchange.noted["param"] = error.param
+        exchange.note_refusal(error)
         if exchange.started:
             raise error
         extra = [(b"allow", error.allowed.encode())] if isinstance(error, MethodNotAllowed) else None
@@ -131,6 +143,8 @@ class Gateway:
 
     def _tell(self, exchange: Exchange, place: "_Place | None") -> None:
         route = "(unknown)" if place is None else place.path
+        if exchange.status == 101:  # which takes as long as the client stays
+            route += " (websocket)"
         seconds = exchange.elapsed()
         self.metrics.answered(route, exchange.status, seconds)
         self._log(
@@ -182,6 +196,10 @@ class _Routes:
         self._patterns: list[tuple[Pattern[str], _Place]] = [
             (compile_path(path)[0], place) for path, place in places.items() if "{" in path
         ]
+
+    def at(self, path: str) -> _Place:
+        """The place of a path without parameters."""
+        return self._places[path]
 
     def find(self, exchange: Exchange) -> _Place | None:
         place = self._places.get(exchange.path)

@@ -4,11 +4,14 @@ There are no keys yet: every caller is the same tenant, and the server listens w
 """
 
 import ipaddress
+import re
 from typing import Protocol
 
 from fumehood.gateway.exchange import Exchange
 from fumehood.interfaces import Caller
 from fumehood.protocol.errors import ApiError
+
+_AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]*))(?::\d*)?")
 
 
 class Forbidden(ApiError):
@@ -41,19 +44,35 @@ class Everybody:
         return self._caller
 
     def _check(self, header: bytes) -> None:
-        host = _without_port(header.decode("latin-1").strip().lower())
-        if host not in self._names and not host.endswith(".localhost") and not _is_address(host):
+        written = header.decode("latin-1").strip().lower()
+        host = _without_port(written)
+        if host is None or not self._is_ours(host):
             raise Forbidden(
-                f"This server is not known by the name {host[:100]!r}; if it should be, add the name to server.hosts."
+                f"This server is not called {written[:100]!r}; if it should be, add the name to server.hosts."
             )
         if len(self._known) < 1000:
             self._known.add(header)
 
+    def _is_ours(self, host: str) -> bool:
+        return host in self._names or host.endswith(".localhost") or _is_address(host)
 
-def _without_port(host: str) -> str:
-    if host.startswith("["):
-        return host.partition("]")[0].removeprefix("[")
-    return host.partition(":")[0]
+
+def check_origin(exchange: Exchange) -> None:
+    """Raises Forbidden for a web page of another site. A browser asks nobody before it opens a WebSocket, from
+    whatever page; but it says from which, and programs that are no browsers say nothing.
+    """
+    if exchange.origin is None:
+        return
+    site = exchange.origin.lower().partition(b"://")[2]
+    if not site or site != exchange.host.strip().lower():
+        shown = exchange.origin.decode("latin-1")[:100]
+        raise Forbidden(f"Web pages of {shown!r} may not connect to this server.")
+
+
+def _without_port(authority: str) -> str | None:
+    """The name or address; None for what is neither, with perhaps a port."""
+    found = _AUTHORITY.fullmatch(authority)
+    return None if found is None else found[1] or found[2] or ""
 
 
 def _is_address(host: str) -> bool:

@@ -51,6 +51,7 @@ class Exchange:
     """Made for each request; answers once.
 
     noted: what the log's line of this request tells besides what every line tells.
+    transfer_fault: whether the body comes, or the answer is wanted, in a way that nobody here will undo.
     """
 
     __slots__ = (
@@ -67,11 +68,13 @@ class Exchange:
         "last_sent",
         "method",
         "noted",
+        "origin",
         "parameters",
         "path",
         "query_string",
         "request_id",
         "status",
+        "transfer_fault",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,6 +91,8 @@ class Exchange:
         self.content_type = b""
         self.content_encoding = b""
         self.host = b""
+        self.origin: bytes | None = None
+        self.transfer_fault = False
         self._receive = receive
         self._send = send
         self._query: list[tuple[str, str]] | None = None
@@ -99,6 +104,11 @@ class Exchange:
                 self._unread = self._length > 0
             elif name == b"transfer-encoding":
                 self._unread = True
+                self.transfer_fault |= value.strip().lower() != b"chunked"
+            elif name == b"te":
+                self.transfer_fault |= b"chunked" in value.lower()
+            elif name == b"origin":
+                self.origin = value
             elif name == b"content-type":
                 self.content_type = value
             elif name == b"authorization":
@@ -209,6 +219,11 @@ class Exchange:
 
     async def answer_json(self, value: object, status: int = 200) -> None:
         await self.answer(encode(value), status)
+
+    def note_refusal(self, error: ApiError) -> None:
+        """For the log."""
+        self.noted["error"] = error.wire_code or error.type
+        self.noted["param"] = error.param
 
     async def refuse(self, error: ApiError, extra: Headers | None = None) -> None:
         """Tell what is wrong; a body that nobody wants is not read to its end."""

@@ -20,9 +20,14 @@ async def read_request(exchange: Exchange, limit: int) -> CreateResponse:
     """The body of POST /v1/responses; raises InvalidRequest, BodyTooLarge."""
     check_json(exchange)
     request = decode(_requests, await exchange.body(limit))
+    check_request(request)
+    return request
+
+
+def check_request(request: CreateResponse) -> None:
+    """What types alone do not tell; raises InvalidRequest."""
     check_include(request.include or ())
     _check_texts(request)
-    return request
 
 
 def check_json(exchange: Exchange) -> None:

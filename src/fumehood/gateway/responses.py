@@ -1,6 +1,7 @@
 """/v1/responses: make one, blocking or streamed, read it, delete it; imports `interfaces`, `protocol` and siblings."""
 
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 
 from fumehood.gateway.exchange import Exchange, Vigil
 from fumehood.gateway.listing import page
@@ -9,9 +10,13 @@ from fumehood.gateway.reading import check_include, read_request
 from fumehood.gateway.shown import shown
 from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
+from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import InvalidRequest, NotFound, RateLimited
 from fumehood.protocol.folding import project_response
 from fumehood.protocol.responses import CreateResponse, Deleted, Response
+
+# Sends a run to its end; how many events that were, and how it ended, None if the client did not stay for it.
+type Follow = Callable[[Run, Collection[str]], Awaitable[tuple[int, Response | None]]]
 
 
 class Responses:
@@ -43,25 +48,46 @@ class Responses:
 
     async def create(self, exchange: Exchange, caller: Caller) -> None:
         request = await read_request(exchange, self._body_bytes)
+        await self.make(exchange, caller, request, partial(self._stream, exchange))
+
+    async def make(
+        self,
+        exchange: Exchange,
+        caller: Caller,
+        request: CreateResponse,
+        follow: Follow,
+        past: Sequence[Segment] | None = None,
+    ) -> tuple[Run, Response | None]:
+        """Make a response and answer with it, streamed by `follow`; how it ended, None if the client did not stay.
+
+        past: as in `Runs.start`.
+        """
         if self._running >= self._concurrent:
             raise RateLimited(
                 f"This server makes {self._concurrent} responses at once; try again soon.", retry_after=1.0
             )
         self._running += 1
         try:
-            await self._make(exchange, caller, request)
+            return await self._make(exchange, caller, request, follow, past)
         finally:
             self._running -= 1
 
-    async def _make(self, exchange: Exchange, caller: Caller, request: CreateResponse) -> None:
+    async def _make(
+        self,
+        exchange: Exchange,
+        caller: Caller,
+        request: CreateResponse,
+        follow: Follow,
+        past: Sequence[Segment] | None,
+    ) -> tuple[Run, Response | None]:
         include = self._always.union(request.include or ())
         exchange.noted["model"] = request.model
-        run = await self._runs.start(request, caller)
+        run = await self._runs.start(request, caller, past)
         exchange.noted["response_id"] = run.id
         if request.stream:
             self._metrics.streams += 1
             try:
-                events, response = await stream(exchange, run, include, self._silence)
+                events, response = await follow(run, include)
             finally:
                 self._metrics.streams -= 1
             exchange.noted["events"] = events
@@ -69,6 +95,12 @@ class Responses:
         else:
             response = await self._wait(exchange, run, include)
         self._note(exchange, response)
+        return run, response
+
+    def _stream(
+        self, exchange: Exchange, run: Run, include: Collection[str]
+    ) -> Awaitable[tuple[int, Response | None]]:
+        return stream(exchange, run, include, self._silence)
 
     async def _wait(self, exchange: Exchange, run: Run, include: Collection[str]) -> Response:
         with Vigil(exchange, lambda: run.cancel(GONE)):

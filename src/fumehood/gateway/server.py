@@ -6,13 +6,17 @@ import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Generator
-from typing import override
+from typing import Any, override
 
 import uvicorn
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.protocol import State
 
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.exchange import VERSION, encode
+from fumehood.gateway.websocket import SHUTDOWN
 from fumehood.protocol.errors import InvalidRequest, to_body
 
 _KEEP_ALIVE = 120
@@ -22,6 +26,8 @@ _HEADER_COUNT = 256
 # A reader for whom answers wait takes at least this much in this time, or is gone.
 _STALL_SECONDS = 60.0
 _STALL_BYTES = 64 << 10
+_PING_SECONDS = 15.0
+_MESSAGE_SECONDS = 30.0  # for the next piece of a message
 _LAST_ANSWERS = 5.0  # seconds for connections to end after all runs have
 _LAST_WORDS = 1.0  # and for their requests after that
 
@@ -43,7 +49,13 @@ class Server:
             uvicorn.Config(
                 app,
                 http=_Protocol,
-                ws="none",
+                ws=_SocketProtocol,
+                ws_max_size=app.body_bytes,
+                # A client that runs a tool between two turns may answer no ping for as long as that takes.
+                ws_ping_interval=_PING_SECONDS,
+                ws_ping_timeout=None,
+                # A small message can hold a large one, and all of it would be unpacked.
+                ws_per_message_deflate=False,
                 lifespan="off",
                 interface="asgi3",
                 log_config=None,
@@ -122,14 +134,36 @@ class _Web(uvicorn.Server):
         yield
 
 
+class _Stalled:
+    """Watches a connection whose reader is behind, and leaves one that takes next to nothing."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._await_reader()
+
+    def _await_reader(self) -> None:
+        self._waiting_bytes = self._transport.get_write_buffer_size()
+        self._timer = self._loop.call_later(_STALL_SECONDS, self._look_at_reader)
+
+    def _look_at_reader(self) -> None:
+        if self._transport.get_write_buffer_size() > self._waiting_bytes - _STALL_BYTES:
+            logger.info("A client that read nothing was left.")
+            self._transport.abort()  # closing would wait for it
+        else:
+            self._await_reader()
+
+    def forget(self) -> None:
+        self._timer.cancel()
+
+
 class _Protocol(HttpToolsProtocol):
     """Bounds what uvicorn does not: the size of a request's head, the time it takes to arrive, and how long an answer
     may wait for a reader that takes nothing.
     """
 
     _head_timer: asyncio.TimerHandle | None = None
-    _stall_timer: asyncio.TimerHandle | None = None
-    _waiting_bytes = 0
+    _stalled: _Stalled | None = None
     _head_bytes = 0
     _in_head = True
 
@@ -179,28 +213,22 @@ class _Protocol(HttpToolsProtocol):
     @override
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._await_reader()
+        self._stalled = _Stalled(self.loop, self.transport)
 
     @override
     def resume_writing(self) -> None:
         self._forget_stall()
         super().resume_writing()
 
-    def _await_reader(self) -> None:
-        self._waiting_bytes = self.transport.get_write_buffer_size()
-        self._stall_timer = self.loop.call_later(_STALL_SECONDS, self._look_at_reader)
-
-    def _look_at_reader(self) -> None:
-        if self.transport.get_write_buffer_size() > self._waiting_bytes - _STALL_BYTES:
-            logger.info("A client that read nothing was left.")
-            self.transport.abort()  # closing would wait for it
-        else:
-            self._await_reader()
-
     def _forget_stall(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
+        if self._stalled is not None:
+            self._stalled.forget()
+            self._stalled = None
+
+    @override
+    def handle_websocket_upgrade(self) -> None:
+        self._forget_stall()
+        super().handle_websocket_upgrade()
 
     @override
     def timeout_keep_alive_handler(self) -> None:
@@ -217,3 +245,67 @@ class _Protocol(HttpToolsProtocol):
             b"connection: close\r\n\r\n%s" % (*VERSION, len(body), body)
         )
         self.transport.close()
+
+
+class _SocketProtocol(WebSocketsSansIOProtocol):
+    """As `_Protocol`, after the upgrade. Answers come as whole messages, many of them in one piece, and are written as
+    they are; and a server that stops lets them end.
+    """
+
+    _message_timer: asyncio.TimerHandle | None = None
+    _stalled: _Stalled | None = None
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        if self._message_timer is not None:
+            self._message_timer.cancel()
+            self._message_timer = None
+        super().data_received(data)
+        if (self.frames or self.conn.reader.buffer) and not self.transport.is_closing():
+            self._message_timer = self.loop.call_later(_MESSAGE_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        logger.info("A client that did not end its message was left.")
+        self.transport.abort()
+
+    @override
+    async def send(self, message: ASGISendEvent) -> None:
+        messages: bytes | None = message.get("frames")
+        if messages is None:
+            await super().send(message)
+            if message["type"] == "websocket.http.response.body":
+                self.handshake_complete = True  # as far as it will ever be
+            return
+        await self.writable.wait()
+        if self.conn.state is State.OPEN and not self.disconnected:
+            self.transport.write(messages)
+
+    @override
+    def shutdown(self) -> None:
+        if not self.handshake_complete or self.close_sent:
+            super().shutdown()
+        else:
+            word: Any = {"type": SHUTDOWN}  # no message of ASGI's
+            self.queue.put_nowait(word)
+
+    @override
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = _Stalled(self.loop, self.transport)
+
+    @override
+    def resume_writing(self) -> None:
+        self._forget_stall()
+        super().resume_writing()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_stall()
+        if self._message_timer is not None:
+            self._message_timer.cancel()
+        super().connection_lost(exc)
+
+    def _forget_stall(self) -> None:
+        if self._stalled is not None:
+            self._stalled.forget()
+            self._stalled = None
