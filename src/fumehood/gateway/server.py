@@ -238,13 +238,17 @@ class _Protocol(HttpToolsProtocol):
 
     @override
     def send_400_response(self, msg: str) -> None:
-        logger.debug("What came was not HTTP.")
-        body = encode(to_body(InvalidRequest(msg)))
-        self.transport.write(
-            b"HTTP/1.1 400 Bad Request\r\n%s: %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n%s" % (*VERSION, len(body), body)
-        )
-        self.transport.close()
+        _refuse(self.transport, msg)
+
+
+def _refuse(transport: asyncio.Transport, message: str) -> None:
+    logger.debug("What came was not HTTP.")
+    body = encode(to_body(InvalidRequest(message)))
+    transport.write(
+        b"HTTP/1.1 400 Bad Request\r\n%s: %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+        b"connection: close\r\n\r\n%s" % (*VERSION, len(body), body)
+    )
+    transport.close()
 
 
 class _SocketProtocol(WebSocketsSansIOProtocol):
@@ -261,7 +265,10 @@ class _SocketProtocol(WebSocketsSansIOProtocol):
             self._message_timer.cancel()
             self._message_timer = None
         super().data_received(data)
-        if (self.frames or self.conn.reader.buffer) and not self.transport.is_closing():
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            self.handshake_complete = True
+            _refuse(self.transport, "The request cannot be understood as the beginning of a WebSocket.")
+        elif (self.frames or self.conn.reader.buffer) and not self.transport.is_closing():
             self._message_timer = self.loop.call_later(_MESSAGE_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
