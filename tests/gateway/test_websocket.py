@@ -65,7 +65,7 @@ def frames(written: bytearray) -> list[Any]:
             raise AssertionError("a frame is cut off")
         assert frame.opcode is Opcode.TEXT
         assert frame.fin
-        found.append((frame.serialize(mask=False), json.loads(frame.data)))
+        found.append((frame.serialize(mask=False), json.loads(bytes(frame.data))))
     assert b"".join(raw for raw, _ in found) == bytes(written)
     return [value for _, value in found]
 
@@ -125,7 +125,9 @@ async def test_several_one_after_another(gateway: Served) -> None:
     assert [request.input for request in gateway.runs.requests] == [str(number) for number in range(20)]
 
 
-@pytest.mark.parametrize(("include", "outputs"), [([], None), ([OUTPUTS], [{"type": "logs", "logs": "42\n"}])])
+@pytest.mark.parametrize(
+    ("include", "outputs"), [([], None), ([OUTPUTS], [{"type": "logs", "logs": "42\n"}])]
+)
 async def test_what_was_not_asked_for_is_not_sent(gateway: Served, include: list[str], outputs: Any) -> None:
     gateway.runs.script = lambda response: [code_events(response)]
     async with opened(gateway) as socket:
@@ -135,13 +137,14 @@ async def test_what_was_not_asked_for_is_not_sent(gateway: Served, include: list
 
 async def test_events_that_are_there_share_a_write(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[int] = []
-    written = server._SocketProtocol.send
+    protocol: Any = vars(server)["_SocketProtocol"]
+    written = protocol.send
 
     async def send(self: Any, message: Any) -> None:
         writes.append(bytes(message.get("frames", b"")).count(b'"type":"response.'))
         await written(self, message)
 
-    monkeypatch.setattr(server._SocketProtocol, "send", send)
+    monkeypatch.setattr(protocol, "send", send)
 
     def script(response: Response) -> list[list[StreamEvent]]:
         events = text_events(response, [f"word {number} " for number in range(200)])
@@ -277,7 +280,9 @@ DEEP = '{"type":"response.create","input":' + "[" * 20_000 + "]" * 20_000 + "}"
         (DEEP, (400, "invalid_json", None)),
     ],
 )  # fmt: skip
-async def test_what_is_no_request_is_an_error_and_no_end(gateway: Served, message: Any, expected: Any) -> None:
+async def test_what_is_no_request_is_an_error_and_no_end(
+    gateway: Served, message: Any, expected: Any
+) -> None:
     async with opened(gateway) as socket:
         await socket.raw.send(message)
         assert refused(await socket.next()) == expected
@@ -299,7 +304,9 @@ async def test_steering_is_answered_without_disturbing_the_response(gateway: Ser
                 "sequence_number": 0,
             }
         )
-        await socket.send(type="response.processed", response_id="resp_1")  # Codex says so, and wants no answer
+        await socket.send(
+            type="response.processed", response_id="resp_1"
+        )  # Codex says so, and wants no answer
         assert (await socket.turn())["status"] == "completed"
 
 
@@ -315,7 +322,9 @@ async def test_a_fault_of_ours_is_one_message_and_one_line(
         assert "secret" not in error["error"]["message"]
         gateway.runs.refusal = None
         assert (await socket.turn(stream_id="x"))["status"] == "completed"
-    assert [record.exc_info is not None for record in caplog.records if record.levelno >= logging.ERROR] == [True]
+    assert [record.exc_info is not None for record in caplog.records if record.levelno >= logging.ERROR] == [
+        True
+    ]
 
 
 async def test_a_run_that_breaks_ends_with_an_error_that_has_a_status(gateway: Served) -> None:
@@ -431,9 +440,10 @@ async def test_pieces_of_a_message_count_together(gateway: Served) -> None:
             for _ in range(20):
                 yield "x" * 10_000
 
+        sending = asyncio.ensure_future(socket.raw.send(pieces()))
         with pytest.raises(ConnectionClosed) as closed:
-            await socket.raw.send(pieces())
             await socket.next()
+        await asyncio.gather(sending, return_exceptions=True)
     assert closed.value.rcvd is not None
     assert closed.value.rcvd.code == CloseCode.MESSAGE_TOO_BIG
 
@@ -579,7 +589,11 @@ async def test_a_server_that_stops_lets_a_response_end_and_says_goodbye() -> Non
 
 async def test_every_response_is_logged_and_counted() -> None:
     lines: list[Mapping[str, Any]] = []
-    async with serving_gateway(log=lambda _, fields: lines.append(fields)) as served:
+
+    def log(_: int, fields: Mapping[str, Any]) -> None:
+        lines.append(fields)
+
+    async with serving_gateway(log=log) as served:
         async with opened(served) as socket:
             await socket.turn(model="small")
             await socket.refusal(include=["x"])
@@ -591,7 +605,8 @@ async def test_every_response_is_logged_and_counted() -> None:
     assert len({line["request_id"] for line in lines[:3]}) == 3
     assert response["response_id"].startswith("resp_")
     for line in (response, refusal, connection):
-        line.pop("request_id"), line.pop("ms"), line.pop("response_id", None)
+        for name in ("request_id", "ms", "response_id"):
+            line.pop(name, None)
     assert [response, refusal, connection] == snapshot(
         [
             {
@@ -619,7 +634,9 @@ async def test_every_response_is_logged_and_counted() -> None:
             },
         ]
     )
-    assert re.search(r'^fumehood_requests_total\{route="/v1/responses",status="200"\} 1\.0$', figures, re.M)
-    assert re.search(r'^fumehood_responses_total\{status="completed"\} 1\.0$', figures, re.M)
-    assert re.search(r"^fumehood_events_total 11\.0$", figures, re.M)
-    assert re.search(r"^fumehood_streams 0\.0$", figures, re.M)
+    assert re.search(
+        r'^fumehood_requests_total\{route="/v1/responses",status="200"\} 1\.0$', figures, re.MULTILINE
+    )
+    assert re.search(r'^fumehood_responses_total\{status="completed"\} 1\.0$', figures, re.MULTILINE)
+    assert re.search(r"^fumehood_events_total 11\.0$", figures, re.MULTILINE)
+    assert re.search(r"^fumehood_streams 0\.0$", figures, re.MULTILINE)
