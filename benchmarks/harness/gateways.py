@@ -117,7 +117,7 @@ def configuration(directory: Path, upstream: str, port: int) -> dict[str, Any]:
         "storage": {"url": f"sqlite:///{database(directory)}", "blobs": str(directory / "blobs")},
         "auth": {"required": True},
         "providers": {"code_interpreter": {"enabled": True}},
-        "limits": {"concurrent": 256},
+        "limits": {"concurrent_total": 256},
         "telemetry": {"metrics": True},
     }
 

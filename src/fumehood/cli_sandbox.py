@@ -25,7 +25,7 @@ from fumehood.cli_options import (
 
 if TYPE_CHECKING:
     from fumehood.sandboxd.settings import Settings
-    from fumehood.sandboxd.sockets import Address, Listener
+    from fumehood.serving.sockets import Address, Listener
 
 TOKEN_VARIABLE = "FUMEHOOD_SANDBOX_TOKEN"  # noqa: S105 - its name, not its value
 NO_SERVER = 125
@@ -160,7 +160,7 @@ def _check_seconds(value: float, option: str) -> None:
 
 
 def _address(listen: str | None, socket: Path | None, mode: str) -> "Address":
-    from fumehood.sandboxd.sockets import Address
+    from fumehood.serving.sockets import Address
 
     if socket is not None:
         if listen is not None:
@@ -202,7 +202,7 @@ def _stop_at_end_of_input() -> None:
 
 def _run(settings: "Settings", address: "Address", token: str | None, grace: float) -> int:
     from fumehood.sandboxd.errors import IsolationUnavailable
-    from fumehood.sandboxd.sockets import CannotListen, listen
+    from fumehood.serving.sockets import CannotListen, listen
 
     try:
         listener = listen(address)
@@ -225,8 +225,8 @@ def _serve(settings: "Settings", listener: "Listener", token: str | None, grace:
 
     from fumehood.sandboxd.server import Server
 
-    def ready(where: str) -> None:
-        print(f"Serving sandboxes on {where} (mode {settings.mode}).", flush=True)
+    def ready() -> None:
+        print(f"Serving sandboxes on {listener.where} (mode {settings.mode}).", flush=True)
 
     async def serve() -> None:
         await Server(settings, listener, token=token, grace=grace).run(ready)

@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from fumehood.config import Config
-    from fumehood.sandboxd.sockets import Listener
+    from fumehood.serving.sockets import Listener
 
 NO_SERVER = 125
 EPILOG = """\b
@@ -71,10 +71,10 @@ def serve(
     SIGTERM or Ctrl-C stops it in good order, a second one at once.
     """
     settings = _settings(config, host, port, upstream, upstream_key_env)
-    if not settings.server.private and (settings.auth.required or not allow_unauthenticated):
+    if not (settings.server.private or settings.auth.required or allow_unauthenticated):
         raise typer.BadParameter(
-            f"{settings.server.host} can be reached from other machines and there are no keys yet: listen on "
-            "127.0.0.1, or set auth.required: false and give --allow-unauthenticated",
+            f"{settings.server.host} can be reached from other machines and auth.required is false: listen on "
+            "127.0.0.1, or give --allow-unauthenticated to let everybody in",
             param_hint="--host",
         )
     from fumehood.sandboxd import logs
@@ -108,7 +108,7 @@ def _settings(
 
 def _run(settings: "Config") -> int:
     from fumehood.config import Misconfigured
-    from fumehood.sandboxd.sockets import Address, CannotListen, listen
+    from fumehood.serving.sockets import Address, CannotListen, listen
     from fumehood.wiring import CannotServe
 
     try:
@@ -132,20 +132,21 @@ def _run(settings: "Config") -> int:
 def _serve(settings: "Config", listener: "Listener") -> None:
     import uvloop
 
-    from fumehood.wiring import serve
+    from fumehood.wiring import Assembled, serve
 
-    def ready() -> None:
-        print(_welcome(listener.where, direct=not settings.models), flush=True)
+    def ready(parts: Assembled) -> None:
+        print(_welcome(listener.where, direct=not settings.models, keys=not parts.open), flush=True)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(settings, os.environ, listener.sock, ready))
 
 
-def _welcome(where: str, *, direct: bool) -> str:
+def _welcome(where: str, *, direct: bool, keys: bool) -> str:
     lines = [f"Serving the Responses API on {where}/v1", "", "Try it:"]
+    key = ' -H "authorization: Bearer $OPENAI_API_KEY"' if keys else ""
     if direct:
         lines += [
-            f"  curl {where}/v1/responses -H 'content-type: application/json' -d '",
+            f"  curl {where}/v1/responses{key} -H 'content-type: application/json' -d '",
             '    {"model": "direct", "tools": [{"type": "code_interpreter"}], "stream": true,',
             '     "input": "```python\\nprint(6 * 7)\\n```"}\'',
             "",
@@ -153,7 +154,7 @@ def _welcome(where: str, *, direct: bool) -> str:
         ]
     else:
         lines += [
-            f"  curl {where}/v1/models",
-            f"  OPENAI_BASE_URL={where}/v1 OPENAI_API_KEY=none python your_program.py",
+            f"  curl {where}/v1/models{key}",
+            f"  OPENAI_BASE_URL={where}/v1 OPENAI_API_KEY={'fh-…' if keys else 'none'} python your_program.py",
         ]
     return "\n".join(lines)

@@ -72,6 +72,16 @@ class StorageSettings(_Section, frozen=True):
         return Path(self.url.removeprefix(_SQLITE))
 
 
+class CompactionSettings(_Section, frozen=True):
+    """Where the keys are that seal compacted conversations; with neither, one is made beside the store.
+
+    keys_file: keys in base64, one a line; keys_env: the variable that holds them, with spaces or commas between.
+    """
+
+    keys_file: str | None = None
+    keys_env: str | None = None
+
+
 class AuthSettings(_Section, frozen=True):
     required: bool = True
 
@@ -145,13 +155,16 @@ class Providers(_Section, frozen=True):
 
 class LimitSettings(_Section, frozen=True):
     """
-    concurrent: responses in the making at once, of everybody together.
+    requests_per_minute, concurrent, containers_per_tenant, body_bytes: what each key may do, unless it was made with
+        other limits; `concurrent` are responses in the making at once.
+    concurrent_total: the same of everybody together.
     turns, response_seconds: how often the model may be asked for one response, and how long that may take.
     behind_events, behind_seconds: how far a reader of a stream may fall behind, and for how long.
     """
 
     requests_per_minute: Positive | None = None
-    concurrent: Positive = 512
+    concurrent: Positive = 64
+    concurrent_total: Positive = 512
     containers_per_tenant: Positive = 50
     body_bytes: Positive = 32 << 20
     turns: Positive = 64
@@ -173,6 +186,7 @@ class Config(_Section, frozen=True):
     server: ServerSettings = ServerSettings()
     models: tuple[ModelSettings, ...] = ()
     storage: StorageSettings = StorageSettings()
+    compaction: CompactionSettings = CompactionSettings()
     auth: AuthSettings = AuthSettings()
     providers: Providers = Providers()
     limits: LimitSettings = LimitSettings()
@@ -305,12 +319,15 @@ def _problems(config: Config) -> Iterator[str]:
     if interpreter.enabled:
         for problem in _interpreter_problems(interpreter.settings):
             yield f"providers.code_interpreter.settings.{problem}"
+    for problem in _variable_problems("keys_env", config.compaction.keys_env):
+        yield f"compaction.{problem}"
+    if config.compaction.keys_env is not None and config.compaction.keys_file is not None:
+        yield "compaction.keys_env: it excludes keys_file; leave one or the other out."
     if not config.storage.url.startswith(_SQLITE) or config.storage.url == _SQLITE:
         yield "storage.url: only sqlite:///FILE is there."
     for name, asked in (
         ("providers.file_search.enabled", config.providers.file_search.enabled),
         ("providers.web_search.enabled", config.providers.web_search.enabled),
-        ("limits.requests_per_minute", config.limits.requests_per_minute),
         ("telemetry.otlp", config.telemetry.otlp),
     ):
         if asked:

@@ -14,8 +14,9 @@ from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, C
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.items import OutputItem, ProducedFile
+from fumehood.protocol.keys import USUAL, ApiKey, KeyLimits
 from fumehood.protocol.models import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
-from fumehood.protocol.responses import CreateResponse, Response
+from fumehood.protocol.responses import CompactedResponse, CreateResponse, InputTokens, Response
 from fumehood.protocol.sandbox import (
     AnyOutput,
     ArchiveFormat,
@@ -31,9 +32,14 @@ from fumehood.protocol.tools import FunctionSpec, ToolSpec
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is; nothing of another tenant exists for it."""
+    """Whose request it is; nothing of another tenant exists for it.
+
+    key: the id of the key that it came with, empty where none is needed.
+    """
 
     tenant: str = ""
+    key: str = ""
+    limits: KeyLimits = USUAL
 
 
 class Clock(Protocol):
@@ -93,8 +99,8 @@ class Run(Protocol):
         ...
 
     def conversation(self) -> Sequence[Segment]:
-        """Everything up to the end of this response, once it has ended: what `Store.conversation` would give, for
-        whoever continues one that the store does not keep.
+        """Everything that a continuation of this response stands on, once it has ended: as `Store.conversation` gives
+        it, for whoever continues one that the store does not keep.
         """
         ...
 
@@ -111,6 +117,16 @@ class Runs(Protocol):
 
         past: the conversation that is continued, from whoever holds one that the store does not keep; without it
             the store is asked for `previous_response_id`.
+        """
+        ...
+
+    async def count(self, request: CreateResponse, caller: Caller) -> InputTokens:
+        """How many tokens the model would be shown; begins nothing. Raises ApiError."""
+        ...
+
+    async def compact(self, request: CreateResponse, caller: Caller) -> CompactedResponse:
+        """The conversation that the request would stand on, made short by its model. Keeps nothing. Raises ApiError;
+        cancelling it aborts the model's request.
         """
         ...
 
@@ -186,6 +202,16 @@ class ToolResult:
 type ToolStep = Sequence[StreamEvent] | ToolResult
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a hosted tool keeps of calls that are compacted: items that `offer` finds in their place, and what the model
+    is told of them.
+    """
+
+    items: Sequence[bytes]
+    note: str
+
+
 class CallSession(Protocol):
     """One call, from the moment when the model begins to write it. The session owns its item and that item's
     lifecycle events, from `output_item.added` to `output_item.done`.
@@ -251,6 +277,10 @@ class HostedTool(Protocol):
         """What the model is shown of an item of this tool's that a client gave back."""
         ...
 
+    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:
+        """What must outlive the items of this conversation, which are about to be compacted; None if nothing must."""
+        ...
+
 
 # --- containers ---------------------------------------------------------------------------------------
 
@@ -309,6 +339,23 @@ class Containers(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+# --- what clients carry for us ------------------------------------------------------------------------
+
+
+class Unsealable(Exception):
+    """What should have been sealed here for this tenant was not, or was changed since; says which, and no secret."""
+
+
+class Sealer(Protocol):
+    """Makes text that clients can carry and nobody else can read, change, or use for another tenant."""
+
+    def seal(self, tenant: str, content: bytes) -> str: ...
+
+    def open(self, tenant: str, sealed: str) -> bytes:
+        """Raises Unsealable."""
+        ...
 
 
 # --- what is kept -------------------------------------------------------------------------------------
@@ -392,6 +439,20 @@ class Store(Protocol):
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
         """Those of these blobs that no file of any container refers to."""
+        ...
+
+    async def put_key(self, key: ApiKey) -> None: ...
+
+    async def revoke_key(self, key_id: str, now: float) -> bool:
+        """False if there is none, or it was revoked already."""
+        ...
+
+    async def keys(self) -> Sequence[ApiKey]:
+        """All that ever were, revoked ones too, oldest first."""
+        ...
+
+    async def keys_revision(self) -> int:
+        """Another number as soon as anybody, in another process too, has put or revoked a key."""
         ...
 
     async def close(self) -> None: ...

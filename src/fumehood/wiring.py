@@ -16,7 +16,8 @@ from fumehood.engine.log import LagLimits
 from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRuns
 from fumehood.gateway.app import Gateway
-from fumehood.gateway.auth import Everybody
+from fumehood.gateway.auth import Callers, Everybody, KeyHolders
+from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.request_log import RequestLines, RequestLog, to_logging
 from fumehood.gateway.server import Server
@@ -33,6 +34,7 @@ from fumehood.interfaces import (
 )
 from fumehood.models.registry import open_models
 from fumehood.protocol.folding import OUTPUTS
+from fumehood.protocol.keys import KeyLimits
 from fumehood.protocol.models import AnyModelEvent, ModelRequest
 from fumehood.protocol.sandbox_errors import SandboxError
 from fumehood.sandbox.container import ContainerSettings
@@ -41,6 +43,7 @@ from fumehood.sandbox.kept_files import FileLimits
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings
 from fumehood.sandbox.remote import RemoteSandboxes
 from fumehood.store.blobs import DiskBlobs
+from fumehood.store.sealing import KeyedSealer, KeysRefused, own_keys, read_keys, read_keys_file
 from fumehood.store.sqlite import SqliteStore, StoreRefused
 from fumehood.tools.code_interpreter import CodeInterpreter
 from fumehood.tools.code_output import OutputLimits
@@ -70,20 +73,21 @@ class SystemClock:
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A gateway with everything behind it, ready to be served."""
+    """A gateway with everything behind it, ready to be served; `open` if no key is needed."""
 
     gateway: Gateway
     runs: Runs
+    open: bool
 
 
 async def serve(
-    config: Config, environ: Mapping[str, str], sock: socket.socket, on_ready: Callable[[], None]
+    config: Config, environ: Mapping[str, str], sock: socket.socket, on_ready: Callable[[Assembled], None]
 ) -> None:
     """Until a signal comes; raises Misconfigured, CannotServe."""
     lines = RequestLines(_to_standard_error, config.telemetry.log_format)
     async with assembled(config, environ, lines) as parts:
         server = Server(parts.gateway, sock, lambda: parts.runs.drain(config.server.grace))
-        await server.run(on_ready)
+        await server.run(lambda: on_ready(parts))
     lines.flush()
 
 
@@ -104,6 +108,7 @@ async def assembled(
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         store = await _store(config, stack)
+        callers = await _callers(config, store, clock, stack)
         blobs = DiskBlobs(Path(config.storage.blobs))
         try:
             models = open_models(config.models, clock, environ)
@@ -121,6 +126,7 @@ async def assembled(
             limits=LoopLimits(turns=limits.turns, seconds=limits.response_seconds),
             lag=LagLimits(events=limits.behind_events, seconds=limits.behind_seconds),
             disabled_tools=frozenset() if tools else frozenset({CODE_INTERPRETER}),
+            sealer=_sealer(config, environ),
         )
         always = config.providers.code_interpreter.settings.always_include_outputs
         gateway = Gateway(
@@ -128,15 +134,37 @@ async def assembled(
             store=store,
             models=models,
             containers=containers,
-            callers=Everybody(config.server.hosts),
+            callers=callers,
             metrics=metrics,
             log=log,
-            body_bytes=limits.body_bytes,
-            concurrent=limits.concurrent,
+            limits=Limits(
+                KeyLimits(
+                    requests_per_minute=limits.requests_per_minute,
+                    concurrent=limits.concurrent,
+                    body_bytes=limits.body_bytes,
+                ),
+                total=limits.concurrent_total,
+                monotonic=clock.monotonic,
+            ),
             always_include=(OUTPUTS,) if always else (),
             show_metrics=config.telemetry.metrics,
         )
-        yield Assembled(gateway, runs)
+        yield Assembled(gateway, runs, not isinstance(callers, KeyHolders) or callers.open)
+
+
+def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
+    """Raises Misconfigured."""
+    settings = config.compaction
+    own = config.storage.file.with_name(config.storage.file.name + ".keys")
+    where = settings.keys_env or settings.keys_file or str(own)
+    try:
+        if settings.keys_env is not None:
+            keys = read_keys(secret(environ, settings.keys_env, "compaction.keys_env") or "")
+        else:
+            keys = own_keys(own) if settings.keys_file is None else read_keys_file(Path(settings.keys_file))
+        return KeyedSealer(keys)
+    except KeysRefused as error:
+        raise Misconfigured(f"compaction: {where}: {error}.") from None
 
 
 class _CountedModels:
@@ -175,6 +203,22 @@ async def _store(config: Config, stack: AsyncExitStack) -> SqliteStore:
     if lost := await store.recover():
         logger.warning("responses_lost", extra={"fields": {"number": lost}})
     return store
+
+
+async def _callers(config: Config, store: Store, clock: Clock, stack: AsyncExitStack) -> Callers:
+    """Those who have a key. Who may reach an open server at all, the caller has made sure of."""
+    everybody = Everybody(config.server.hosts)
+    if not config.auth.required:
+        return everybody
+    holders = await stack.enter_async_context(KeyHolders(store, clock, everybody))
+    if not holders.number and not config.server.private:
+        raise Misconfigured(
+            f"server.host: {config.server.host} can be reached from other machines and there are no keys: make one "
+            "with `fumehood keys create`, or listen on 127.0.0.1."
+        )
+    if not holders.number and not holders.open:
+        logger.warning("all keys were revoked: nobody can be served until `fumehood keys create` makes one")
+    return holders
 
 
 async def _interpreter(

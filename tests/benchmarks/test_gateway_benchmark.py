@@ -137,7 +137,7 @@ def test_the_configuration_is_one_that_the_gateway_takes(tmp_path: Path) -> None
     file.write_text(json.dumps(gateways.configuration(tmp_path, "http://127.0.0.1:9", 8080)))
     taken = config.load(file, {})
     assert taken.storage.url.removeprefix("sqlite:///") == str(gateways.database(tmp_path))
-    assert taken.limits.concurrent > gateway.FULL.streams
+    assert taken.limits.concurrent_total > gateway.FULL.streams
 
 
 async def test_a_server_that_does_not_start_is_told_with_its_last_words(tmp_path: Path) -> None:

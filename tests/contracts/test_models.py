@@ -21,7 +21,7 @@ from fumehood.testing.clock import FakeClock
 from fumehood.testing.model_kit import ModelKit, Subject
 from tests.support import chat_server
 from tests.support.chat_server import CUT, Answer, ChatServer, chunk, stream
-from tests.support.conversations import entry, message, segment
+from tests.support.conversations import message, segment
 
 INTERPRETER = FunctionSpec(name="code_interpreter", description="", parameters=Raw(b"{}"))
 
@@ -88,7 +88,7 @@ def chat_subject(backend: Retrying, server: ChatServer) -> Subject:
         backend=backend,
         answers=request("answers"),
         calls=request("calls"),
-        refused=request("answers", segment(entry({"type": "computer_call"}))),
+        refused=request("answers", segment(message([{"type": "input_hologram"}]))),
         fails=request("fails"),
         breaks=request("breaks"),
         waits=request("waits"),

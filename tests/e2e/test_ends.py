@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.conftest import House, client_of, settings_for
+from tests.e2e.conftest import House, client_of, settings_for, settings_without_code
 from tests.support import served
 from tests.support.chat_server import chunk, stream
 from tests.support.served import Model, answer, runs
@@ -84,7 +84,7 @@ def test_what_was_acknowledged_survives_a_kill(place: Path) -> None:
     with Model() as model:
         acknowledged: list[str] = []
         for _ in range(3):
-            running = served.start(place, settings_for(model))
+            running = served.start(place, settings_without_code(model))
             model.script(*(answer("kept") for _ in range(1000)))
             stop = threading.Timer(0.5, running.kill)
             with client_of(running) as client:
@@ -95,7 +95,7 @@ def test_what_was_acknowledged_survives_a_kill(place: Path) -> None:
                     while True:
                         acknowledged.append(client.responses.create(model="scripted", input="?").id)
             stop.join()
-        with served.serving(place, settings_for(model)) as running, client_of(running) as client:
+        with served.serving(place, settings_without_code(model)) as running, client_of(running) as client:
             assert len(acknowledged) >= 3
             for earlier in acknowledged:
                 assert client.responses.retrieve(earlier).output_text == "kept"
@@ -133,15 +133,15 @@ def test_what_was_running_is_failed_and_nothing_runs_twice(place: Path) -> None:
 def test_a_second_gateway_on_the_same_file_refuses(place: Path) -> None:
     with (
         Model() as model,
-        served.serving(place, settings_for(model)),
+        served.serving(place, settings_without_code(model)),
         pytest.raises(AssertionError, match="another"),
     ):
-        served.start(place, settings_for(model))
+        served.start(place, settings_without_code(model))
 
 
 def test_a_graceful_end(place: Path) -> None:
     with Model() as model:
-        running = served.start(place, settings_for(model))
+        running = served.start(place, settings_without_code(model))
         gate, let_go = model.event()
         model.script(stream(chunk({"content": "x"}), gate, chunk(finish="stop"), b"data: [DONE]\n\n"))
         seen: list[str] = []

@@ -306,7 +306,7 @@ async def test_a_head_without_end_is_refused(gateway: Served) -> None:
 
 
 async def test_more_responses_at_once_than_allowed() -> None:
-    async with serving_gateway(concurrent=1) as served:
+    async with serving_gateway(total=1) as served:
         served.runs.script = lambda response: [text_events(response)[:2]]
         async with served.posted(stream=True) as (reader, _):
             await reader.readuntil(b"\r\n\r\n")

@@ -14,15 +14,16 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.streams import StreamReader
 
-from fumehood.gateway import server
-from fumehood.gateway.exchange import Exchange
+from fumehood.gateway.limits import Limits
 from fumehood.gateway.sse import GONE, encode_events
 from fumehood.gateway.websocket import Messages
 from fumehood.interfaces import Caller
 from fumehood.protocol.errors import NotAuthenticated, ServerFault
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.folding import OUTPUTS
+from fumehood.protocol.keys import KeyLimits
 from fumehood.protocol.responses import Response
+from fumehood.serving import web, websocket
 from tests.support.gateway import Served, code_events, serving_gateway, text_events
 from tests.support.sse import parse
 from tests.support.websocket import Socket, connected, refused
@@ -137,14 +138,13 @@ async def test_what_was_not_asked_for_is_not_sent(gateway: Served, include: list
 
 async def test_events_that_are_there_share_a_write(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[int] = []
-    protocol: Any = vars(server)["_SocketProtocol"]
-    written = protocol.send
+    written = websocket.SocketProtocol.send
 
     async def send(self: Any, message: Any) -> None:
         writes.append(bytes(message.get("frames", b"")).count(b'"type":"response.'))
         await written(self, message)
 
-    monkeypatch.setattr(protocol, "send", send)
+    monkeypatch.setattr(websocket.SocketProtocol, "send", send)
 
     def script(response: Response) -> list[list[StreamEvent]]:
         events = text_events(response, [f"word {number} " for number in range(200)])
@@ -341,7 +341,7 @@ async def test_a_run_that_breaks_ends_with_an_error_that_has_a_status(gateway: S
 
 
 async def test_too_many_responses_at_once_are_told_so() -> None:
-    async with serving_gateway(concurrent=1) as served, opened(served) as socket:
+    async with serving_gateway(limits=Limits(total=1)) as served, opened(served) as socket:
         served.runs.script = beginning
         await socket.ask(stream_id="a")
         await until_running(served)
@@ -352,6 +352,21 @@ async def test_too_many_responses_at_once_are_told_so() -> None:
 
 
 # --- who may connect ----------------------------------------------------------------------------------
+
+
+class Nobody:
+    """Callers of whom none is known any more once `revoked`."""
+
+    def __init__(self, *, revoked: bool = True) -> None:
+        self.revoked = revoked
+
+    def identify(self, authorization: bytes | None, host: bytes) -> Caller:
+        if self.revoked:
+            raise NotAuthenticated("Incorrect API key provided.")
+        return Caller()
+
+    async def look_again(self) -> bool:
+        return False
 
 
 @pytest.mark.parametrize(
@@ -369,13 +384,7 @@ async def test_too_many_responses_at_once_are_told_so() -> None:
 async def test_who_may_not_connect_is_told_before_the_upgrade(
     headers: Mapping[str, str], status: int, code: str
 ) -> None:
-    class Callers:
-        def identify(self, exchange: Exchange) -> Caller:
-            if exchange.authorization == b"Bearer wrong":
-                raise NotAuthenticated("Incorrect API key provided.")
-            return Caller()
-
-    callers: dict[str, Any] = {"callers": Callers()} if status == 401 else {}
+    callers: dict[str, Any] = {"callers": Nobody()} if status == 401 else {}
     async with serving_gateway(**callers) as served:
         with pytest.raises(InvalidStatus) as refusal:
             async with opened(served, additional_headers=headers):
@@ -383,6 +392,22 @@ async def test_who_may_not_connect_is_told_before_the_upgrade(
         answer = refusal.value.response
         assert (answer.status_code, json.loads(answer.body)["error"]["code"]) == (status, code)
         assert answer.headers["fumehood-version"]
+
+
+async def test_a_key_that_is_revoked_makes_no_more_responses() -> None:
+    callers = Nobody(revoked=False)
+    async with serving_gateway(callers=callers) as served, opened(served) as socket:
+        assert (await socket.turn())["status"] == "completed"
+        callers.revoked = True
+        assert await socket.refusal() == (401, "invalid_api_key", None)
+
+
+async def test_requests_are_counted_as_everywhere() -> None:
+    limits = Limits(KeyLimits(requests_per_minute=2))
+    async with serving_gateway(limits=limits) as served, opened(served) as socket:
+        await socket.turn()
+        await socket.turn()
+        assert await socket.refusal() == (429, "rate_limit_exceeded", None)
 
 
 async def test_a_page_of_this_server_may_connect(gateway: Served) -> None:
@@ -479,7 +504,7 @@ async def test_what_is_no_websocket_ends_the_connection(gateway: Served, sent: b
 async def test_a_message_that_does_not_end_ends_the_connection(
     gateway: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_MESSAGE_SECONDS", 0.05)
+    monkeypatch.setattr(websocket, "_MESSAGE_SECONDS", 0.05)
     async with gateway.connected() as (reader, writer):
         writer.write(b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\n" + HEAD + KEY + b"\r\n")
         await reader.readuntil(b"\r\n\r\n")
@@ -492,7 +517,7 @@ async def test_a_message_that_does_not_end_ends_the_connection(
 
 
 async def test_a_silent_connection_is_pinged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_PING_SECONDS", 0.05)
+    monkeypatch.setattr(websocket, "_PING_SECONDS", 0.05)
     async with serving_gateway() as served, served.connected() as (reader, writer):
         writer.write(b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\n" + HEAD + KEY + b"\r\n")
         await reader.readuntil(b"\r\n\r\n")
@@ -527,7 +552,7 @@ async def test_a_connection_that_breaks_takes_its_run_with_it(gateway: Served) -
 
 
 async def test_a_reader_that_takes_nothing_is_left(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_STALL_SECONDS", 0.1)
+    monkeypatch.setattr(web, "_STALL_SECONDS", 0.1)
     pieces = ["x" * 1_000_000] * 64  # more than any kernel keeps for the two ends of a connection
     gateway.runs.script = lambda response: [[event] for event in text_events(response, pieces)[:-1]]
     async with opened(gateway) as socket:

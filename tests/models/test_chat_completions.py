@@ -38,7 +38,7 @@ from tests.support.chat_server import (
     says,
     stream,
 )
-from tests.support.conversations import entry, message, segment
+from tests.support.conversations import message, segment
 
 KEY = "sk-upstream-secret-0123456789"
 REQUEST = ModelRequest(model="small", segments=[segment(message("hi"))])
@@ -232,9 +232,9 @@ async def test_a_long_conversation_arrives_whole() -> None:
 
 
 async def test_what_cannot_be_shown_is_not_sent() -> None:
-    request = ModelRequest(model="m", segments=[segment(entry({"type": "computer_call"}))])
+    request = ModelRequest(model="m", segments=[segment(message([{"type": "input_hologram"}]))])
     async with upstream() as (backend, server):
-        with pytest.raises(InvalidRequest, match="computer_call"):
+        with pytest.raises(InvalidRequest, match="input_hologram"):
             backend.check(request)
         with pytest.raises(InvalidRequest):
             await turn(backend, request)
@@ -449,6 +449,49 @@ async def test_keys_are_not_shown() -> None:
     async with upstream() as (backend, _):
         assert KEY not in repr(backend)
         assert KEY not in repr(vars(backend)["_settings"])
+
+
+async def test_a_server_that_counts_is_asked() -> None:
+    counted = document(b'{"count": 77, "max_model_len": 4096, "tokens": [1, 2, 3]}')
+    async with upstream(counted, document(b'{"count": -1}'), error("404 Not Found", {}), name="served") as (
+        plain,
+        server,
+    ):
+        assert not plain.profile("small").counts
+        settings = ModelSettings(
+            base_url=server.url,
+            tokenize_url=server.url + "/tokenize",
+            name="served",
+            extra_body={"chat_template_kwargs": {"think": False}, "top_k": 1},
+        )
+        connections = Upstream()
+        backend = ChatCompletions(settings, connections, Secret(KEY))
+        request = ModelRequest(
+            model="small", instructions="Be brief.", segments=REQUEST.segments, functions=[FUNCTION]
+        )
+        assert backend.profile("small").counts
+        assert await backend.count(request) == (77, True)
+        for _ in range(2):
+            with pytest.raises(ModelError):
+                await backend.count(request)
+        await connections.close()
+        asked = server.asked[0]
+        assert asked.path == "/v1/tokenize"
+        assert asked.headers["authorization"] == f"Bearer {KEY}"
+        assert asked.json == snapshot(
+            {
+                "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
+                "model": "served",
+                "add_generation_prompt": True,
+                "chat_template_kwargs": {"think": False},
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "description": "Does f.", "parameters": {"type": "object"}},
+                    }
+                ],
+            }
+        )
 
 
 async def test_the_count_is_an_estimate() -> None:

@@ -146,10 +146,7 @@ def test_parts_that_cannot_be_shown(part: dict[str, object], told: str) -> None:
     assert (error.status, error.param) == (400, "input")
 
 
-def test_items_that_cannot_be_shown() -> None:
-    assert refused(segment(entry({"type": "computer_call"}))).message == snapshot(
-        "Items of type 'computer_call' cannot be shown to this model."
-    )
+def test_messages_of_nobody() -> None:
     assert "the role 'critic'" in refused(segment(message("a", "critic"))).message
 
 

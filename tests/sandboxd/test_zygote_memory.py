@@ -53,9 +53,40 @@ open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(64) if os.path.
 assert not any("memfd" in name for name in open_files), open_files
 print("ok")
 """
+VARIABLES = """
+import hashlib, os
+from fumehood.sandboxd.inside import mappings, sharing
+memory = sharing.SharedMemory()
+import numpy
+before = [*mappings.all_mappings()]
+memory.settle()
+after = [*mappings.all_mappings()]
+of_numpy = lambda found: [one for one in found if "/numpy/" in one.file]
+writable = [one for one in of_numpy(before) if one.rights == "rw-p"]
+assert writable and not any(one.rights == "rw-p" for one in of_numpy(after)), "numpy's variables are not shared"
+for one in writable:
+    [now] = [other for other in after if other.start <= one.start and one.end <= other.end]
+    assert now.rights == "rw-p" and "memfd:zygote" in now.file, now
+assert numpy.arange(6.0).reshape(2, 3).T.dot(numpy.ones(2)).tolist() == [3.0, 5.0, 7.0]
+child = os.fork()
+if child == 0:
+    numpy.seterr(all="raise")
+    numpy.set_printoptions(precision=1)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert numpy.geterr()["invalid"] == "warn" and numpy.get_printoptions()["precision"] == 8
+rights = lambda: {one.start: one.rights for one in mappings.all_mappings()}
+pieces, before = len(rights()), rights()
+mappings.join_code()
+assert len(rights()) < pieces
+assert all(was == rights()[start] or was == "r--p" for start, was in before.items() if start in rights())
+assert not any("w" in now and "x" in now for now in rights().values())
+assert numpy.linalg.inv(numpy.eye(3)).sum() == 3.0
+print("ok")
+"""
 
 
-@pytest.mark.parametrize("program", [MARKS, EXCHANGE], ids=["immortal", "shared"])
+@pytest.mark.parametrize("program", [MARKS, EXCHANGE, VARIABLES], ids=["immortal", "shared", "libraries"])
 def test_in_a_process_of_its_own(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")

@@ -1,6 +1,7 @@
 """An engine of doubles, driven by requests as clients write them; imports `engine`, `testing` and siblings."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,16 @@ from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRun, EngineRuns
 from fumehood.interfaces import Caller, HostedTool
 from fumehood.protocol.events import StreamEvent
-from fumehood.protocol.responses import CreateResponse, Response
-from fumehood.testing import FakeClock, MemoryStore, ScriptedModel, ScriptedModels
+from fumehood.protocol.items import Message, OutputText, ProducedFile
+from fumehood.protocol.responses import CreateResponse, Response, Usage
+from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModels
+
+ECHO: dict[str, Any] = {"type": "echo"}
+FUNCTION: dict[str, Any] = {
+    "type": "function",
+    "name": "f",
+    "parameters": {"type": "object", "properties": {}},
+}
 
 
 @dataclass
@@ -34,6 +43,7 @@ class Engine:
             limits=self.limits,
             lag=self.lag,
             disabled_tools=self.disabled,
+            sealer=PlainSealer(),
         )
 
     async def start(self, tenant: str = "", **body: Any) -> EngineRun:
@@ -47,3 +57,29 @@ class Engine:
 
     async def block(self, **body: Any) -> Response:
         return await (await self.start(**body, stream=False)).wait()
+
+
+def tokens(output: int) -> Usage:
+    return Usage(input_tokens=10, output_tokens=output, total_tokens=10 + output)
+
+
+def text_of(message: object) -> str:
+    assert isinstance(message, Message)
+    part = message.content[0]
+    assert isinstance(part, OutputText)
+    return part.text
+
+
+async def collected(run: EngineRun) -> list[StreamEvent]:
+    return [event async for batch in run.subscribe() for event in batch]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0)
+
+
+def produced(name: str) -> ProducedFile:
+    return ProducedFile(
+        file_id=f"cfile_{name}", container_id="cntr_1", filename=name, path=f"/mnt/data/{name}", bytes=1
+    )

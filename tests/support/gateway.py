@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from fumehood.gateway.app import Gateway
+from fumehood.gateway.limits import Limits
 from fumehood.gateway.server import Server
 from fumehood.interfaces import Caller
 from fumehood.protocol.containers import ContainerFileRecord
@@ -36,9 +37,10 @@ from fumehood.protocol.events import (
 )
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.items import CodeInterpreterCall, Execution, Logs, Message, OutputText
+from fumehood.protocol.keys import KeyLimits
 from fumehood.protocol.models import ModelCard
 from fumehood.protocol.responses import CreateResponse, Response, Usage
-from fumehood.sandboxd.sockets import Address, listen
+from fumehood.serving.sockets import Address, listen
 from fumehood.testing import FakeClock, MemoryStore
 
 PATIENCE = 30
@@ -375,10 +377,13 @@ class Served:
 
 
 @asynccontextmanager
-async def serving_gateway(**options: Any) -> AsyncGenerator[Served]:
+async def serving_gateway(
+    *, body_bytes: int | None = None, total: int = 512, **options: Any
+) -> AsyncGenerator[Served]:
     """A gateway on a free port until the block is left; `options` are those of `Gateway`."""
     runs, store, files = ScriptedRuns(), MemoryStore(FakeClock()), KeptFiles()
     behind: dict[str, Any] = {"runs": runs, "store": store, "models": NamedModels(), "containers": files}
+    options.setdefault("limits", Limits(KeyLimits(body_bytes=body_bytes), total=total))
     app = Gateway(**(behind | options))
     listener = listen(Address(port=0))
     server = Server(app, listener.sock, lambda: runs.drain(1.0))

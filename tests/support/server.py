@@ -13,7 +13,7 @@ import aiohttp
 from fumehood.sandboxd.server import Server
 from fumehood.sandboxd.service import Service
 from fumehood.sandboxd.settings import Settings
-from fumehood.sandboxd.sockets import Address, listen
+from fumehood.serving.sockets import Address, listen
 
 PATIENCE = 30
 
@@ -105,14 +105,14 @@ async def serving(
     """A server on a free port or on a unix socket, until the block is left."""
     listener = listen(Address(port=0, path=path))
     server = Server(settings, listener, token=token, grace=grace, sign_of_life=sign_of_life)
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    task = asyncio.ensure_future(server.serve(ready.set_result))
+    ready = asyncio.get_running_loop().create_future()
+    task = asyncio.ensure_future(server.serve(lambda: ready.set_result(None)))
     await asyncio.wait({ready, task}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         task.result()
-    client = Client(ready.result(), token)
+    client = Client(listener.where, token)
     try:
-        yield Running(ready.result(), server, client, task)
+        yield Running(listener.where, server, client, task)
     finally:
         await client.session.close()
         server.stop()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Raw
 
-from fumehood.interfaces import CallContext, Caller, ToolResult, ToolStep
+from fumehood.interfaces import CallContext, Caller, Memory, ToolResult, ToolStep
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.events import (
     CodeDelta,
@@ -56,6 +56,9 @@ class Echo:
 
     def recall(self, entry: Entry) -> Exchange | None:
         return Exchange(call_id="call_recalled", name="echo", arguments="{}", output="recalled")
+
+    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:
+        return None
 
 
 @dataclass

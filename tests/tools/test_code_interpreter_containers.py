@@ -178,3 +178,26 @@ async def test_a_broken_item_in_the_past_means_a_new_container() -> None:
             Segment((replayed({"type": "code_interpreter_call", "container_id": 5}),))
         )
         assert (await interpreter.run("x")).told == "(no output)"
+
+
+async def test_what_outlives_a_compaction_finds_the_container_again_and_tells_of_its_files() -> None:
+    steps = (Step("x", [WriteFile("a\u202e.txt", b"12345")]), Step("y"))
+    async with scripted(*steps) as interpreter:
+        first = await interpreter.run("x")
+        memory = await interpreter.tool.remember(SOMEBODY, interpreter.segments)
+        assert memory is not None
+        assert first.item.container_id in memory.note
+        assert "/mnt/data/a\N{REPLACEMENT CHARACTER}.txt (5 bytes)" in memory.note
+        items = [Entry(type="code_interpreter_call", id=None, turn=0, raw=raw) for raw in memory.items]
+        remembered = [Segment(tuple(items))]
+        offered = await interpreter.tool.offer(spec(), SOMEBODY, remembered)
+        _, second = await call(offered.begin(interpreter.context()), '{"code": "y"}')
+        assert isinstance(second.item, CodeInterpreterCall)
+        assert second.item.container_id == first.item.container_id
+        # A compaction of a compaction remembers the same; somebody else is told nothing of it.
+        assert await interpreter.tool.remember(SOMEBODY, remembered) == memory
+        stranger = await interpreter.tool.remember(Caller("stranger"), remembered)
+        assert stranger is not None
+        assert "is gone" in stranger.note
+        assert b"cfile" not in b"".join(stranger.items)
+        assert await interpreter.tool.remember(SOMEBODY, []) is None

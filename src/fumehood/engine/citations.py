@@ -13,6 +13,7 @@ from fumehood.protocol.items import ContainerFileCitation, ProducedFile
 _SCHEME = "sandbox:"
 _MARK = _SCHEME + "/"
 _MOST_LINKS = 1_000
+_MOST_UNLINKED = 100  # the container's listing has them all
 _LONGEST_TARGET = (
     1_024  # what goes on for longer is no link, and must not be searched for one again and again
 )
@@ -92,10 +93,10 @@ def cite_links(links: Sequence[Link], files: Mapping[str, ProducedFile]) -> list
 def cite_unlinked(
     files: Sequence[ProducedFile], cited: Sequence[ContainerFileCitation], text: str
 ) -> list[ContainerFileCitation]:
-    """One at the end of the text, of no width, for each file that it does not link to."""
+    """One at the end of the text, of no width, for each of the last files that it does not link to."""
     linked = {citation.file_id for citation in cited}
     latest = {file.file_id: file for file in files if file.file_id not in linked}
-    return [_cite(file, len(text), len(text)) for file in latest.values()]
+    return [_cite(file, len(text), len(text)) for file in [*latest.values()][-_MOST_UNLINKED:]]
 
 
 def _cite(file: ProducedFile, start: int, end: int) -> ContainerFileCitation:

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from fumehood.interfaces import Caller, HostedTool, Store
-from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.conversation import COMPACTION, Entry, Segment
 from fumehood.protocol.errors import InvalidRequest, PreviousNotFound
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.items import Item, peek
@@ -16,7 +16,13 @@ from fumehood.protocol.responses import CreateResponse
 _MOST_ITEMS = 10_000
 _CALLS = {"function_call": "function_call_output", "custom_tool_call": "custom_tool_call_output"}
 _OUTPUTS = frozenset(_CALLS.values())
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "code_interpreter_call": "ci"}
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "code_interpreter_call": "ci",
+    "compaction": "cmp",
+}
 
 
 class _CallTag(msgspec.Struct):
@@ -62,7 +68,8 @@ class History:
         items = [peek(raw, f"input[{number}]") for number, raw in enumerate(raws)]
         kept = await self._kept(items, caller)
         entries = tuple(self._entry(item, kept, f"input[{number}]") for number, item in enumerate(items))
-        _check_calls(entries, past)
+        cut = max((n for n, entry in enumerate(entries, 1) if entry.type == COMPACTION), default=0)
+        _check_calls(entries, () if cut else past, cut)
         return entries
 
     async def _kept(self, items: Sequence[Item], caller: Caller) -> Mapping[str, Entry]:
@@ -105,11 +112,15 @@ def _user_message(text: str) -> Entry:
     return Entry(type="message", id=message.id, turn=0, raw=msgspec.json.encode(message))
 
 
-def _check_calls(entries: Sequence[Entry], past: Sequence[Segment]) -> None:
-    """Every result belongs to a call, and every call of the last turn has its result."""
+def _check_calls(entries: Sequence[Entry], past: Sequence[Segment], cut: int = 0) -> None:
+    """Every result belongs to a call, and every call of the last turn has its result.
+
+    cut: how many of the entries a compaction stands for.
+    """
     newest = past[-1].entries if past else ()
-    results = {_call_id(entry, number) for number, entry in enumerate(entries) if entry.type in _OUTPUTS}
-    calls = {_call_id(entry, number) for number, entry in enumerate(entries) if entry.type in _CALLS}
+    shown = list(enumerate(entries))[cut:]
+    results = {_call_id(entry, number) for number, entry in shown if entry.type in _OUTPUTS}
+    calls = {_call_id(entry, number) for number, entry in shown if entry.type in _CALLS}
     # One that was cut off is no call: nobody can answer it, and the model is not shown it.
     calls |= {_call_id(entry) for entry in newest if entry.type in _CALLS and not _is_cut_off(entry)}
     answered = {_call_id(entry) for entry in newest if entry.type in _OUTPUTS}

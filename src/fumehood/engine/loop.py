@@ -7,6 +7,7 @@ of the client's, or a limit is met. Then the response is committed, and only the
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ from typing import Literal
 import msgspec
 
 from fumehood.engine.assembler import Toolbox, Turn
+from fumehood.engine.compaction import USUAL_LIMIT, Compactor
 from fumehood.engine.dispatch import run_calls
 from fumehood.engine.log import EventLog
 from fumehood.engine.output import Output
 from fumehood.engine.preparation import Prepared
+from fumehood.engine.tokens import Tokens
+from fumehood.engine.truncation import fitted
 from fumehood.interfaces import CallContext, Clock, Fenced, Lease, ModelBackend, Store
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import ApiError, ModelError, ModelUnreachable, ServerFault, to_detail
@@ -29,6 +33,8 @@ from fumehood.protocol.events import (
     Failed,
     Incomplete,
     InProgress,
+    ItemAdded,
+    ItemDone,
     StreamEvent,
 )
 from fumehood.protocol.models import ModelRequest
@@ -75,10 +81,16 @@ class Loop:
         clock: Clock,
         log: EventLog,
         limits: LoopLimits,
+        tokens: Tokens,
+        compactor: Compactor,
     ) -> None:
         self.failure: ApiError | None = None
         self._prepared = prepared
         self._backend = backend
+        self._tokens = tokens
+        self._compactor = compactor
+        self._window = prepared.window
+        self._too_long = _threshold(prepared, backend)
         self._store = store
         self._clock = clock
         self._limits = limits
@@ -87,8 +99,11 @@ class Loop:
         self._deadline = clock.monotonic() + limits.seconds
         self._turn: Turn | None = None
         self._segments: list[Segment] = []
+        self._asked: ModelRequest | None = None
+        self._left_out = 0
         self._entries: list[Entry] = []
         self._usage: Usage | None = None
+        self._compaction_usage: Usage | None = None
         self._hosted_calls = 0
         self.lease: Lease | None = None
         self._incomplete: Literal["max_output_tokens", "content_filter"] | None = None
@@ -159,6 +174,8 @@ class Loop:
 
     async def _turns(self) -> None:
         for number in range(1, self._limits.turns + 1):
+            if self._too_long is not None:
+                await self._compact(number, self._too_long, goes_on=True)
             turn = await self._one_turn(number)
             if not self._incomplete and turn.hosted:
                 self._hosted_calls += len(turn.hosted)
@@ -166,6 +183,7 @@ class Loop:
             self._turn = None
             self._keep(turn)
             if self._incomplete or not turn.goes_on:
+                await self._compact_the_answered(number, turn)
                 return
             self._segments.append(Segment((*turn.entries, *turn.hidden_entries)))
             if self._tokens_left() == 0:
@@ -182,7 +200,14 @@ class Loop:
             most_hosted=self._hosted_left(),
             one_call=not self._prepared.response.parallel_tool_calls,
         )
-        async with contextlib.aclosing(self._backend.stream(self._model_request(number, toolbox))) as batches:
+        request = self._model_request(number, toolbox)
+        if self._prepared.response.truncation == "auto":
+            segments, self._left_out = await fitted(
+                self._tokens, self._backend, self._prepared.caller, request, self._window.opened
+            )
+            request = dataclasses.replace(request, segments=segments)
+        self._asked = request
+        async with contextlib.aclosing(self._backend.stream(request)) as batches:
             async for batch in batches:
                 await turn.feed(batch)
                 if turn.written > self._limits.characters or turn.pieces > self._limits.characters // 16:
@@ -202,6 +227,38 @@ class Loop:
 
     def _keep(self, turn: Turn) -> None:
         self._entries.extend(turn.entries)
+        if turn.ended is not None and turn.ended.usage is not None and self._asked is not None:
+            usage = turn.ended.usage
+            self._tokens.note(self._prepared.caller, self._asked, usage, turn.entries, self._left_out)
+
+    async def _compact_the_answered(self, number: int, turn: Turn) -> None:
+        """After the answer. What the client has to answer itself must stay in sight until it has."""
+        if self._too_long is not None and not self._incomplete and not turn.client_calls:
+            self._segments.append(Segment((*turn.entries, *turn.hidden_entries)))
+            await self._compact(number, self._too_long, goes_on=False)
+
+    async def _compact(self, number: int, limit: int, *, goes_on: bool) -> None:
+        """Make the conversation short if it is too long. One that cannot be made short goes on as it is."""
+        request = self._model_request(number, self._toolbox(number))
+        caller, window = self._prepared.caller, self._window
+        count = await self._tokens.count(self._backend, caller, request, around=limit)
+        if count.tokens <= limit or not self._compactor.worth(window, self._segments, limit):
+            return
+        try:
+            compacted = await self._compactor.compact(
+                self._backend, caller, request, window, limit, goes_on=goes_on
+            )
+        except ApiError as error:
+            logger.warning("response %s was not compacted: %s", self._prepared.response.id, error)
+            return
+        index, item = self._output.place(), compacted.item
+        self._output.emit([ItemAdded(output_index=index, item=item), ItemDone(output_index=index, item=item)])
+        self._output.finish(index, item)
+        self._entries.append(compacted.entry(number))
+        self._window, self._segments = compacted.window, []
+        if compacted.usage is not None:
+            spent = self._compaction_usage
+            self._compaction_usage = compacted.usage if spent is None else spent + compacted.usage
 
     def _toolbox(self, number: int) -> Toolbox:
         """In the last turn, and with no hosted call left, the model has to answer or to call the client."""
@@ -226,7 +283,7 @@ class Loop:
         return ModelRequest(
             model=prepared.response.model,
             instructions=prepared.instructions,
-            segments=(*prepared.past, prepared.input, *self._segments),
+            segments=(*self._window.segments, *self._segments),
             functions=functions,
             choice=choice,
             parallel_calls=prepared.response.parallel_tool_calls,
@@ -264,13 +321,18 @@ class Loop:
             self._prepared.response,
             status=status,
             output=self._output.items,
-            usage=self._usage,
+            usage=self._whole_usage(),
             completed_at=int(self._clock.now()) if status == "completed" else None,
             incomplete_details=IncompleteDetails(reason=self._incomplete)
             if status == "incomplete" and self._incomplete
             else None,
             error=_response_error(self.failure) if status == "failed" and self.failure else None,
         )
+
+    def _whole_usage(self) -> Usage | None:
+        if self._usage is None or self._compaction_usage is None:
+            return self._usage or self._compaction_usage
+        return self._usage + self._compaction_usage
 
     async def _commit(self, response: Response) -> None:
         if not self._prepared.store:
@@ -288,8 +350,10 @@ class Loop:
         return [msgspec.structs.replace(entry, turn=0) for segment in past for entry in segment.entries]
 
     def conversation(self) -> Sequence[Segment]:
-        """Everything up to the end of this response, once it has ended."""
-        return (*self._prepared.past, Segment((*self._prepared.input.entries, *self._entries)))
+        """Everything from the last compaction up to the end of this response, once it has ended."""
+        whole = (*self._prepared.past, Segment((*self._prepared.input.entries, *self._entries)))
+        compacted = (number for number in reversed(range(len(whole))) if whole[number].compacted >= 0)
+        return whole[next(compacted, 0) :]
 
     def _last_events(self, response: Response) -> Sequence[StreamEvent]:
         if response.status == "completed":
@@ -297,6 +361,13 @@ class Loop:
         if response.status == "failed" and self.failure is not None:
             return [ErrorOccurred(error=to_detail(self.failure)), Failed(response=response)]
         return [Incomplete(response=response)]
+
+
+def _threshold(prepared: Prepared, backend: ModelBackend) -> int | None:
+    """How many tokens are too many, where the client wants that to be minded."""
+    if prepared.compaction is None or prepared.compaction.compact_threshold is not None:
+        return prepared.compaction.compact_threshold if prepared.compaction is not None else None
+    return (backend.profile(prepared.response.model).context_window or USUAL_LIMIT) * 4 // 5
 
 
 def _is_in(spec: FunctionSpec, toolbox: Toolbox) -> bool:

@@ -12,14 +12,16 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from fumehood.engine.assembler import Toolbox
+from fumehood.engine.compaction import Compactor, Window
 from fumehood.engine.history import History
 from fumehood.interfaces import Caller, Clock, HostedTool, OfferedTool
 from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.folding import INCLUDABLE, LOGPROBS
 from fumehood.protocol.ids import new_id
-from fumehood.protocol.models import Sampling
+from fumehood.protocol.models import ModelRequest, Sampling
 from fumehood.protocol.responses import (
+    CompactionConfig,
     CreateResponse,
     ReasoningConfig,
     Response,
@@ -53,7 +55,9 @@ class Prepared:
     generate: False if the model is not to be asked: what it will be shown is only made ready to be continued.
     past: the conversation before this request.
     unkept: whether the store does not have that conversation.
-    input: what this request adds to it.
+    window: the conversation with what this request adds to it, as far as the model is shown it.
+    input: what this request adds.
+    compaction: what the request says of it, if it asks for any.
     functions: what the model is told that it may call.
     """
 
@@ -65,11 +69,26 @@ class Prepared:
     instructions: str | None
     past: Sequence[Segment]
     unkept: bool
+    window: Window
     input: Segment
+    compaction: CompactionConfig | None
     toolbox: Toolbox
     functions: Sequence[FunctionSpec]
     choice: Choice
     sampling: Sampling
+
+    def first_request(self) -> ModelRequest:
+        """What the model is asked first."""
+        return ModelRequest(
+            model=self.response.model,
+            instructions=self.instructions,
+            segments=self.window.segments,
+            functions=self.functions,
+            choice=self.choice,
+            parallel_calls=self.response.parallel_tool_calls,
+            sampling=self.sampling,
+            streamed=self.streamed,
+        )
 
 
 class Preparation:
@@ -79,9 +98,15 @@ class Preparation:
     """
 
     def __init__(
-        self, history: History, tools: Mapping[str, HostedTool], disabled: frozenset[str], clock: Clock
+        self,
+        history: History,
+        compactor: Compactor,
+        tools: Mapping[str, HostedTool],
+        disabled: frozenset[str],
+        clock: Clock,
     ) -> None:
         self._history = history
+        self._compactor = compactor
         self._tools = tools
         self._disabled = disabled
         self._clock = clock
@@ -96,9 +121,11 @@ class Preparation:
                 "Missing required parameter: 'model'.", param="model", code="missing_required_parameter"
             )
         specs = _read_tools(request)
+        compaction = self._read_compaction(request)
         past = await self._history.past(request, caller) if held is None else held
         added = Segment(await self._history.input(request, caller, past))
-        offered = await self._offer(specs, caller, (*past, added))
+        window = self._compactor.window(caller, past, added)
+        offered = await self._offer(specs, caller, (window.remembered, *window.segments))
         tools = _Tools.gather(specs, offered)
         choice = read_choice(request.tool_choice) if request.tool_choice is not None else ToolChoice()
         functions, chosen = tools.choose(choice)
@@ -111,12 +138,32 @@ class Preparation:
             instructions=_instructions(request),
             past=past,
             unkept=held is not None,
+            window=window,
             input=added,
+            compaction=compaction,
             toolbox=tools.toolbox(functions),
             functions=functions,
             choice=chosen,
             sampling=_sampling(request),
         )
+
+    def _read_compaction(self, request: CreateResponse) -> CompactionConfig | None:
+        found: CompactionConfig | None = None
+        for number, raw in enumerate(request.context_management or ()):
+            where = f"context_management[{number}]"
+            if found is not None:
+                raise InvalidRequest("Compaction can be asked for once.", param=where, code="invalid_value")
+            try:
+                found = msgspec.json.decode(raw, type=CompactionConfig)
+            except msgspec.DecodeError as error:
+                raise InvalidRequest(
+                    f"{where} cannot be read: {error}.", param=where, code="invalid_value"
+                ) from None
+            if not self._compactor.able:
+                raise InvalidRequest(
+                    "This server does not compact.", param=where, code="unsupported_parameter"
+                )
+        return found
 
     async def _offer(
         self, specs: Sequence[ToolSpec], caller: Caller, past: Sequence[Segment]
@@ -215,6 +262,7 @@ class _Tools:
     kinds: Mapping[str, tuple[str, str | None]]  # function name -> type and name in the request
     hosted: Mapping[str, OfferedTool]
     customs: frozenset[str]
+    foreign: frozenset[str]  # types that nobody serves here: the model is not told of them
 
     @classmethod
     def gather(cls, specs: Sequence[ToolSpec], offered: Sequence[tuple[ToolSpec, OfferedTool]]) -> "_Tools":
@@ -239,6 +287,7 @@ class _Tools:
             kinds,
             {tool.function.name: tool for _, tool in offered},
             frozenset(name for name, (kind, _) in kinds.items() if kind == "custom"),
+            frozenset(spec.type for spec in specs).difference(kind for kind, _ in kinds.values()),
         )
 
     def choose(self, choice: ToolChoice) -> tuple[list[FunctionSpec], Choice]:
@@ -251,6 +300,11 @@ class _Tools:
             return list(self.specs.values()), choice.mode
         names = [name for wanted in choice.only for name in self._named(wanted)]
         functions = [self.specs[name] for name in dict.fromkeys(names)]
+        if choice.mode == "required" and not functions:
+            raise InvalidRequest(
+                "A call is required, but tool_choice names no tool that this server serves.",
+                param="tool_choice",
+            )
         if choice.mode == "required" and len(functions) == 1:
             # The others stay visible: leaving them out would spoil the model server's cache of the prompt.
             return list(self.specs.values()) if len(choice.only) == 1 else functions, functions[0]
@@ -263,7 +317,7 @@ class _Tools:
             for function, (its_kind, its_name) in self.kinds.items()
             if its_kind == kind and (name is None or name == its_name)
         ]
-        if not found:
+        if not found and kind not in self.foreign:
             raise InvalidRequest(
                 f"Tool choice '{name or kind}' not found in 'tools' parameter.", param="tool_choice"
             )

@@ -3,16 +3,32 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
+from fumehood.engine.compaction import USUAL_LIMIT, Compactor
 from fumehood.engine.history import History
 from fumehood.engine.log import EventLog, LagLimits
 from fumehood.engine.loop import Loop, LoopLimits
 from fumehood.engine.preparation import Preparation, Prepared
-from fumehood.interfaces import Caller, Clock, HostedTool, Lease, ModelBackend, Models, Reading, Store
+from fumehood.engine.tokens import Tokens
+from fumehood.engine.truncation import check_length
+from fumehood.interfaces import (
+    Caller,
+    Clock,
+    HostedTool,
+    Lease,
+    ModelBackend,
+    Models,
+    Reading,
+    Sealer,
+    Store,
+)
 from fumehood.protocol.conversation import Segment
-from fumehood.protocol.errors import ApiError, Unavailable
+from fumehood.protocol.errors import ApiError, ServerFault, Unavailable
 from fumehood.protocol.events import StreamEvent
-from fumehood.protocol.responses import CreateResponse, Response
+from fumehood.protocol.ids import new_id
+from fumehood.protocol.models import ModelRequest
+from fumehood.protocol.responses import CompactedResponse, CreateResponse, InputTokens, Response, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +90,7 @@ class EngineRuns:
         limits: LoopLimits | None = None,
         lag: LagLimits | None = None,
         disabled_tools: frozenset[str] = frozenset(),
+        sealer: Sealer | None = None,
     ) -> None:
         self._models = models
         self._store = store
@@ -85,16 +102,70 @@ class EngineRuns:
         self._renewing: asyncio.Task[None] | None = None
         history = History(store, {kind: tool for tool in tools for kind in tool.item_types})
         by_type = {kind: tool for tool in tools for kind in tool.types}
-        self._preparation = Preparation(history, by_type, disabled_tools, clock)
+        self._tokens = Tokens()
+        self._compactor = Compactor(sealer, tools, self._tokens)
+        self._compacting: set[asyncio.Task[CompactedResponse]] = set()
+        self._preparation = Preparation(history, self._compactor, by_type, disabled_tools, clock)
 
     async def start(
         self, request: CreateResponse, caller: Caller, past: Sequence[Segment] | None = None
     ) -> EngineRun:
         prepared = await self._preparation.prepare(request, caller, past)
         backend = self._models.backend(prepared.response.model)
+        if backend.profile(prepared.response.model).counts and _must_fit(prepared):
+            await check_length(self._tokens, backend, caller, prepared.first_request())
+        self._refuse_when_draining()
+        return self._begin(prepared, backend)
+
+    async def count(self, request: CreateResponse, caller: Caller) -> InputTokens:
+        prepared, backend, shown = await self._shown(request, caller)
+        count = await self._tokens.count(backend, prepared.caller, shown)
+        return InputTokens(input_tokens=count.tokens, exact=count.exact)
+
+    async def compact(self, request: CreateResponse, caller: Caller) -> CompactedResponse:
+        prepared, backend, shown = await self._shown(request, caller)
+        self._refuse_when_draining()
+        task = asyncio.create_task(self._compact(prepared, backend, shown))
+        self._compacting.add(task)
+        task.add_done_callback(self._compacting.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._draining and task.cancelled():
+                self._refuse_when_draining()
+            raise
+
+    async def _compact(
+        self, prepared: Prepared, backend: ModelBackend, shown: ModelRequest
+    ) -> CompactedResponse:
+        limit = backend.profile(shown.model).context_window or USUAL_LIMIT
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                compacted = await self._compactor.compact(
+                    backend, prepared.caller, shown, prepared.window, limit, goes_on=False
+                )
+        except TimeoutError:
+            raise ServerFault(f"The compaction took longer than {self._limits.seconds:g} seconds.") from None
+        return CompactedResponse(
+            id=new_id("resp"),
+            created_at=int(self._clock.now()),
+            output=[compacted.item],
+            usage=compacted.usage or Usage(),
+        )
+
+    async def _shown(
+        self, request: CreateResponse, caller: Caller
+    ) -> tuple[Prepared, ModelBackend, ModelRequest]:
+        """What the model would be shown first; raises ApiError."""
+        prepared = await self._preparation.prepare(request, caller)
+        backend = self._models.backend(prepared.response.model)
+        shown = prepared.first_request()
+        backend.check(shown)
+        return prepared, backend, shown
+
+    def _refuse_when_draining(self) -> None:
         if self._draining:
             raise Unavailable("The server is shutting down; try again.", retry_after=1.0)
-        return self._begin(prepared, backend)
 
     def _begin(self, prepared: Prepared, backend: ModelBackend) -> EngineRun:
         log = EventLog(
@@ -103,7 +174,9 @@ class EngineRuns:
             monotonic=self._clock.monotonic,
             on_overrun=lambda: run.cancel("its events were not read"),
         )
-        loop = Loop(prepared, backend, self._store, self._clock, log, self._limits)
+        loop = Loop(
+            prepared, backend, self._store, self._clock, log, self._limits, self._tokens, self._compactor
+        )
         loop.check()
         run = EngineRun(prepared.response.id, log, loop)
         self._running.add(run)
@@ -129,12 +202,18 @@ class EngineRuns:
 
     async def drain(self, grace_seconds: float) -> None:
         self._draining = True
-        tasks = [run.task for run in self._running]
+        tasks: list[asyncio.Task[Any]] = [*(run.task for run in self._running), *self._compacting]
         if tasks:
             await asyncio.wait(tasks, timeout=grace_seconds)
         for run in list(self._running):
             run.cancel("the server is shutting down")
+        for task in list(self._compacting):
+            task.cancel()
         if tasks:
             await asyncio.wait(tasks)
         if self._renewing is not None:
             self._renewing.cancel()
+
+
+def _must_fit(prepared: Prepared) -> bool:
+    return prepared.response.truncation == "disabled" and prepared.compaction is None

@@ -9,9 +9,10 @@ from re import Pattern
 
 from starlette.routing import compile_path
 
-from fumehood.gateway.auth import Callers, Everybody
+from fumehood.gateway.auth import Callers, Everybody, identified
 from fumehood.gateway.containers import ContainerFiles
-from fumehood.gateway.exchange import CallerLeft, Exchange, Receive, Scope, Send
+from fumehood.gateway.exchange import Exchange
+from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import CONTENT_TYPE, Metrics
 from fumehood.gateway.models import ModelCards
 from fumehood.gateway.request_log import RequestLog, to_logging
@@ -19,12 +20,21 @@ from fumehood.gateway.responses import Responses
 from fumehood.gateway.sse import SILENCE
 from fumehood.gateway.websocket import Handshake, Sockets
 from fumehood.interfaces import Caller, Containers, Models, Runs, Store
-from fumehood.protocol.errors import ApiError, InvalidRequest, NotFound, ServerFault, Unavailable
+from fumehood.protocol.errors import (
+    ApiError,
+    InvalidRequest,
+    NotAuthenticated,
+    NotFound,
+    ServerFault,
+    Unavailable,
+)
+from fumehood.serving.exchange import CallerLeft, Receive, Scope, Send
 
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
-BODY_BYTES = 32 << 20
-CONCURRENT = 512
+# What those who watch over the server ask, and who have no keys.
+PUBLIC = frozenset({"/healthz", "/readyz"})
+NOBODY = Caller()
 _SOCKET_PATH = "/v1/responses"
 
 logger = logging.getLogger(__name__)
@@ -43,8 +53,6 @@ class MethodNotAllowed(ApiError):
 class Gateway:
     """An ASGI application, for `server.Server`: WebSockets need its protocol.
 
-    body_bytes: the largest body of a request, and the largest message of a WebSocket.
-    concurrent: how many responses may be in the making at once.
     always_include: what every response shows, asked for or not.
     unready: why this gateway cannot serve now, None if it can.
     silence: seconds after which a stream that has nothing to say shows that it is alive.
@@ -60,8 +68,7 @@ class Gateway:
         callers: Callers | None = None,
         metrics: Metrics | None = None,
         log: RequestLog = to_logging,
-        body_bytes: int = BODY_BYTES,
-        concurrent: int = CONCURRENT,
+        limits: Limits | None = None,
         always_include: Collection[str] = (),
         unready: Callable[[], str | None] = lambda: None,
         silence: float = SILENCE,
@@ -75,20 +82,20 @@ class Gateway:
             runs,
             store,
             self.metrics,
-            body_bytes=body_bytes,
-            concurrent=concurrent,
+            limits=limits or Limits(),
             always=always_include,
             silence=silence,
         )
-        self.body_bytes = body_bytes
         sockets = Sockets(
-            responses, body_bytes=body_bytes, tell=lambda exchange: self._tell(exchange, self._socket_place)
+            responses, self._identify, tell=lambda exchange: self._tell(exchange, self._socket_place)
         )
         cards = ModelCards(models)
         files = ContainerFiles(containers)
         self._routes = _Routes(
             ("POST", "/v1/responses", responses.create),
             ("GET", _SOCKET_PATH, sockets.connect),
+            ("POST", "/v1/responses/input_tokens", responses.count),
+            ("POST", "/v1/responses/compact", responses.compact),
             ("GET", "/v1/responses/{response_id}", responses.get),
             ("DELETE", "/v1/responses/{response_id}", responses.delete),
             ("POST", "/v1/responses/{response_id}/cancel", responses.cancel),
@@ -120,7 +127,7 @@ class Gateway:
                 raise NotFound(
                     f"There is no WebSocket at {exchange.path[:200]}; there is one at {_SOCKET_PATH}."
                 )
-            caller = self._callers.identify(exchange)
+            caller = NOBODY if place is not None and place.path in PUBLIC else await self._identify(exchange)
             await _handler(place, exchange)(exchange, caller)
         except ApiError as error:
             await self._refuse(exchange, error)
@@ -134,12 +141,22 @@ class Gateway:
         finally:
             self._tell(exchange, place)
 
+    async def _identify(self, exchange: Exchange) -> Caller:
+        headers = exchange.headers
+        caller = await identified(self._callers, headers.get(b"authorization"), headers.get(b"host", b""))
+        if caller.key:
+            exchange.noted["key"] = caller.key
+        return caller
+
     async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
         exchange.note_refusal(error)
         if exchange.started:
             raise error
-        extra = [(b"allow", error.allowed.encode())] if isinstance(error, MethodNotAllowed) else None
-        await exchange.refuse(error, extra)
+        if isinstance(error, MethodNotAllowed):
+            exchange.extra.append((b"allow", error.allowed.encode()))
+        elif isinstance(error, NotAuthenticated):
+            exchange.extra.append((b"www-authenticate", b"Bearer"))
+        await exchange.refuse(error)
 
     def _tell(self, exchange: Exchange, place: "_Place | None") -> None:
         route = "(unknown)" if place is None else place.path

@@ -1,17 +1,30 @@
-"""Who a request is from, and whether it may be from there; imports `interfaces`, `protocol` and siblings.
+"""Who a request is from, and whether it may be from there; imports `interfaces`, `protocol` and the standard library.
 
-There are no keys yet: every caller is the same tenant, and the server listens where only this machine can reach it.
+Nothing is awaited and no database asked to recognise a key: a gateway knows all of them, and looks every few seconds
+whether there are others. What it is told of a request are two headers, so any kind of connection can be asked about.
 """
 
+import asyncio
 import ipaddress
+import logging
 import re
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
-from fumehood.gateway.exchange import Exchange
-from fumehood.interfaces import Caller
-from fumehood.protocol.errors import ApiError
+from fumehood.interfaces import Caller, Clock, Store
+from fumehood.protocol.errors import ApiError, NotAuthenticated
+from fumehood.protocol.keys import digest_of
+
+LOOK_SECONDS = 2.0
+"""How long a key that was revoked may still be taken for a good one."""
+
+_SCHEME = b"bearer "
+_NO_KEY = "No API key was given; send one as Authorization: Bearer KEY."
+_WRONG_KEY = "The API key is not known here, or was revoked; `fumehood keys create` makes one."
 
 _AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]*))(?::\d*)?")
+
+logger = logging.getLogger(__name__)
 
 
 class Forbidden(ApiError):
@@ -21,9 +34,23 @@ class Forbidden(ApiError):
 
 
 class Callers(Protocol):
-    def identify(self, exchange: Exchange) -> Caller:
-        """Raises ApiError for somebody who may not ask."""
+    def identify(self, authorization: bytes | None, host: bytes) -> Caller:
+        """By two headers of a request; raises ApiError for somebody who may not ask."""
         ...
+
+    async def look_again(self) -> bool:
+        """Whether somebody who was not known may be known now."""
+        ...
+
+
+async def identified(callers: Callers, authorization: bytes | None, host: bytes) -> Caller:
+    """As `Callers.identify`, but a key that was made a moment ago is known too."""
+    try:
+        return callers.identify(authorization, host)
+    except NotAuthenticated:
+        if not await callers.look_again():
+            raise
+    return callers.identify(authorization, host)
 
 
 class Everybody:
@@ -38,10 +65,14 @@ class Everybody:
         self._names = frozenset(("localhost", *(name.lower() for name in hosts)))
         self._known: set[bytes] = set()
 
-    def identify(self, exchange: Exchange) -> Caller:
-        if exchange.host not in self._known:
-            self._check(exchange.host)
+    def identify(self, authorization: bytes | None, host: bytes) -> Caller:
+        del authorization
+        if host not in self._known:
+            self._check(host)
         return self._caller
+
+    async def look_again(self) -> bool:
+        return False
 
     def _check(self, header: bytes) -> None:
         written = header.decode("latin-1").strip().lower()
@@ -57,15 +88,100 @@ class Everybody:
         return host in self._names or host.endswith(".localhost") or _is_address(host)
 
 
-def check_origin(exchange: Exchange) -> None:
+class KeyHolders:
+    """Lets those in who have a key; while there has never been one, everybody.
+
+    A key protects better than the Host header does, so where there are keys, that is not looked at.
+    `async with` looks for changes meanwhile.
+    """
+
+    def __init__(self, store: Store, clock: Clock, everybody: Everybody) -> None:
+        self._store = store
+        self._clock = clock
+        self._everybody: Everybody | None = everybody
+        self._callers: dict[bytes, Caller] = {}
+        self._revision = -1
+        self._looking: asyncio.Task[None] | None = None
+        self._looked_at = 0.0
+
+    async def __aenter__(self) -> Self:
+        await self.refresh()
+        self._looking = asyncio.create_task(self._look_forever(), name="keys")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+
+    @property
+    def number(self) -> int:
+        """How many keys are good."""
+        return len(self._callers)
+
+    @property
+    def open(self) -> bool:
+        """Whether no key is needed."""
+        return self._everybody is not None
+
+    def identify(self, authorization: bytes | None, host: bytes) -> Caller:
+        if self._everybody is not None:
+            return self._everybody.identify(authorization, host)
+        if authorization is None:
+            raise NotAuthenticated(_NO_KEY)
+        if authorization[:7].lower() != _SCHEME:
+            raise NotAuthenticated(_NO_KEY)
+        # Found by a hash that the caller cannot steer: how long the search takes tells nothing about any secret.
+        caller = self._callers.get(digest_of(authorization[7:].strip()))
+        if caller is None:
+            raise NotAuthenticated(_WRONG_KEY)
+        return caller
+
+    async def look_again(self) -> bool:
+        """Strangers cannot make it ask the database more often than every so often."""
+        if self._clock.monotonic() < self._looked_at + LOOK_SECONDS / 4:
+            return False
+        return await self._look()
+
+    async def refresh(self) -> bool:
+        """Take note of what has changed in the store, if anything has; raises Unavailable."""
+        self._looked_at = self._clock.monotonic()
+        revision = await self._store.keys_revision()
+        if revision == self._revision:
+            return False
+        keys = await self._store.keys()
+        self._callers = {
+            key.digest: Caller(key.tenant, key.id, key.limits) for key in keys if key.revoked_at is None
+        }
+        self._revision = revision
+        if keys:  # also when all were revoked: a server that was closed once does not open by itself
+            self._everybody = None
+        return True
+
+    async def _look_forever(self) -> None:
+        while True:
+            await self._clock.sleep(LOOK_SECONDS)
+            await self._look()
+
+    async def _look(self) -> bool:
+        try:
+            return await self.refresh()
+        except (
+            Exception
+        ) as error:  # whatever it was: those who are known stay so, and the next look may succeed
+            expected = isinstance(error, ApiError)
+            logger.warning("keys could not be read: %s", error, exc_info=not expected)
+            return False
+
+
+def check_origin(origin: bytes | None, host: bytes) -> None:
     """Raises Forbidden for a web page of another site. A browser asks nobody before it opens a WebSocket, from
     whatever page; but it says from which, and programs that are no browsers say nothing.
     """
-    if exchange.origin is None:
-        return
-    site = exchange.origin.lower().partition(b"://")[2]
-    if not site or site != exchange.host.strip().lower():
-        shown = exchange.origin.decode("latin-1")[:100]
+    if origin is not None and origin.lower().partition(b"://")[2] != (host.strip().lower() or None):
+        shown = origin.decode("latin-1")[:100]
         raise Forbidden(f"Web pages of {shown!r} may not connect to this server.")
 
 

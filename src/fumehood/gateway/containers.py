@@ -6,11 +6,12 @@ from urllib.parse import quote
 
 from msgspec import Raw
 
-from fumehood.gateway.exchange import Exchange, Headers, encode
+from fumehood.gateway.exchange import Exchange, encode
 from fumehood.gateway.listing import page
 from fumehood.interfaces import Caller, Containers
 from fumehood.protocol.containers import file_on_the_wire
 from fumehood.protocol.names import clean_name
+from fumehood.serving.exchange import Headers
 
 # What would end or confuse a header, where every client has to understand it.
 _UNPLAIN = re.compile(r"[^A-Za-z0-9 ._()+=@,-]")

@@ -1,33 +1,25 @@
-"""One HTTP request and its answer on bare ASGI: headers, bounded bodies, errors; imports msgspec and `protocol`."""
+"""One request to the gateway, its answer, and whether its caller is still there; imports `serving` and `protocol`."""
 
 import asyncio
 import contextlib
 import itertools
+import math
 import secrets
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Self, cast
-from urllib.parse import parse_qsl
+from typing import Any, Self, cast, override
 
 import msgspec
 
 from fumehood import __version__
 from fumehood.gateway.request_log import Field
 from fumehood.protocol.errors import ApiError, BodyTooLarge, InvalidRequest, to_body
-
-type Scope = MutableMapping[str, Any]
-type Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-type Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-type Headers = list[tuple[bytes, bytes]]
+from fumehood.serving.exchange import JSON, BareExchange, BodyExceeds, Headers, Receive, Scope, Send
 
 VERSION = (b"fumehood-version", __version__.encode())
-_JSON = (b"content-type", b"application/json")
 _PATIENCE = 30.0  # seconds for the next piece of a body
-_LINGER_SECONDS = 2.0
-_LINGER_BYTES = 64 << 20
-_MOST_PARAMETERS = 32
 # Seconds until it is worth a task to watch whether the caller is still there: most answers are complete by then.
 _FIRST_LOOK = 0.25
 
@@ -37,86 +29,37 @@ _numbers = itertools.count(1)
 encode = msgspec.json.Encoder().encode
 
 
-class CallerLeft(Exception):
-    """The connection broke while its request was read."""
-
-
 class BodyTooSlow(ApiError):
     status = 408
     type = "invalid_request_error"
     code = "request_timeout"
 
 
-class Exchange:
-    """Made for each request; answers once.
-
+class Exchange(BareExchange):
+    """
     noted: what the log's line of this request tells besides what every line tells.
+    extra: headers of the answer, whatever it will be, besides what every answer has.
     transfer_fault: whether the body comes, or the answer is wanted, in a way that nobody here will undo.
     """
 
     __slots__ = (
-        "_length",
-        "_query",
-        "_receive",
-        "_send",
-        "_unread",
-        "authorization",
-        "began",
-        "content_encoding",
-        "content_type",
-        "host",
-        "last_sent",
-        "method",
-        "noted",
-        "origin",
-        "parameters",
-        "path",
-        "query_string",
-        "request_id",
-        "status",
+        *("_query", "began", "extra", "last_sent", "noted", "path", "request_id", "status"),
         "transfer_fault",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__(scope, receive, send)
         self.began = perf_counter()
         self.request_id = f"{_PROCESS}{next(_numbers):010x}"
-        self.method: str = scope["method"]
         self.path: str = scope["path"]
-        self.query_string: bytes = scope["query_string"]
-        self.parameters: dict[str, str] = {}
         self.noted: dict[str, Field] = {}
+        self.extra: Headers = []
         self.status = 0
         self.last_sent = self.began
-        self.authorization: bytes | None = None
-        self.content_type = b""
-        self.content_encoding = b""
-        self.host = b""
-        self.origin: bytes | None = None
-        self.transfer_fault = False
-        self._receive = receive
-        self._send = send
+        self.transfer_fault = (b"transfer-encoding" in self.headers or b"te" in self.headers) and _is_coded(
+            scope["headers"]
+        )
         self._query: list[tuple[str, str]] | None = None
-        self._length: int | None = None
-        self._unread = False
-        for name, value in scope["headers"]:
-            if name == b"content-length":
-                self._length = int(value)  # the parser has refused what is not a number
-                self._unread = self._length > 0
-            elif name == b"transfer-encoding":
-                self._unread = True
-                self.transfer_fault |= value.strip().lower() != b"chunked"
-            elif name == b"te":
-                self.transfer_fault |= b"chunked" in value.lower()
-            elif name == b"origin":
-                self.origin = value
-            elif name == b"content-type":
-                self.content_type = value
-            elif name == b"authorization":
-                self.authorization = value
-            elif name == b"host":
-                self.host = value
-            elif name == b"content-encoding":
-                self.content_encoding = value
 
     @property
     def started(self) -> bool:
@@ -132,52 +75,27 @@ class Exchange:
 
     def queries(self, name: str) -> list[str]:
         """All values of a parameter, which may be written `name` or `name[]`."""
-        if not self.query_string:
-            return []
         if self._query is None:
-            self._query = self._parse_query()
+            try:
+                self._query = self.parse_query()
+            except ValueError:
+                raise InvalidRequest("The query is not percent-encoded UTF-8, or too long.") from None
         names = (name, f"{name}[]")
         return [value for key, value in self._query if key in names]
 
-    def _parse_query(self) -> list[tuple[str, str]]:
-        try:
-            return parse_qsl(
-                self.query_string.decode(),
-                keep_blank_values=True,
-                errors="strict",
-                max_num_fields=_MOST_PARAMETERS,
-            )
-        except (UnicodeDecodeError, ValueError):
-            raise InvalidRequest("The query is not percent-encoded UTF-8, or too long.") from None
-
     async def body(self, limit: int) -> bytes:
         """All of it; BodyTooLarge as soon as it is known to be, CallerLeft if it breaks off, BodyTooSlow."""
-        if self._length is not None and self._length > limit:
-            raise _too_large(limit)
         pieces: list[bytes] = []
-        taken = 0
         try:
             async with asyncio.timeout(_PATIENCE) as patience:
-                while self._unread:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise CallerLeft
-                    self._unread = message.get("more_body", False)
-                    piece: bytes = message.get("body", b"")
-                    taken += len(piece)
-                    if taken > limit:
-                        raise _too_large(limit)
+                async for piece in self.pieces(limit):
                     pieces.append(piece)
-                    if self._unread:
-                        patience.reschedule(asyncio.get_running_loop().time() + _PATIENCE)
+                    patience.reschedule(asyncio.get_running_loop().time() + _PATIENCE)
         except TimeoutError:
             raise BodyTooSlow(f"Nothing of the body came for {_PATIENCE:g} seconds.") from None
+        except BodyExceeds:
+            raise BodyTooLarge(f"The body is larger than {limit} bytes.") from None
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    async def until_left(self) -> None:
-        """Return when the caller has gone away; only after the body was read."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
 
     # ---- the answer -------------------------------------------------------------------------------------------
 
@@ -185,17 +103,20 @@ class Exchange:
         """Seconds since the request's head was there."""
         return perf_counter() - self.began
 
+    @override
     async def begin(self, status: int, headers: Headers) -> None:
         self.status = status
         headers += (
             VERSION,
             (b"x-request-id", self.request_id.encode()),
             (b"openai-processing-ms", b"%d" % (self.elapsed() * 1000)),
+            *self.extra,
         )
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await super().begin(status, headers)
 
+    @override
     async def send(self, body: bytes | bytearray, *, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await super().send(body, more=more)
         self.last_sent = perf_counter()
 
     def send_now(self, body: bytes | bytearray) -> Awaitable[None] | None:
@@ -213,7 +134,7 @@ class Exchange:
             return None
         return _rest_of(sending, obstacle)
 
-    async def answer(self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = _JSON) -> None:
+    async def answer(self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = JSON) -> None:
         await self.begin(status, [content_type, (b"content-length", b"%d" % len(body))])
         await self.send(body, more=False)
 
@@ -225,33 +146,21 @@ class Exchange:
         self.noted["error"] = error.wire_code or error.type
         self.noted["param"] = error.param
 
-    async def refuse(self, error: ApiError, extra: Headers | None = None) -> None:
-        """Tell what is wrong; a body that nobody wants is not read to its end."""
-        body = encode(to_body(error))
-        headers: Headers = [_JSON, (b"content-length", b"%d" % len(body)), *(extra or [])]
+    async def refuse(self, error: ApiError) -> None:
+        """Tell what is wrong."""
+        headers: Headers = []
         if error.retry_after is not None:
-            headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after))))
-        if not self._unread:
-            await self.begin(error.status, headers)
-            await self.send(body, more=False)
-            return
-        headers.append((b"connection", b"close"))
-        await self.begin(error.status, headers)
-        await self.send(body)
-        # Closing at once would reset the connection, and a caller who still sends would never see the answer.
-        await self._linger()
-        await self.send(b"", more=False)
+            headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
+        await self.end_early(error.status, headers, encode(to_body(error)))
 
-    async def _linger(self) -> None:
-        taken = 0
-        try:
-            async with asyncio.timeout(_LINGER_SECONDS):
-                while self._unread and taken < _LINGER_BYTES:
-                    message = await self._receive()
-                    taken += len(message.get("body", b""))
-                    self._unread = message["type"] != "http.disconnect" and message.get("more_body", False)
-        except TimeoutError:
-            pass
+
+def _is_coded(headers: Headers) -> bool:
+    """Whether anything but chunks is said of how bodies are sent, in whichever of several headers."""
+    return any(
+        value.strip().lower() != b"chunked" if name == b"transfer-encoding" else b"chunked" in value.lower()
+        for name, value in headers
+        if name in (b"transfer-encoding", b"te")
+    )
 
 
 class Vigil:
@@ -325,7 +234,3 @@ def _rest_of(begun: Coroutine[Any, Any, None], obstacle: object) -> Generator[ob
                 obstacle = begun.send(found)
     except StopIteration:
         return
-
-
-def _too_large(limit: int) -> BodyTooLarge:
-    return BodyTooLarge(f"The body is larger than {limit} bytes.")

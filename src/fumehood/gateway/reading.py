@@ -32,11 +32,11 @@ def check_request(request: CreateResponse) -> None:
 
 def check_json(exchange: Exchange) -> None:
     """A web page may post plain text to any address without asking first, but not JSON."""
-    kind = exchange.content_type.partition(b";")[0].strip().lower()
+    kind = exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind != b"application/json" and not kind.endswith(b"+json"):
         shown = kind.decode("latin-1")[:100]
         raise InvalidRequest(f"Unsupported content type: {shown!r}. Send Content-Type: application/json.")
-    if exchange.content_encoding.lower() not in (b"", b"identity"):
+    if exchange.headers.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
         raise InvalidRequest("A compressed body is not understood; send it as it is.")
 
 

@@ -1,9 +1,11 @@
 """/v1/responses: make one, blocking or streamed, read it, delete it; imports `interfaces`, `protocol` and siblings."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 
 from fumehood.gateway.exchange import Exchange, Vigil
+from fumehood.gateway.limits import Limits
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.reading import check_include, read_request
@@ -11,9 +13,10 @@ from fumehood.gateway.shown import shown
 from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
 from fumehood.protocol.conversation import Segment
-from fumehood.protocol.errors import InvalidRequest, NotFound, RateLimited
+from fumehood.protocol.errors import InvalidRequest, NotFound
 from fumehood.protocol.folding import project_response
-from fumehood.protocol.responses import CreateResponse, Deleted, Response
+from fumehood.protocol.responses import CompactedResponse, CreateResponse, Deleted, Response
+from fumehood.serving.exchange import CallerLeft
 
 # Sends a run to its end; how many events that were, and how it ended, None if the client did not stay for it.
 type Follow = Callable[[Run, Collection[str]], Awaitable[tuple[int, Response | None]]]
@@ -22,7 +25,6 @@ type Follow = Callable[[Run, Collection[str]], Awaitable[tuple[int, Response | N
 class Responses:
     """Handlers of one path each.
 
-    concurrent: how many responses may be in the making at once.
     always: what every answer includes, asked for or not.
     """
 
@@ -32,23 +34,24 @@ class Responses:
         store: Store,
         metrics: Metrics,
         *,
-        body_bytes: int,
-        concurrent: int,
+        limits: Limits,
         always: Collection[str] = (),
         silence: float = SILENCE,
     ) -> None:
         self._runs = runs
         self._store = store
         self._metrics = metrics
-        self._body_bytes = body_bytes
-        self._concurrent = concurrent
-        self._running = 0
+        self._limits = limits
         self._always = frozenset(always)
         self._silence = silence
 
     async def create(self, exchange: Exchange, caller: Caller) -> None:
-        request = await read_request(exchange, self._body_bytes)
-        await self.make(exchange, caller, request, partial(self._stream, exchange))
+        request = await self._read(exchange, caller)
+        await self._make(exchange, caller, request, partial(self._stream, exchange))
+
+    def message_bytes(self, caller: Caller) -> int:
+        """The largest request that may come as a message."""
+        return self._limits.body_bytes(caller)
 
     async def make(
         self,
@@ -56,21 +59,20 @@ class Responses:
         caller: Caller,
         request: CreateResponse,
         follow: Follow,
-        past: Sequence[Segment] | None = None,
+        past: Sequence[Segment] | None,
     ) -> tuple[Run, Response | None]:
-        """Make a response and answer with it, streamed by `follow`; how it ended, None if the client did not stay.
-
-        past: as in `Runs.start`.
+        """Make a response of a request that came otherwise, streamed by `follow`; how it ended, None if the client did
+        not stay. `past` is as in `Runs.start`.
         """
-        if self._running >= self._concurrent:
-            raise RateLimited(
-                f"This server makes {self._concurrent} responses at once; try again soon.", retry_after=1.0
-            )
-        self._running += 1
-        try:
-            return await self._make(exchange, caller, request, follow, past)
-        finally:
-            self._running -= 1
+        self._limits.count(caller, exchange.extra)
+        exchange.noted["model"] = request.model
+        return await self._make(exchange, caller, request, follow, past)
+
+    async def _read(self, exchange: Exchange, caller: Caller) -> CreateResponse:
+        self._limits.count(caller, exchange.extra)
+        request = await read_request(exchange, self._limits.body_bytes(caller))
+        exchange.noted["model"] = request.model
+        return request
 
     async def _make(
         self,
@@ -78,24 +80,29 @@ class Responses:
         caller: Caller,
         request: CreateResponse,
         follow: Follow,
-        past: Sequence[Segment] | None,
+        past: Sequence[Segment] | None = None,
     ) -> tuple[Run, Response | None]:
-        include = self._always.union(request.include or ())
-        exchange.noted["model"] = request.model
-        run = await self._runs.start(request, caller, past)
-        exchange.noted["response_id"] = run.id
-        if request.stream:
-            self._metrics.streams += 1
-            try:
-                events, response = await follow(run, include)
-            finally:
-                self._metrics.streams -= 1
-            exchange.noted["events"] = events
-            self._metrics.streamed(events)
-        else:
-            response = await self._wait(exchange, run, include)
+        with self._limits.running(caller):
+            run = await self._runs.start(request, caller, past)
+            exchange.noted["response_id"] = run.id
+            response = await self._answer(exchange, run, request, follow)
         self._note(exchange, response)
         return run, response
+
+    async def _answer(
+        self, exchange: Exchange, run: Run, request: CreateResponse, follow: Follow
+    ) -> Response | None:
+        include = self._always.union(request.include or ())
+        if not request.stream:
+            return await self._wait(exchange, run, include)
+        self._metrics.streams += 1
+        try:
+            events, response = await follow(run, include)
+        finally:
+            self._metrics.streams -= 1
+        exchange.noted["events"] = events
+        self._metrics.streamed(events)
+        return response
 
     def _stream(
         self, exchange: Exchange, run: Run, include: Collection[str]
@@ -117,6 +124,25 @@ class Responses:
             exchange.noted["input_tokens"] = response.usage.input_tokens
             exchange.noted["output_tokens"] = response.usage.output_tokens
         self._metrics.ended(response)
+
+    async def count(self, exchange: Exchange, caller: Caller) -> None:
+        request = await self._read(exchange, caller)
+        await exchange.answer_json(await self._runs.count(request, caller))
+
+    async def compact(self, exchange: Exchange, caller: Caller) -> None:
+        request = await self._read(exchange, caller)
+        with self._limits.running(caller):
+            task = asyncio.ensure_future(self._runs.compact(request, caller))
+            with Vigil(exchange, lambda: _stop(task)) as vigil:
+                try:
+                    compacted = await task
+                except asyncio.CancelledError:
+                    if vigil.left:
+                        raise CallerLeft from None
+                    raise
+        exchange.noted["input_tokens"] = compacted.usage.input_tokens
+        exchange.noted["output_tokens"] = compacted.usage.output_tokens
+        await exchange.answer_json(compacted)
 
     async def get(self, exchange: Exchange, caller: Caller) -> None:
         include = self._include(exchange)
@@ -160,6 +186,10 @@ class Responses:
         asked = exchange.queries("include")
         check_include(asked)
         return self._always.union(asked)
+
+
+def _stop(task: asyncio.Future[CompactedResponse]) -> None:
+    task.cancel()
 
 
 def _not_found(response_id: str) -> NotFound:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from fumehood.gateway.auth import check_origin
-from fumehood.gateway.exchange import VERSION, Exchange, Receive, Scope, Send, encode
+from fumehood.gateway.exchange import VERSION, Exchange, encode
 from fumehood.gateway.reading import check_request, decode
 from fumehood.gateway.responses import Responses
 from fumehood.gateway.sse import DELICATE, Following
@@ -35,9 +35,8 @@ from fumehood.protocol.errors import (
 from fumehood.protocol.events import StreamEvent, TextDelta
 from fumehood.protocol.folding import project
 from fumehood.protocol.responses import CreateResponse, Response
-
-SHUTDOWN = "fumehood.shutdown"
-"""The type of what a server puts among the messages of a connection that should come to its end."""
+from fumehood.serving.exchange import Receive, Scope, Send
+from fumehood.serving.websocket import SHUTDOWN
 
 # As OpenAI has them.
 _MOST_AT_ONCE = 16
@@ -186,26 +185,36 @@ class Handshake(Exchange):
 class Sockets:
     """Serves connections.
 
-    body_bytes: the largest message, and what may wait in all on one connection.
+    identify: tells whose connection it is, as long as it may be anybody's; raises ApiError.
     tell: takes note of a response that was answered.
     held: what the conversations that connections hold weigh.
     """
 
-    def __init__(self, responses: Responses, *, body_bytes: int, tell: Callable[[Exchange], None]) -> None:
+    def __init__(
+        self,
+        responses: Responses,
+        identify: Callable[[Exchange], Awaitable[Caller]],
+        *,
+        tell: Callable[[Exchange], None],
+    ) -> None:
         self.responses = responses
-        self.body_bytes = body_bytes
+        self.identify = identify
         self.tell = tell
         self.held = 0
 
     async def connect(self, exchange: Exchange, caller: Caller) -> None:
         if not isinstance(exchange, Handshake):
             raise UpgradeRequired("This path is for POST, and for GET with an upgrade to WebSocket.")
-        check_origin(exchange)
+        headers = exchange.headers
+        check_origin(headers.get(b"origin"), headers.get(b"host", b""))
         await exchange.receive()  # that it wants to connect
         exchange.status = 101
         identity = (b"x-request-id", exchange.request_id.encode())
-        await exchange.send_raw({"type": "websocket.accept", "headers": [VERSION, identity]})
-        connection = _Connection(self, exchange, caller)
+        largest = self.responses.message_bytes(caller)
+        await exchange.send_raw(
+            {"type": "websocket.accept", "headers": [VERSION, identity], "message_bytes": largest}
+        )
+        connection = _Connection(self, exchange, largest)
         try:
             await connection.to_the_end()
         finally:
@@ -237,10 +246,11 @@ class _Lane:
 class _Connection:
     """One client, until it leaves or the server stops."""
 
-    def __init__(self, sockets: Sockets, handshake: Handshake, caller: Caller) -> None:
+    def __init__(self, sockets: Sockets, handshake: Handshake, most_waiting: int) -> None:
         self.answered = 0
         self._sockets = sockets
-        self._caller = caller
+        self._handshake = handshake
+        self._most_waiting = most_waiting
         self._receive = handshake.receive
         self._send = handshake.send_raw
         self._scope: Scope = {
@@ -336,7 +346,7 @@ class _Connection:
         return lane
 
     def _enqueue(self, lane: _Lane, envelope: _Envelope, text: str) -> None:
-        if self._waiting >= _MOST_WAITING or self._waiting_bytes + len(text) > self._sockets.body_bytes:
+        if self._waiting >= _MOST_WAITING or self._waiting_bytes + len(text) > self._most_waiting:
             raise RateLimited("Too many requests wait on this connection; read their answers first.")
         self._waiting += 1
         self._waiting_bytes += len(text)
@@ -392,8 +402,10 @@ class _Connection:
             check_request(request)
             request.stream = True
             held = None if previous is None else self._held.get(previous)
+            # A key may have been revoked since it opened the connection.
+            caller = await self._sockets.identify(self._handshake)
             run, response = await self._sockets.responses.make(
-                exchange, self._caller, request, partial(self._follow, exchange, lane), held and held.past
+                exchange, caller, request, partial(self._follow, exchange, lane), held and held.past
             )
             failed = response is None or response.status == "failed"
             if response is not None and not failed:
@@ -426,8 +438,10 @@ class _Connection:
         if response.store or self._left:
             return
         past = run.conversation()
-        known = (0, 0) if before is None else (len(before.past), before.weight)
-        held = _Held(past, known[1] + sum(segment.weight for segment in past[known[0] :]))
+        if before is not None and len(past) == len(before.past) + 1:
+            held = _Held(past, before.weight + past[-1].weight)
+        else:
+            held = _Held(past, sum(segment.weight for segment in past))
         lane.last = run.id
         self._held[run.id] = held
         self._weight += held.weight

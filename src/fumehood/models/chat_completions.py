@@ -1,8 +1,10 @@
 """Models behind any server of /v1/chat/completions; imports siblings and `protocol`."""
 
 from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from fumehood.models.chat_parsing import ChatParser
 from fumehood.models.chat_request import RequestWriter
@@ -16,6 +18,7 @@ _USAGE_SECONDS = 5.0  # how long to wait for the usage and the end once the mode
 _WHOLE_SECONDS = 3600.0  # how long a server may be silent that answers in one piece
 _BYTES_A_TOKEN = 4
 _LONGEST_LIST = 1 << 20
+_LONGEST_COUNT = 32 << 20
 _MOST_CARDS = 1000
 _SHORTEST_SECRET = 8  # of a header's value; what is shorter is found in any sentence
 _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "fumehood"}
@@ -31,6 +34,12 @@ class _Cards(msgspec.Struct):
     data: list[_Card]
 
 
+class _Count(msgspec.Struct):
+    """Of vLLM's answer, which has the tokens themselves too."""
+
+    count: Annotated[int, Meta(ge=0)]
+
+
 class ChatCompletions:
     """A `ModelBackend`. It shares its connections with others and does not close them."""
 
@@ -41,6 +50,7 @@ class ChatCompletions:
         self._patience = Patience(settings.connect_timeout, settings.read_timeout)
         self._long_patience = Patience(settings.connect_timeout, max(settings.read_timeout, _WHOLE_SECONDS))
         self._address = Address.of(settings.base_url or "")
+        self._counter = None if settings.tokenize_url is None else Address.of(settings.tokenize_url)
         headers = {**settings.headers, **_HEADERS}
         self._secrets = [value for value in settings.headers.values() if len(value) >= _SHORTEST_SECRET]
         if key is not None:
@@ -75,12 +85,25 @@ class ChatCompletions:
         self._writer.messages(request)
 
     async def count(self, request: ModelRequest) -> tuple[int, bool]:
-        """An estimate; raises InvalidRequest for what cannot be shown to the model."""
-        return len(self._writer.body(request)) // _BYTES_A_TOKEN, False
+        """What the server counts, if it can; raises ModelError, and InvalidRequest for what it cannot be shown."""
+        if self._counter is None:
+            return len(self._writer.body(request)) // _BYTES_A_TOKEN, False
+        errors = UpstreamErrors(request.model, self._secrets)
+        body = self._writer.tokenization(request)
+        async with self._upstream.request(
+            self._counter, "", self._headers, self._patience, errors, body=body
+        ) as answer:
+            content = await answer.read_all(_LONGEST_COUNT)
+        try:
+            return msgspec.json.decode(content, type=_Count).count, True
+        except (ValueError, RecursionError) as error:
+            raise errors.unreadable(f"its count of tokens cannot be read: {error}") from None
 
     def profile(self, model: str) -> ModelProfile:  # noqa: ARG002 - it is the same for all names
         return ModelProfile(
-            context_window=self._settings.context_window, takes_images=self._settings.takes_images
+            context_window=self._settings.context_window,
+            takes_images=self._settings.takes_images,
+            counts=self._counter is not None,
         )
 
     async def cards(self) -> Sequence[ModelCard]:

@@ -13,11 +13,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from fumehood.models.chat_content import ChatPart, Content, Results, TextPart, pictures, render, split, spoken
-from fumehood.protocol.conversation import Entry, Segment
+from fumehood.models.chat_foreign import Call, Result
+from fumehood.models.chat_foreign import read as read_foreign
+from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
 
-VERSION = 1  # of these rules: what an earlier one rendered is not used
+VERSION = 2  # of these rules: what an earlier one rendered is not used
 _MOST_RENDERINGS = 8  # of one segment
 
 
@@ -158,7 +160,7 @@ class _Turn:
     calls: dict[str, _ChatFunction] = field(default_factory=dict[str, _ChatFunction])
     results: dict[str, str] = field(default_factory=dict[str, str])
     shown: list[ChatPart] = field(default_factory=list[ChatPart])
-    optional: set[str] = field(default_factory=set[str])  # calls that were cut off
+    optional: set[str] = field(default_factory=set[str])  # calls that are shown only with a result
     answered: bool = False
 
 
@@ -202,7 +204,7 @@ class _Rendering:
 
     def _take(self, entry: Entry) -> None:
         if entry.exchange is not None:
-            self._take_exchange(entry)
+            self._take_exchange(entry, entry.exchange)
             return
         match entry.type:
             case "message":
@@ -213,10 +215,12 @@ class _Rendering:
                 self._take_output(entry)
             case "reasoning":
                 self._take_reasoning(entry)
-            case other:
+            case "compaction":
                 raise InvalidRequest(
-                    f"Items of type {clean_name(other)!r} cannot be shown to this model.", param="input"
+                    "An item of type 'compaction' cannot be shown to this model.", param="input"
                 )
+            case _:
+                self._take_foreign(entry)
 
     def _take_message(self, entry: Entry) -> None:
         message = msgspec.json.decode(entry.raw, type=_Message)
@@ -256,12 +260,8 @@ class _Rendering:
         """The result of a call of this segment, wherever between them it stands, or of one that was left open."""
         output = msgspec.json.decode(entry.raw, type=_Output)
         text, shown = split(output.output)
-        for turn in self._turns():
-            if output.call_id in turn.calls:
-                turn.results[output.call_id] = text
-                turn.shown += shown
-                turn.answered = True
-                return
+        if self._answer(output.call_id, text, shown):
+            return
         for result in self._carry.results:
             if result.call_id == output.call_id:
                 result.content = text
@@ -272,10 +272,29 @@ class _Rendering:
             param="input",
         )
 
-    def _take_exchange(self, entry: Entry) -> None:
-        exchange = entry.exchange
-        if exchange is None:
-            return
+    def _answer(self, call_id: str, text: str, shown: Sequence[ChatPart] = ()) -> bool:
+        for turn in self._turns():
+            if call_id in turn.calls:
+                turn.results[call_id] = text
+                turn.shown += shown
+                turn.answered = True
+                return True
+        return False
+
+    def _take_foreign(self, entry: Entry) -> None:
+        match read_foreign(entry):
+            case Call() as call:
+                turn = self._turn(entry.turn)
+                turn.calls[call.call_id] = _ChatFunction(call.name, _valid(call.arguments))
+                turn.optional.add(call.call_id)
+            case Result() as result:
+                self._answer(result.call_id, result.text)
+            case Exchange() as exchange:
+                self._take_exchange(entry, exchange)
+            case None:
+                pass
+
+    def _take_exchange(self, entry: Entry, exchange: Exchange) -> None:
         turn = self._turn(entry.turn)
         turn.calls[exchange.call_id] = _ChatFunction(exchange.name, _valid(exchange.arguments))
         turn.results[exchange.call_id] = exchange.output

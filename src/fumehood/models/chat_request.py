@@ -22,6 +22,8 @@ _PASSED_ON = (
     "safety_identifier",
     "user",
 )
+# What of a configured body decides how a conversation becomes tokens.
+_TEMPLATE = ("chat_template", "chat_template_kwargs", "add_special_tokens")
 
 type Fields = dict[str, object]
 
@@ -54,6 +56,16 @@ class RequestWriter:
         """Raises InvalidRequest."""
         return self._renderer.messages(request.instructions, request.segments)
 
+    def tokenization(self, request: ModelRequest) -> bytes:
+        """The body of a request to count the tokens of another; raises InvalidRequest."""
+        fields: Fields = {"model": self._settings.name or request.model, "add_generation_prompt": True}
+        if request.functions:
+            fields["tools"] = _tools(request)
+        for name in _TEMPLATE:
+            if self._settings.extra_body.get(name) is not None:
+                fields[name] = self._settings.extra_body[name]
+        return self._with_messages(request, fields)
+
     def body(self, request: ModelRequest) -> bytes:
         """Raises InvalidRequest."""
         fields: Fields = {"model": self._settings.name or request.model, "stream": request.streamed}
@@ -64,6 +76,9 @@ class RequestWriter:
         _override(fields, self._settings.extra_body)
         if not request.streamed:
             fields.pop("stream_options", None)
+        return self._with_messages(request, fields)
+
+    def _with_messages(self, request: ModelRequest, fields: Fields) -> bytes:
         tail = msgspec.json.encode(fields)
         return b"".join([b'{"messages":[', self.messages(request), b"],", tail[1:]])
 
@@ -90,10 +105,7 @@ class RequestWriter:
 def _add_functions(fields: Fields, request: ModelRequest) -> None:
     if not request.functions:
         return
-    fields["tools"] = [
-        _Tool(_Function(spec.name, spec.description, spec.parameters, True if spec.strict else UNSET))
-        for spec in request.functions
-    ]
+    fields["tools"] = _tools(request)
     choice = request.choice
     if isinstance(choice, FunctionSpec):
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
@@ -101,6 +113,13 @@ def _add_functions(fields: Fields, request: ModelRequest) -> None:
         fields["tool_choice"] = choice
     if not request.parallel_calls:
         fields["parallel_tool_calls"] = False
+
+
+def _tools(request: ModelRequest) -> list[_Tool]:
+    return [
+        _Tool(_Function(spec.name, spec.description, spec.parameters, True if spec.strict else UNSET))
+        for spec in request.functions
+    ]
 
 
 def _add_format(fields: Fields, wanted: TextFormat) -> None:

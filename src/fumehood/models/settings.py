@@ -42,6 +42,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         put before it in `Authorization` alone.
     headers: more of them, for every request.
     context_window: in tokens.
+    tokenize_url: where the server counts tokens as vLLM's /tokenize does; without it they are estimated.
     takes_images: whether pictures that code made are shown to it. Those in a user's message always are.
     developer_role: whether it knows that role; else developers' messages are sent as the system's.
     replay_reasoning: whether it is shown its earlier reasoning, as `reasoning_content`.
@@ -59,6 +60,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     api_key_header: str = "Authorization"
     headers: dict[str, str] = {}
     context_window: Annotated[int, Meta(gt=0)] | None = None
+    tokenize_url: str | None = None
     takes_images: bool = False
     developer_role: bool = False
     replay_reasoning: bool = False
@@ -70,12 +72,14 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         if self.backend == "direct":
-            if self.base_url or self.api_key_env or self.name:
+            if self.base_url or self.api_key_env or self.name or self.tokenize_url:
                 raise ValueError(
-                    "the backend `direct` has no server: base_url, api_key_env and name mean nothing to it"
+                    "the backend `direct` has no server: leave out base_url, tokenize_url, api_key_env and name"
                 )
             return
-        _check_url(self.base_url)
+        _check_url("base_url", self.base_url)
+        if self.tokenize_url is not None:
+            _check_url("tokenize_url", self.tokenize_url)
         for name, value in [*self.headers.items(), (self.api_key_header, "")]:
             if not _TOKEN.fullmatch(name) or not _is_header_value(value):
                 raise ValueError(f"{name!r} is not a header that can be sent")
@@ -109,14 +113,14 @@ def _is_header_value(value: str) -> bool:
     return value.isascii() and value.isprintable()
 
 
-def _check_url(url: str | None) -> None:
+def _check_url(setting: str, url: str | None) -> None:
     if url is None:
         raise ValueError(
             "base_url is missing: it says where the model server is, as http://127.0.0.1:8000/v1"
         )
     parts = urlsplit(url)
     if parts.username is not None or parts.password is not None:
-        raise ValueError("base_url holds a user or a password: give the key in api_key_env instead")
+        raise ValueError(f"{setting} holds a user or a password: give the key in api_key_env instead")
     sendable = url.isascii() and url.isprintable() and " " not in url
     if (
         not sendable
@@ -126,6 +130,6 @@ def _check_url(url: str | None) -> None:
         or parts.fragment
     ):
         raise ValueError(
-            f"base_url {url!r} is not the address of a model server: http://HOST:PORT/v1 or https://HOST/v1"
+            f"{setting} {url!r} is not the address of a model server: http://HOST:PORT/v1 or https://HOST/v1"
         )
     _ = parts.port  # raises ValueError if it is none

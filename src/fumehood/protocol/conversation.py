@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 _ENTRY_OVERHEAD = 512
+COMPACTION = "compaction"
+"""The type of an item that stands for everything before it."""
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,10 +50,17 @@ class Segment:
     """What one response added to a conversation: its input, then its output. Never changed once it is made.
 
     renderings: the same in a model server's own words, kept by whoever speaks that dialect, under its name.
+    compacted: the place of its last compaction, -1 if it has none; looked up once, since every request asks.
     """
 
     entries: tuple[Entry, ...]
     renderings: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    compacted: int = field(init=False, default=-1)
+
+    def __post_init__(self) -> None:
+        for place, entry in enumerate(self.entries):
+            if entry.type == COMPACTION:
+                object.__setattr__(self, "compacted", place)
 
     @property
     def weight(self) -> int:

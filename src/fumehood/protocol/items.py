@@ -149,7 +149,14 @@ class CodeInterpreterCall(msgspec.Struct, kw_only=True, tag_field="type", tag="c
     execution: Execution | UnsetType = msgspec.field(name="fumehood:execution", default=UNSET)
 
 
-type AuthoredItem = Message | Reasoning | FunctionCall | CustomToolCall | CodeInterpreterCall
+class Compaction(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="compaction"):
+    """Stands for everything before it; only the gateway can read what it holds."""
+
+    id: str
+    encrypted_content: str
+
+
+type AuthoredItem = Message | Reasoning | FunctionCall | CustomToolCall | CodeInterpreterCall | Compaction
 # An item of a model server that speaks Responses itself stays its own bytes.
 type OutputItem = AuthoredItem | Raw
 

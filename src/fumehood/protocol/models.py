@@ -102,10 +102,11 @@ type AnyModelEvent = Text | Refused | Thought | CallStarted | CallArguments | Tu
 
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a model; `context_window` in tokens."""
+    """What is known of a model; `context_window` in tokens, `counts` whether its server can count them."""
 
     context_window: int | None = None
     takes_images: bool = False
+    counts: bool = False
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

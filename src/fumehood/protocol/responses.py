@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from fumehood.protocol.items import OutputItem
+from fumehood.protocol.items import Compaction, OutputItem
 
 type ResponseStatus = Literal["queued", "in_progress", "completed", "failed", "incomplete", "cancelled"]
 type Metadata = Annotated[
@@ -40,6 +40,12 @@ class ReasoningConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_obfuscation: bool | None = None
+
+
+class CompactionConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="compaction"):
+    """An entry of `context_management`: how many tokens are too many; None leaves it to the server."""
+
+    compact_threshold: Annotated[int, Meta(ge=1000)] | None = None
 
 
 type Share = Annotated[float, Meta(ge=0, le=1)]
@@ -178,6 +184,24 @@ class Response(msgspec.Struct, kw_only=True):
     metadata: Metadata = {}
     user: str | UnsetType | None = UNSET
     conversation: JsonObject | UnsetType | None = UNSET
+
+
+class CompactedResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to POST /v1/responses/compact: the whole of the next window, to be given back as input."""
+
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    output: list[Compaction]
+    usage: Usage
+
+
+class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to POST /v1/responses/input_tokens; `exact` is not OpenAI's."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+    exact: bool = msgspec.field(name="fumehood:exact")
 
 
 class Deleted(msgspec.Struct, frozen=True, kw_only=True):

@@ -132,7 +132,7 @@ class SandboxContainers:
             if known is not None:
                 return await self.check(caller, container_id)
             running = await self._house.store.containers(caller.tenant, running=True)
-            most = self._house.settings.containers_per_tenant
+            most = caller.limits.containers or self._house.settings.containers_per_tenant
             if len(running) >= most:
                 running = [record for record in running if not await self._has_expired(record)]
             if len(running) >= most:

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 _LONGEST_PATH = 4096
 _IN_ONE_PIECE = 1 << 20  # a request with these bytes can be repeated
 _NAMED = 5
+_AT_ONCE = 8  # files on their way; each waits for a disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,33 +126,45 @@ class KeptFiles:
         fresh = [file for file in listing.files if is_produced(file.path) and _differs(file, before)]
         harvest = _Harvest(container_id, known, {file.path for file in fresh}, self._limits)
         with self._arrivals() as arrived:
-            try:
-                async with asyncio.timeout(self._limits.seconds):
-                    for file in fresh:
-                        await self._take(sandbox, file, harvest, arrived)
-            except (SandboxError, TimeoutError) as error:
-                harvest.cut_short = True
-                logger.warning("Files of %s could not all be kept: %s", container_id, error or "out of time")
-            await self._store.put_files(harvest.changed, [record.id for record in gone])
-        replaced = [known[record.path] for record in harvest.changed if record.path in known]
+            await self._take_all(sandbox, fresh, harvest, arrived)
+            changed = [record for file in fresh if (record := harvest.taken.get(file.path)) is not None]
+            await self._store.put_files(changed, [record.id for record in gone])
+        replaced = [known[record.path] for record in changed if record.path in known]
         await self._drop(record.blob for record in (*gone, *replaced))
-        return Look(mark if harvest.cut_short else listing.mark, harvest.changed, harvest.notes())
+        return Look(mark if harvest.cut_short else listing.mark, changed, harvest.notes())
+
+    async def _take_all(
+        self, sandbox: Sandbox, files: Iterable[FileEntry], harvest: "_Harvest", arrived: list[str]
+    ) -> None:
+        waiting = iter(files)
+
+        async def take_some() -> None:
+            for file in waiting:
+                if harvest.has_place_for(file.path):
+                    await self._take(sandbox, file, harvest, arrived)
+
+        try:
+            async with asyncio.timeout(self._limits.seconds), asyncio.TaskGroup() as group:
+                for _ in range(_AT_ONCE):
+                    group.create_task(take_some())
+        except* (SandboxError, TimeoutError) as errors:
+            harvest.cut_short = True
+            reason = str(errors.exceptions[0]) or "out of time"
+            logger.warning("Files of %s could not all be kept: %s", harvest.container_id, reason)
 
     async def _take(self, sandbox: Sandbox, file: FileEntry, harvest: "_Harvest", arrived: list[str]) -> None:
-        if not harvest.has_place_for(file.path):
-            return
-        blob, size = "", max(file.size, 0)
+        counted = _Counted(sandbox.read(file.path), harvest, max(file.size, 0))
         try:
-            counted = _Counted(sandbox.read(file.path), min(self._limits.file_bytes, harvest.room))
-            if size > counted.most:
-                raise TooLarge(file.path)
+            counted.reserve()
             blob = await self._put(counted, arrived)
-            size = counted.bytes
         except (FileNotFound, FileRefused):  # not there any more, or not a file any more
-            return
+            counted.give_back()
         except (TooLarge, Unavailable):  # too much for one file, for the container, or for the disk
+            counted.give_back()
             harvest.unkept.append(file.path)
-        harvest.add(file, size, blob, self._clock.now())
+            harvest.add(file, max(file.size, 0), "", self._clock.now())
+        else:
+            harvest.add(file, counted.bytes, blob, self._clock.now())
 
     async def _put(self, content: bytes | AsyncIterable[bytes], arrived: list[str]) -> str:
         name = await self._blobs.put(content)
@@ -279,14 +292,15 @@ class KeptFiles:
 class _Harvest:
     """One look in the making.
 
-    unkept: what is recorded without a copy; left_out: how many are not even that.
+    taken: by path. unkept: what is recorded without a copy; left_out: how many are not even that.
+    room: bytes that nobody has taken or asked for.
     """
 
     container_id: str
     known: Mapping[str, ContainerFileRecord]
     changing: set[str]
     limits: FileLimits
-    changed: list[ContainerFileRecord] = field(default_factory=list[ContainerFileRecord])
+    taken: dict[str, ContainerFileRecord] = field(default_factory=dict[str, ContainerFileRecord])
     unkept: list[str] = field(default_factory=list[str])
     left_out: int = 0
     cut_short: bool = False
@@ -307,19 +321,15 @@ class _Harvest:
 
     def add(self, file: FileEntry, size: int, blob: str, now: float) -> None:
         old = self.known.get(file.path)
-        if blob:
-            self.room -= size
-        self.changed.append(
-            ContainerFileRecord(
-                id=file_id(self.container_id, file.path),
-                container_id=self.container_id,
-                path=file.path,
-                bytes=size,
-                created_at=now if old is None else old.created_at,
-                modified_ns=file.modified_ns,
-                source="assistant",
-                blob=blob,
-            )
+        self.taken[file.path] = ContainerFileRecord(
+            id=file_id(self.container_id, file.path),
+            container_id=self.container_id,
+            path=file.path,
+            bytes=size,
+            created_at=now if old is None else old.created_at,
+            modified_ns=file.modified_ns,
+            source="assistant",
+            blob=blob,
         )
 
     def notes(self) -> list[str]:
@@ -335,20 +345,37 @@ class _Harvest:
 
 
 class _Counted:
-    """Bytes on their way; more than `most` raises TooLarge."""
+    """Bytes on their way, which take their room as they come: TooLarge where there is none."""
 
-    def __init__(self, pieces: AsyncGenerator[bytes], most: int) -> None:
+    def __init__(self, pieces: AsyncGenerator[bytes], harvest: _Harvest, announced: int) -> None:
         self.bytes = 0
-        self.most = most
         self._pieces = pieces
+        self._harvest = harvest
+        self._announced = announced
+        self._reserved = 0
+
+    def reserve(self) -> None:
+        """What is announced; those who come later have to do with the rest."""
+        self._grow(self._announced)
+
+    def give_back(self) -> None:
+        self._harvest.room += self._reserved
+        self._reserved = 0
+
+    def _grow(self, size: int) -> None:
+        if size > self._harvest.limits.file_bytes or size - self._reserved > self._harvest.room:
+            raise TooLarge("There is no room for this file.")
+        self._harvest.room -= size - self._reserved
+        self._reserved = size
 
     async def __aiter__(self) -> AsyncGenerator[bytes]:
         async with aclosing(self._pieces) as pieces:
             async for piece in pieces:
                 self.bytes += len(piece)
-                if self.bytes > self.most:
-                    raise TooLarge("A file is larger than was announced.")
+                if self.bytes > self._reserved:
+                    self._grow(self.bytes)
                 yield piece
+        self._grow(self.bytes)  # less than was announced, perhaps
 
 
 async def _chained(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:

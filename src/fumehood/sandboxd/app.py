@@ -22,19 +22,11 @@ from fumehood.protocol.sandbox_errors import (
 )
 from fumehood.sandboxd import logs, metrics, openapi
 from fumehood.sandboxd.calls import Call
-from fumehood.sandboxd.http_exchange import (
-    CallerLeft,
-    Exchange,
-    MethodNotAllowed,
-    Receive,
-    Scope,
-    Send,
-    decode,
-    encode,
-)
+from fumehood.sandboxd.http_exchange import Exchange, MethodNotAllowed, decode, encode
 from fumehood.sandboxd.operations import ARCHIVES, OPERATIONS, Interrupted, Operation, SandboxList
 from fumehood.sandboxd.served import ServedSandbox
 from fumehood.sandboxd.service import NAME, Service, check_name
+from fumehood.serving.exchange import CallerLeft, Receive, Scope, Send
 
 SIGN_OF_LIFE = 10.0
 # What code prints at once travels with the head of the answer: one packet, one wake-up of the reader.
@@ -110,9 +102,7 @@ class App:
 
     def check(self, exchange: Exchange, *, protected: bool = True) -> bool:
         """Whether the caller showed the token; NotAllowed if it is needed."""
-        allowed = self._token is None or (
-            len(exchange.authorization) == 1 and hmac.compare_digest(exchange.authorization[0], self._token)
-        )
+        allowed = self._token is None or _shows(exchange, self._token)
         if protected and not allowed:
             raise NotAllowed("This server wants its token: Authorization: Bearer TOKEN.")
         exchange.check_version()
@@ -318,6 +308,11 @@ class _WrongMethod(MethodNotAllowed):
 class _Named:
     def __init__(self, name: str) -> None:
         self.id = name
+
+
+def _shows(exchange: Exchange, token: bytes) -> bool:
+    shown = exchange.tokens()
+    return len(shown) == 1 and hmac.compare_digest(shown[0], token)
 
 
 def _name(exchange: Exchange, parameter: str) -> str:

@@ -1,11 +1,11 @@
-"""One HTTP request and its answer on bare ASGI: headers, bounded bodies, errors; imports msgspec and siblings."""
+"""One request to the sandbox server and its answer; imports msgspec, `serving` and siblings."""
 
 import asyncio
 import difflib
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
-from typing import Any, Literal, get_args, get_origin
-from urllib.parse import parse_qsl, unquote_to_bytes
+from collections.abc import AsyncGenerator
+from typing import Literal, get_args, get_origin, override
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 
@@ -17,32 +17,21 @@ from fumehood.protocol.sandbox_errors import (
     TryLater,
     to_body,
 )
-
-type Scope = MutableMapping[str, Any]
-type Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-type Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-type Headers = list[tuple[bytes, bytes]]
+from fumehood.serving.exchange import JSON, BareExchange, BodyExceeds, Headers, Receive, Scope, Send
 
 PROTOCOL_HEADER = "fumehood-sandbox-protocol"
 EXECUTION_HEADER = "fumehood-execution-id"
-_PROTOCOL = (PROTOCOL_HEADER.encode(), str(PROTOCOL_VERSION).encode())
-_JSON = (b"content-type", b"application/json")
+PROTOCOL = (PROTOCOL_HEADER.encode(), str(PROTOCOL_VERSION).encode())
 _NDJSON_HEADERS: Headers = [
-    _PROTOCOL,
+    PROTOCOL,
     (b"content-type", b"application/x-ndjson"),
     (b"cache-control", b"no-store"),
 ]
 _RETRY_SECONDS = b"1"
-_LINGER_SECONDS = 2.0
-_LINGER_BYTES = 64 << 20
 _ERROR_PLACE = re.compile(r" - at `(?:key in )?\$(?:\.([^.\[`]+))?")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([\w-]{1,64})`", re.ASCII)
 
 encode = msgspec.json.Encoder().encode
-
-
-class CallerLeft(Exception):
-    """The connection broke while its request was read."""
 
 
 class MethodNotAllowed(RequestRefused):
@@ -55,50 +44,23 @@ class TookTooLong(RequestRefused):
     status = 408
 
 
-class Exchange:
-    """Made for each request; answers once."""
-
-    __slots__ = (
-        "_length",
-        "_query",
-        "_receive",
-        "_send",
-        "_unread",
-        "authorization",
-        "method",
-        "parameters",
-        "scope",
-        "started",
-        "version",
-    )
+class Exchange(BareExchange):
+    __slots__ = ("_query", "scope", "started")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__(scope, receive, send)
         self.scope = scope
-        self.method: str = scope["method"]
-        self.parameters: dict[str, str] = {}
         self.started = False
-        self.authorization: list[bytes] = []
-        self.version: bytes | None = None
-        self._receive = receive
-        self._send = send
         self._query: dict[str, str] | None = None
-        self._length: int | None = None
-        self._unread = False
-        for name, value in scope["headers"]:
-            if name == b"content-length":
-                self._length = int(value)  # the parser has refused what is not a number
-                self._unread = self._length > 0
-            elif name == b"transfer-encoding":
-                self._unread = True
-            elif name == b"authorization":
-                self.authorization.append(value)
-            elif name == _PROTOCOL[0]:
-                self.version = value
 
     # ---- the request ------------------------------------------------------------------------------------------
 
+    def tokens(self) -> list[bytes]:
+        return [value for name, value in self.scope["headers"] if name == b"authorization"]
+
     def check_version(self) -> None:
-        if self.version is not None and self.version.partition(b".")[0].strip() != _PROTOCOL[1]:
+        version = self.headers.get(PROTOCOL[0])
+        if version is not None and version.partition(b".")[0].strip() != PROTOCOL[1]:
             raise RequestRefused(
                 f"This server speaks version {PROTOCOL_VERSION} of the sandbox protocol, not the one asked for.",
                 param=PROTOCOL_HEADER,
@@ -118,12 +80,9 @@ class Exchange:
         return self._query.get(name)
 
     def _parse_query(self) -> dict[str, str]:
-        raw: bytes = self.scope["query_string"]
-        if not raw:
-            return {}
         try:
-            pairs = parse_qsl(raw.decode(), keep_blank_values=True, errors="strict", max_num_fields=32)
-        except (UnicodeDecodeError, ValueError):
+            pairs = self.parse_query()
+        except ValueError:
             raise RequestRefused(
                 "The query is not percent-encoded UTF-8, or too long.", param="query"
             ) from None
@@ -136,20 +95,11 @@ class Exchange:
 
     async def chunks(self, limit: int) -> AsyncGenerator[bytes]:
         """The body as it comes; TooLarge as soon as it is known to be, CallerLeft if it breaks off."""
-        if self._length is not None and self._length > limit:
-            raise _too_large(limit)
-        taken = 0
-        while self._unread:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise CallerLeft
-            self._unread = message.get("more_body", False)
-            chunk: bytes = message.get("body", b"")
-            taken += len(chunk)
-            if taken > limit:
-                raise _too_large(limit)
-            if chunk:
-                yield chunk
+        try:
+            async for piece in self.pieces(limit):
+                yield piece
+        except BodyExceeds:
+            raise TooLarge(f"The body is larger than {limit} bytes.", param="body") from None
 
     async def body(self, limit: int, seconds: float) -> bytes:
         """All of it; TookTooLong, however steadily it trickles."""
@@ -167,68 +117,40 @@ class Exchange:
     async def read_json[T](self, decoder: msgspec.json.Decoder[T], limit: int, seconds: float) -> T:
         return decode(decoder, await self.body(limit, seconds))
 
-    async def until_left(self) -> None:
-        """Return when the caller has gone away; only after the body was read."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
     # ---- the answer -------------------------------------------------------------------------------------------
 
+    @override
     async def begin(self, status: int, headers: Headers) -> None:
         self.started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def send(self, body: bytes, *, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await super().begin(status, headers)
 
     async def answer(self, status: int, body: bytes, content_type: bytes | None = None) -> None:
-        kind = _JSON if content_type is None else (b"content-type", content_type)
-        await self.begin(status, [_PROTOCOL, kind, (b"content-length", b"%d" % len(body))])
+        kind = JSON if content_type is None else (b"content-type", content_type)
+        await self.begin(status, [PROTOCOL, kind, (b"content-length", b"%d" % len(body))])
         await self.send(body, more=False)
 
     async def answer_json(self, value: object, status: int = 200) -> None:
         await self.answer(status, encode(value))
 
     async def answer_nothing(self) -> None:
-        await self.begin(204, [_PROTOCOL])
+        await self.begin(204, [PROTOCOL])
         await self.send(b"", more=False)
 
     async def begin_bytes(self, size: int) -> None:
         await self.begin(
             200,
-            [_PROTOCOL, (b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % size)],
+            [PROTOCOL, (b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % size)],
         )
 
     async def begin_events(self, execution_id: str) -> None:
         await self.begin(200, [*_NDJSON_HEADERS, (EXECUTION_HEADER.encode(), execution_id.encode())])
 
     async def refuse(self, error: SandboxError, extra: Headers | None = None) -> None:
-        """Tell what is wrong; a body that nobody wants is not read to its end."""
-        body = encode(to_body(error))
-        headers: Headers = [_PROTOCOL, _JSON, (b"content-length", b"%d" % len(body)), *(extra or [])]
+        """Tell what is wrong."""
+        headers: Headers = [PROTOCOL, *(extra or [])]
         if isinstance(error, TryLater):
             headers.append((b"retry-after", _RETRY_SECONDS))
-        if not self._unread:
-            await self.begin(error.status, headers)
-            await self.send(body, more=False)
-            return
-        headers.append((b"connection", b"close"))
-        await self.begin(error.status, headers)
-        await self.send(body)
-        # Closing at once would reset the connection, and a caller who still sends would never see the answer.
-        await self._linger()
-        await self.send(b"", more=False)
-
-    async def _linger(self) -> None:
-        taken = 0
-        try:
-            async with asyncio.timeout(_LINGER_SECONDS):
-                while self._unread and taken < _LINGER_BYTES:
-                    message = await self._receive()
-                    taken += len(message.get("body", b""))
-                    self._unread = message["type"] != "http.disconnect" and message.get("more_body", False)
-        except TimeoutError:
-            pass
+        await self.end_early(error.status, headers, encode(to_body(error)))
 
 
 def scope_path(scope: Scope) -> bytes:
@@ -261,7 +183,3 @@ def _refused(text: str, kind: type) -> RequestRefused:
     if text.startswith("Invalid enum value") and get_origin(choices) is Literal:
         text += f"; it is one of {', '.join(map(str, get_args(choices)))}"
     return RequestRefused(f"{text}.", param=param)
-
-
-def _too_large(limit: int) -> TooLarge:
-    return TooLarge(f"The body is larger than {limit} bytes.", param="body")

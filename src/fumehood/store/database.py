@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from fumehood.protocol.errors import Unavailable
-from fumehood.store.migrations import StoreRefused, migrate
+from fumehood.store.migrations import StoreRefused, is_current, migrate
 
 _READERS = 2
 _LARGEST_GROUP = 256
@@ -170,7 +170,9 @@ class Database:
 
     @classmethod
     async def open(cls, path: Path, *, shared: bool = False) -> "Database":
-        """Make it if it is not there; raises StoreRefused. `shared` leaves out the lock against other processes."""
+        """Make it if it is not there; raises StoreRefused. `shared` leaves out the lock against other processes, and
+        the file's tables as they are while somebody else holds that lock.
+        """
         return cls(*await asyncio.to_thread(_open, path, shared))
 
     def write[T](self, work: Work[T], on_done: Callable[[T], None] | None = None) -> asyncio.Future[T]:
@@ -225,7 +227,10 @@ def _open(path: Path, shared: bool) -> tuple[sqlite3.Connection, Sequence[sqlite
         writer = _connect(path)
         opened.append(writer)
         writer.execute("PRAGMA journal_mode = WAL")
-        migrate(writer)
+        if shared:
+            _migrate_if_alone(path, writer)
+        else:
+            migrate(writer)
         for _ in range(_READERS):
             opened.append(_connect(path))
             opened[-1].execute("PRAGMA query_only = ON")
@@ -240,7 +245,24 @@ def _open(path: Path, shared: bool) -> tuple[sqlite3.Connection, Sequence[sqlite
         raise
 
 
-def _locked(path: Path) -> int:
+def _migrate_if_alone(path: Path, connection: sqlite3.Connection) -> None:
+    """Whoever only visits a file must not change its tables under a gateway that may be of another release."""
+    if is_current(connection):
+        return
+    lock = _locked(
+        path,
+        "a gateway of another release is using it (process {holder}). Stop that one, or use its release.",
+    )
+    try:
+        migrate(connection)
+    finally:
+        os.close(lock)
+
+
+_SECOND = "another gateway is using it (process {holder}). Stop that one, or give this one a file of its own."
+
+
+def _locked(path: Path, refusal: str = _SECOND) -> int:
     """A lock that ends with this process, however that ends."""
     lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -248,9 +270,7 @@ def _locked(path: Path) -> int:
     except BlockingIOError:
         holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip() or "unknown"
         os.close(lock)
-        raise StoreRefused(
-            f"another gateway is using it (process {holder}). Stop that one, or give this one a file of its own."
-        ) from None
+        raise StoreRefused(refusal.format(holder=holder)) from None
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock

@@ -102,7 +102,24 @@ MIGRATIONS: Sequence[Migration] = (
         CREATE INDEX files_by_blob ON files (blob);
         """,
     ),
+    Migration(
+        """
+        -- No row is ever deleted, so that the numbers of all and of revoked ones tell whether anything changed.
+        CREATE TABLE keys (
+            id TEXT PRIMARY KEY,
+            digest BLOB NOT NULL UNIQUE,
+            created_at REAL NOT NULL,
+            revoked_at REAL,
+            record BLOB NOT NULL
+        );
+        """
+    ),
 )
+
+
+def is_current(connection: sqlite3.Connection) -> bool:
+    """Whether no step is missing; raises StoreRefused."""
+    return _checked_version(connection, len(MIGRATIONS)) >= len(MIGRATIONS)
 
 
 def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:

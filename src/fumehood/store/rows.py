@@ -15,6 +15,7 @@ import msgspec
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Exchange
 from fumehood.protocol.items import AuthoredItem, OutputItem
+from fumehood.protocol.keys import ApiKey
 from fumehood.protocol.responses import INTERRUPTED, Response
 from fumehood.store.cached import Place
 
@@ -26,6 +27,7 @@ _exchanges = msgspec.json.Decoder(Exchange)
 _authored: msgspec.json.Decoder[AuthoredItem] = msgspec.json.Decoder(AuthoredItem)
 _containers = msgspec.json.Decoder(ContainerRecord)
 _files = msgspec.json.Decoder(ContainerFileRecord)
+_keys = msgspec.json.Decoder(ApiKey)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -380,3 +382,28 @@ def files(db: sqlite3.Connection, container_id: str) -> list[ContainerFileRecord
 def unused_blobs(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
     used = "SELECT 1 FROM files WHERE blob = ? LIMIT 1"
     return [name for name in names if db.execute(used, (name,)).fetchone() is None]
+
+
+# --- keys ---------------------------------------------------------------------------------------------
+
+
+def put_key(db: sqlite3.Connection, key: ApiKey) -> None:
+    db.execute(
+        "INSERT INTO keys (id, digest, created_at, revoked_at, record) VALUES (?, ?, ?, ?, ?)",
+        (key.id, key.digest, key.created_at, key.revoked_at, _encode(key)),
+    )
+
+
+def revoke_key(db: sqlite3.Connection, key_id: str, now: float) -> bool:
+    found = db.execute("UPDATE keys SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL", (now, key_id))
+    return found.rowcount > 0
+
+
+def keys(db: sqlite3.Connection) -> list[ApiKey]:
+    found = db.execute("SELECT record, revoked_at FROM keys ORDER BY created_at, id")
+    return [msgspec.structs.replace(_keys.decode(record), revoked_at=revoked) for record, revoked in found]
+
+
+def keys_revision(db: sqlite3.Connection) -> int:
+    (revision,) = db.execute("SELECT count(*) + count(revoked_at) FROM keys").fetchone()
+    return revision

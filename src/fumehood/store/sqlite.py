@@ -18,6 +18,7 @@ from fumehood.interfaces import Fenced, Lease
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import Unavailable
+from fumehood.protocol.keys import ApiKey
 from fumehood.protocol.responses import Response
 from fumehood.store import rows
 from fumehood.store.cached import CachedConversations, Place
@@ -83,7 +84,8 @@ class SqliteStore:
     ) -> Self:
         """Make the file if there is none; raises StoreRefused.
 
-        shared: leave out the lock and the cache, and trust leases alone; slow, for tests of just that.
+        shared: leave out the lock and the cache, and trust leases alone; slow, for short visits to a file that a
+            gateway may be using.
         """
         database = await Database.open(path, shared=shared)
         return cls(
@@ -224,6 +226,20 @@ class SqliteStore:
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
         return await self._database.read(lambda db: rows.unused_blobs(db, names))
+
+    # --- keys -----------------------------------------------------------------------------------------
+
+    async def put_key(self, key: ApiKey) -> None:
+        await self._database.write(lambda db: rows.put_key(db, key))
+
+    async def revoke_key(self, key_id: str, now: float) -> bool:
+        return _storable(key_id) and await self._database.write(lambda db: rows.revoke_key(db, key_id, now))
+
+    async def keys(self) -> Sequence[ApiKey]:
+        return await self._database.read(rows.keys)
+
+    async def keys_revision(self) -> int:
+        return await self._database.read(rows.keys_revision)
 
     # --- inside ---------------------------------------------------------------------------------------
 

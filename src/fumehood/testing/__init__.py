@@ -27,6 +27,7 @@ from fumehood.testing.scripted_model import (
     thinks,
 )
 from fumehood.testing.scripted_tool import Answer, ScriptedTool
+from fumehood.testing.sealing import PlainSealer
 
 __all__ = [
     "Action",
@@ -38,6 +39,7 @@ __all__ = [
     "FakeClock",
     "MemoryBlobs",
     "MemoryStore",
+    "PlainSealer",
     "ScriptedModel",
     "ScriptedModels",
     "ScriptedSandbox",

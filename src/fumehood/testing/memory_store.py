@@ -12,6 +12,7 @@ from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import Unavailable
 from fumehood.protocol.items import OutputItem
+from fumehood.protocol.keys import ApiKey
 from fumehood.protocol.responses import INTERRUPTED, Response
 from fumehood.testing.clock import FakeClock
 
@@ -63,6 +64,7 @@ class _Data:
     responses: dict[str, _Row] = field(default_factory=dict[str, _Row])
     containers: dict[str, ContainerRecord] = field(default_factory=dict[str, ContainerRecord])
     files: dict[str, ContainerFileRecord] = field(default_factory=dict[str, ContainerFileRecord])
+    keys: dict[str, ApiKey] = field(default_factory=dict[str, ApiKey])
 
 
 class MemoryStore:
@@ -197,6 +199,25 @@ class MemoryStore:
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
         used = {record.blob for record in self._open().files.values()}
         return [name for name in names if name not in used]
+
+    # --- keys -----------------------------------------------------------------------------------------
+
+    async def put_key(self, key: ApiKey) -> None:
+        self._open().keys[key.id] = key
+
+    async def revoke_key(self, key_id: str, now: float) -> bool:
+        key = self._open().keys.get(key_id)
+        if key is None or key.revoked_at is not None:
+            return False
+        self._data.keys[key_id] = msgspec.structs.replace(key, revoked_at=now)
+        return True
+
+    async def keys(self) -> Sequence[ApiKey]:
+        return sorted(self._open().keys.values(), key=lambda key: (key.created_at, key.id))
+
+    async def keys_revision(self) -> int:
+        keys = self._open().keys.values()
+        return len(keys) + sum(key.revoked_at is not None for key in keys)
 
     async def close(self) -> None:
         self._closed = True

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import Raw
 
-from fumehood.interfaces import CallContext, Caller, ToolResult, ToolStep
+from fumehood.interfaces import CallContext, Caller, Memory, ToolResult, ToolStep
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.events import ItemAdded, ItemDone, StreamEvent
 from fumehood.protocol.ids import new_id
@@ -77,6 +77,12 @@ class ScriptedTool:
         return Exchange(
             call_id=entry.id or "call_recalled", name=self.name, arguments="{}", output="(recalled)"
         )
+
+    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:  # noqa: ARG002
+        """The latest item of each kind that it has made."""
+        latest = {entry.type: entry.raw for segment in past for entry in segment.entries}
+        items = [raw for kind, raw in latest.items() if kind in self.item_types]
+        return Memory(items, f"{self.name} was used.") if items else None
 
     def take_answer(self, arguments: str) -> Answer:
         self.calls.append(arguments)

@@ -25,6 +25,7 @@ from fumehood.protocol.items import (
     Reasoning,
     ReasoningText,
 )
+from fumehood.protocol.keys import ApiKey, KeyLimits
 from fumehood.protocol.responses import Response, Usage
 from fumehood.protocol.sandbox import NetworkDisabled
 from fumehood.testing.store_kit_leases import LeasesKit
@@ -435,6 +436,35 @@ class RecordsKit:
         await store.put_files([], ["cfile_0", "cfile_1", "cfile_3"])
         assert list(await store.files("cntr_0")) == []
         assert list(await store.unused_blobs(["ab" * 32])) == ["ab" * 32]
+
+    async def test_keys(self, subject: StoreSubject) -> None:
+        store = subject.store
+        assert list(await store.keys()) == []
+        revisions = [await store.keys_revision()]
+        keys = [
+            ApiKey(
+                id=f"key_{number}",
+                tenant="tenant",
+                digest=bytes([number]) * 32,
+                hint="abcd",
+                created_at=100.5 - number,
+                name="náme",
+                limits=KeyLimits(requests_per_minute=number or None),
+            )
+            for number in range(3)
+        ]
+        for key in keys:
+            await store.put_key(key)
+            revisions.append(await store.keys_revision())
+        assert list(await store.keys()) == keys[::-1]
+        assert await store.revoke_key("key_1", 200.25)
+        revisions.append(await store.keys_revision())
+        assert not await store.revoke_key("key_1", 300.0)
+        assert not await store.revoke_key("key_unknown", 300.0)
+        revoked = msgspec.structs.replace(keys[1], revoked_at=200.25)
+        assert list(await store.keys()) == [keys[2], revoked, keys[0]]
+        assert len(set(revisions)) == len(revisions)
+        assert await store.keys_revision() == revisions[-1]
 
 
 class CachingKit:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Raw
 
-from fumehood.interfaces import CallContext, Caller, Clock, Containers
+from fumehood.interfaces import CallContext, Caller, Clock, Containers, Memory
 from fumehood.protocol.containers import DATA_DIRECTORY, ContainerSpec
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.errors import ContainerExpired, NotFound
@@ -41,6 +41,15 @@ _PARAMETERS = Raw(
 )
 _GONE = "The container of the earlier calls is gone, with their variables and files; this call began in a new one."
 _NOT_KEPT = "(the output was not kept)"
+_MOST_REMEMBERED = 8  # containers of a conversation that is compacted
+_MOST_TOLD = 200  # files of one that the model is told of
+
+
+class _Remembered(msgspec.Struct, kw_only=True, tag_field="type", tag=_ITEM):
+    """What stands for the calls of a container once they are compacted."""
+
+    container_id: str
+    files: list[ProducedFile]
 
 
 class _ReplayedOutput(msgspec.Struct):
@@ -141,6 +150,24 @@ class CodeInterpreter:
             images=tuple(url for url in urls if url.startswith("data:image/")),
         )
 
+    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:
+        """The containers that were used, the latest last, each with its files."""
+        ids = _containers(past)[-_MOST_REMEMBERED:]
+        if not ids:
+            return None
+        items: list[bytes] = []
+        notes: list[str] = []
+        for container_id in ids:
+            try:
+                records = await self._containers.files(caller, container_id)
+                files = [produced_file(record) for record in records]
+                notes.append(_told(container_id, files))
+            except NotFound:  # it never began, or is over; whoever offers the next one has to know
+                files = []
+                notes.append(f"The code interpreter's container {clean_name(container_id)} is gone.")
+            items.append(msgspec.json.encode(_Remembered(container_id=container_id, files=files)))
+        return Memory(items, "\n".join(notes))
+
 
 class OfferedInterpreter:
     """An `OfferedTool`: one container for all calls of a request."""
@@ -170,11 +197,36 @@ def _newest_container(past: Sequence[Segment]) -> str | None:
     for segment in reversed(past):
         for entry in reversed(segment.entries):
             if entry.type == _ITEM:
-                try:
-                    return _replayed.decode(entry.raw).container_id
-                except msgspec.DecodeError:
-                    return None
+                return _container_of(entry)
     return None
+
+
+def _containers(past: Sequence[Segment]) -> list[str]:
+    """All that calls have used, each once, the latest last."""
+    found: dict[str, None] = {}
+    for segment in past:
+        for entry in segment.entries:
+            container_id = _container_of(entry) if entry.type == _ITEM else None
+            if container_id is not None:
+                found.pop(container_id, None)
+                found[container_id] = None
+    return list(found)
+
+
+def _container_of(entry: Entry) -> str | None:
+    try:
+        return _replayed.decode(entry.raw).container_id
+    except msgspec.DecodeError:
+        return None
+
+
+def _told(container_id: str, files: Sequence[ProducedFile]) -> str:
+    name = clean_name(container_id)
+    if not files:
+        return f"The code interpreter's container {name} holds no files."
+    listed = [f"{file.path} ({file.bytes} bytes)" for file in files]
+    more = f" and {len(listed) - _MOST_TOLD} more" if len(listed) > _MOST_TOLD else ""
+    return f"Files in the code interpreter's container {name}: {', '.join(listed[-_MOST_TOLD:])}{more}."
 
 
 def _as_text(outputs: Sequence[_ReplayedOutput]) -> str:

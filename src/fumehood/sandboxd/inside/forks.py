@@ -18,19 +18,25 @@ _register = os.register_at_fork
 
 _python = ctypes.PyDLL(None, use_errno=True)
 _fork: Callable[[], int] | None = getattr(_python, "_Fork", None)  # of glibc 2.34 and later
+# Looked up once, and not in every child.
+_before, _in_parent, _in_child = (
+    _python.PyOS_BeforeFork,
+    _python.PyOS_AfterFork_Parent,
+    _python.PyOS_AfterFork_Child,
+)
 
 
 def plain_fork() -> int:
     """As os.fork, for a process with one thread: what a lock may need in others is left out."""
     if _fork is None:
         return os.fork()
-    _python.PyOS_BeforeFork()
+    _before()
     pid = _fork()
     if pid == 0:
-        _python.PyOS_AfterFork_Child()
+        _in_child()
         return 0
     number = ctypes.get_errno()
-    _python.PyOS_AfterFork_Parent()
+    _in_parent()
     if pid < 0:
         raise OSError(number, os.strerror(number))
     return pid

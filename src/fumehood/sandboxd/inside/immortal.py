@@ -8,7 +8,6 @@ the mark is written where the interpreter keeps the count, after a trial on an o
 import ctypes
 import gc
 import sys
-import sysconfig
 from collections.abc import Iterable
 from types import CodeType
 
@@ -62,7 +61,8 @@ def _mark(memory: ctypes.Array[ctypes.c_uint32], items: Iterable[object], code: 
 
 def _possible() -> bool:
     supported = _OLDEST <= sys.version_info[:2] <= _NEWEST
-    counted = not sysconfig.get_config_var("Py_GIL_DISABLED") and not sysconfig.get_config_var("Py_DEBUG")
+    # Neither free-threaded nor a debug build. `sysconfig` knows too, but brings `threading` and its fork hooks.
+    counted = not {"t", "d"} & set(sys.abiflags)
     return supported and counted and sys.implementation.name == "cpython" and sys.maxsize > 1 << 32
 
 

@@ -5,6 +5,7 @@ write to memory. Done here they are shared; done in a sandbox each of them is a 
 """
 
 import sys
+from collections.abc import Callable
 
 _PLAIN = (
     "print(1 + 1)",
@@ -43,8 +44,20 @@ _TIMES = 4  # so often until the interpreter has adapted
 
 def programs() -> list[str]:
     """What to run, given what is imported."""
-    chosen = [*_PLAIN]
-    for module, sources in _PROGRAMS.items():
-        if module in sys.modules:
-            chosen += sources
+    chosen = [source for module, sources in _PROGRAMS.items() if module in sys.modules for source in sources]
     return chosen * _TIMES
+
+
+def simplest_programs() -> list[str]:
+    """What to run last: what they need of the interpreter's small caches, others do not take from them again."""
+    return [*_PLAIN] * _TIMES
+
+
+def forget_lookups() -> None:
+    """Python keeps some thousand lookups of attributes; of all that were made, the next ones shall find room.
+
+    A sandbox that does not find one there replaces another: that is a page which it copies.
+    """
+    forget: Callable[[], None] | None = getattr(sys, "_clear_type_cache", None)
+    if forget is not None:
+        forget()

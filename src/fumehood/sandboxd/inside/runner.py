@@ -37,13 +37,16 @@ _LEAST_RECURSION = 1000
 # The C function alone: json.loads() needs builtins that a program may have replaced.
 _decoder: Any = json.JSONDecoder()
 _decode: Callable[[str, int], tuple[dict[str, Any], int]] = _decoder.scan_once
-# signal.signal() without its conversions to enums, which take longer than the system call.
-_set_handler: Callable[[int, Callable[..., None]], object] = importlib.import_module("_signal").signal
+# The functions of `signal` without their conversions to enums, which take longer than the system calls.
+_signal: Any = importlib.import_module("_signal")
+_set_handler: Callable[[int, Callable[..., None]], object] = _signal.signal
+_mask_signals: Callable[[int, tuple[int, ...]], object] = _signal.pthread_sigmask
 _FORK_WARNING = "This process .* is multi-threaded, use of (fork|forkpty)"
 re.compile(_FORK_WARNING, re.IGNORECASE)  # into the cache of `re`, where the filter will find it
 _libc = ctypes.CDLL(None)
 _flush_c: Callable[[None], int] = _libc.fflush
 _LINE_BUFFERED = 1  # _IOLBF of stdio.h
+_CONFIGURATION = {"environment": dict[str, str](), "cwd": "/"}  # for a rehearsal
 _NO_KEYBOARD = "the code runs without a keyboard; put the value into the code or read it from a file"
 
 
@@ -97,16 +100,26 @@ class Runner:
         self._loop_for_ever()
 
     def rehearse(self, sources: list[str]) -> None:
-        """Run programs as `serve` would, with nobody listening, and forget that they were run."""
+        """Serve programs as in a sandbox, with nobody listening, and forget that they were run."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         names = ("stdout", "stderr", "displayhook")
         before = {name: getattr(sys, name) for name in names}
         modules, argv = sys.modules["__main__"], sys.argv
+        assembler = wire.Assembler(limit=_REQUEST_LIMIT)
         with mine, theirs, self._output.rehearsal(mine):
             theirs.setblocking(False)
+            self._channel = mine
             self._known_paths = len(sys.path_importer_cache)
             for source in sources:
-                self._execute(wire.NO_CALL, source)
+                for kind, request in (
+                    (wire.Kind.CONFIGURE, _CONFIGURATION),
+                    (wire.Kind.EXECUTE, {"code": source}),
+                ):
+                    for packet in wire.packets(
+                        wire.Message(kind, wire.NO_CALL, json.dumps(request).encode())
+                    ):
+                        theirs.send(packet)
+                    self._answer(assembler)
                 with contextlib.suppress(BlockingIOError):
                     while theirs.recv(wire.MAX_PACKET):
                         pass
@@ -145,24 +158,30 @@ class Runner:
 
     def _loop_for_ever(self) -> NoReturn:
         assembler = wire.Assembler(limit=_REQUEST_LIMIT)
-        while True:
-            try:
-                packet = self._channel.recv(wire.MAX_PACKET)
-            except OSError:
-                packet = b""
-            if not packet:
-                os._exit(0)  # the supervisor is gone; nothing of the program may outlive it
-            message = assembler.feed(packet)
-            if message is None:
-                continue
-            request = _decode(message.body.decode(), 0)[0]
-            if message.kind is wire.Kind.CONFIGURE:
-                self._configure(request)
-                self._output.reply(wire.Kind.CONFIGURED, b"{}")
-            elif message.kind is wire.Kind.EXECUTE:
-                if limit := request.get("data_limit"):
-                    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-                self._execute(message.call, request["code"])
+        while self._answer(assembler):
+            pass
+        os._exit(0)  # the supervisor is gone; nothing of the program may outlive it
+
+    def _answer(self, assembler: wire.Assembler) -> bool:
+        """Do what the next packet asks for; False if there is none any more."""
+        try:
+            packet = self._channel.recv(wire.MAX_PACKET)
+        except OSError:
+            packet = b""
+        if not packet:
+            return False
+        message = assembler.feed(packet)
+        if message is None:
+            return True
+        request = _decode(message.body.decode(), 0)[0]
+        if message.kind is wire.Kind.CONFIGURE:
+            self._configure(request)
+            self._output.reply(wire.Kind.CONFIGURED, b"{}")
+        elif message.kind is wire.Kind.EXECUTE:
+            if limit := request.get("data_limit"):
+                resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+            self._execute(message.call, request["code"])
+        return True
 
     def _configure(self, request: dict[str, Any]) -> None:
         os.environ.update(request.get("environment") or {})
@@ -213,12 +232,14 @@ class Runner:
         guard.delivered = False
         guard.pending = guard.depth = 0
         _set_handler(signal.SIGINT, guard.handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+        _mask_signals(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
     def _notice_new_modules(self) -> None:
         """As importlib.invalidate_caches(), but for the directories known before the program began."""
         cache = sys.path_importer_cache
-        paths = [path or os.getcwd() for path in sys.path] + list(cache)[self._known_paths :]
+        paths = [path or os.getcwd() for path in sys.path]
+        if len(cache) > self._known_paths:
+            paths += list(cache)[self._known_paths :]
         for path in paths:
             finder: Any = cache.get(path)
             if finder is not None:

@@ -1,19 +1,23 @@
-"""Keeps the zygote's memory where forking it is cheap, in pages of a file; imports only the standard library.
+"""Keeps the zygote's memory where forking it is cheap, in pages of a file; imports only a sibling.
 
 A fork copies one table entry for every page of ordinary memory that the parent has, twenty thousand here, and its
 end gives them all back: more work than all else that a sandbox's start takes. Pages of a file it leaves alone: the
 child finds them when it uses them. So the memory that preloading fills is made to be a file without a name, mapped
 shared, and at the end the same pages are mapped private: what anybody writes from then on is their own.
 
-Nothing that is in use is ever moved. Python is made to take a piece of memory and to fill it with objects that
+Nothing that is in use is ever exchanged. Python is made to take a piece of memory and to fill it with objects that
 nobody touches; the piece is exchanged for the file with the same content; then the objects are given back and their
-room is free for what comes. For the C library's heap it is simpler, since its free end holds nothing.
+room is free for what comes. For the C library's heap it is simpler, since its free end holds nothing. The variables of
+packages' libraries are exchanged as they are, since none of their code runs meanwhile.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
 from collections import Counter
+
+from fumehood.sandboxd.inside.mappings import Mapping, all_mappings
 
 _PAGE = mmap.PAGESIZE
 _POOL = 16 << 10  # Python's unit for objects of one size
@@ -31,6 +35,7 @@ _MMAP_BYTES, _TRIM_BYTES = (
     16 << 20,
 )  # for programs, later: between the defaults and what these grow to
 _MAP_FIXED = 0x10
+_PACKAGES = "/site-packages/"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -94,8 +99,8 @@ class SharedMemory:
         self._heap_end = end
         self._size += end - start
 
-    def _map(self, start: int, size: int, offset: int, kind: int) -> None:
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
+    def _map(self, start: int, size: int, offset: int, kind: int, *, writable: bool = True) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         if _libc.mmap(start, size, protection, kind | _MAP_FIXED, self._file, offset) != start:
             raise OSError(ctypes.get_errno(), "the zygote's memory cannot be shared")
 
@@ -104,9 +109,22 @@ class SharedMemory:
         for start, size, offset in self._parts:
             self._map(start, size, offset, mmap.MAP_PRIVATE)
         self._release_heap_end()
+        self._exchange_variables()
         os.close(self._file)
         _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
         _libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+
+    def _exchange_variables(self) -> None:
+        """Those of packages only: what this itself uses (Python, ctypes, the C library) may change at any moment."""
+        for mapping in _variables():
+            content = memoryview((ctypes.c_char * mapping.size).from_address(mapping.start))
+            os.ftruncate(self._file, self._size + mapping.size)
+            if os.pwrite(self._file, content, self._size) != mapping.size:
+                return
+            with contextlib.suppress(OSError):  # where the loader has sealed it, it stays what it is
+                writable = mapping.rights == "rw-p"
+                self._map(mapping.start, mapping.size, self._size, mmap.MAP_PRIVATE, writable=writable)
+            self._size += mapping.size
 
     def _release_heap_end(self) -> None:
         """What the heap has not used is ordinary memory again: there is nothing to share in it."""
@@ -121,6 +139,13 @@ class SharedMemory:
         if probe <= address and start < end:
             self._map(start, end - start, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         _libc.free(address)
+
+
+def _variables() -> list[Mapping]:
+    """What packages' libraries have as variables, those included that only the loader writes (RELRO)."""
+    found = [one for one in all_mappings() if _PACKAGES in one.file]
+    begin = {one.start for one in found if one.rights == "rw-p"}
+    return [one for one in found if one.start in begin or (one.rights == "r--p" and one.end in begin)]
 
 
 def _inner_pages(address: int, size: int) -> tuple[int, int]:

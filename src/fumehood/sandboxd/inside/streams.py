@@ -13,6 +13,7 @@ import concurrent.futures.thread
 import contextlib
 import errno
 import functools
+import importlib
 import io
 import os
 import select
@@ -36,7 +37,9 @@ _TEXT = frozenset({wire.Kind.STDOUT, wire.Kind.STDERR})
 _SHOWN = frozenset({wire.Kind.DISPLAY, wire.Kind.RESULT})
 _BORN = "_fumehood_call"  # attribute of a Thread: the number of the call that started it
 _TRANSIENT = frozenset({errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN})
-_ALL_SIGNALS = signal.valid_signals()
+_ALL_SIGNALS = frozenset(map(int, signal.valid_signals()))
+# signal.pthread_sigmask() without its conversions to enums: an exception for each real-time signal in every sandbox.
+_mask_signals: Callable[[int, Iterable[int]], set[int]] = importlib.import_module("_signal").pthread_sigmask
 # Programs replace those of the module, to test with a time of their own.
 _now = time.monotonic
 _sleep = time.sleep
@@ -441,13 +444,13 @@ class Output:
 
     def _start_pump(self) -> None:
         """Not a `threading.Thread`: programs count and join those."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
+        before = _mask_signals(signal.SIG_BLOCK, _ALL_SIGNALS)
         self._pumping = True
         self._ticking = False
         try:
             _thread.start_new_thread(self._pump, (self._pipes,))
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            _mask_signals(signal.SIG_SETMASK, before)
 
     def _pump(self, pipes: _Pipes) -> None:
         poller = pipes.poller()

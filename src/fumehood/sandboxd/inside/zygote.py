@@ -16,6 +16,7 @@ from fumehood.sandboxd.inside import (
     interpreter,
     jail,
     layout,
+    mappings,
     preload,
     rehearsal,
     runner,
@@ -107,12 +108,15 @@ def run(control: socket.socket, link: socket.socket, program: bytes, request: di
     prepared = runner.Runner()
     if thorough:
         prepared.rehearse(rehearsal.programs())
+        rehearsal.forget_lookups()
+        prepared.rehearse(rehearsal.simplest_programs())
     zygote = Zygote(control, link, program, jail.Plan(**request["common"]), prepared)
     renew_secrets()
     interpreter.cached()
     preload.freeze(for_many=thorough)
     if memory is not None:
         memory.settle()
+        mappings.join_code()
     _make_root_read_only()
     zygote.report(about(problems))
     zygote.serve()

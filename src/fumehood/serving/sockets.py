@@ -1,4 +1,4 @@
-"""Makes the socket that the sandbox server listens on; imports only the standard library."""
+"""Makes the socket that a server listens on; imports only the standard library."""
 
 import contextlib
 import errno

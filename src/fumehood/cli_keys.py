@@ -1,0 +1,191 @@
+"""`fumehood keys`: makes, lists and revokes API keys; imports typer, and the store when it runs.
+
+A gateway may be using the database meanwhile: it sees what has changed within seconds.
+"""
+
+import asyncio
+import os
+import re
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from fumehood.interfaces import Store
+    from fumehood.protocol.keys import ApiKey, KeyLimits
+
+NO_DATABASE = 125
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_LONGEST_LABEL = 200
+
+app = typer.Typer(
+    help="API keys of the gateway: each belongs to a tenant, and tenants see nothing of each other.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    epilog="Exit codes: 0 done, 1 there is no such key, 2 used wrongly, 125 the database cannot be used.",
+)
+
+type _Doing[T] = Callable[["Store"], Awaitable[T]]
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        envvar="FUMEHOOD_CONFIG",
+        help="The gateway's settings: storage.url is where keys are.",
+    ),
+]
+Bound = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, show_default="the server's", help="See limits in config.example.yaml."),
+]
+
+
+@app.command("create")
+def create(
+    config: ConfigOption = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Whose key it is; keys of one tenant see the same responses and containers. Without it, the key is "
+            "a tenant of its own.",
+        ),
+    ] = None,
+    name: Annotated[str, typer.Option(metavar="LABEL", help="What the list calls it.")] = "",
+    requests_per_minute: Bound = None,
+    concurrent: Bound = None,
+    body_bytes: Bound = None,
+    containers: Bound = None,
+) -> None:
+    """Make a key. Its secret is printed, this once, to standard output."""
+    from fumehood.protocol.keys import ApiKey, KeyLimits, digest_of, hint_of, new_key_id, new_secret
+
+    if tenant is not None and _NAME.fullmatch(tenant) is None:
+        raise typer.BadParameter("letters, digits and . _ @ -, at most 64", param_hint="--tenant")
+    if len(name) > _LONGEST_LABEL or not name.isprintable():
+        raise typer.BadParameter(
+            f"at most {_LONGEST_LABEL} characters, all of them visible", param_hint="--name"
+        )
+    secret, key_id = new_secret(), new_key_id()
+    key = ApiKey(
+        id=key_id,
+        tenant=tenant or key_id,
+        name=name,
+        digest=digest_of(secret.encode()),
+        hint=hint_of(secret),
+        created_at=time.time(),
+        limits=KeyLimits(
+            requests_per_minute=requests_per_minute,
+            concurrent=concurrent,
+            body_bytes=body_bytes,
+            containers=containers,
+        ),
+    )
+    _with_store(config, lambda store: store.put_key(key))
+    print(secret)
+    print(
+        f"This is {key.id} of tenant {key.tenant}; its secret is not kept, so keep it now.", file=sys.stderr
+    )
+
+
+@app.command("list")
+def list_keys(
+    config: ConfigOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+) -> None:
+    """Show all keys, revoked ones too, and never a secret."""
+    keys = _with_store(config, lambda store: store.keys())
+    if json:
+        import msgspec
+
+        for key in keys:
+            print(msgspec.json.encode(_shown(key)).decode())
+        return
+    if not keys:
+        print("There are no keys; `fumehood keys create` makes one.", file=sys.stderr)
+        return
+    rows = [("ID", "SECRET", "TENANT", "CREATED", "REVOKED", "LIMITS", "NAME")]
+    rows += [
+        (
+            key.id,
+            f"fh-…{key.hint}",
+            "its own" if key.tenant == key.id else key.tenant,
+            _when(key.created_at),
+            "" if key.revoked_at is None else _when(key.revoked_at),
+            " ".join(f"{name}={value}" for name, value in _chosen(key.limits).items()),
+            key.name,
+        )
+        for key in keys
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+@app.command("revoke")
+def revoke(
+    key: Annotated[str, typer.Argument(metavar="ID", show_default=False, help="As `list` shows it.")],
+    config: ConfigOption = None,
+) -> None:
+    """Make a key worthless, for good. A running gateway refuses it within seconds; what runs already goes on."""
+    if not _with_store(config, lambda store: store.revoke_key(key, time.time())):
+        # What was given may be a secret, so it is not repeated.
+        print(
+            "There is no such key, or it was revoked before; `fumehood keys list` has them.", file=sys.stderr
+        )
+        raise typer.Exit(1)
+    print(f"Revoked {key}.", file=sys.stderr)
+
+
+def _with_store[T](file: Path | None, do: _Doing[T]) -> T:
+    from fumehood.config import Misconfigured, load
+    from fumehood.protocol.errors import ApiError
+    from fumehood.store.sqlite import SqliteStore, StoreRefused
+
+    try:
+        path = load(file, os.environ).storage.file
+    except Misconfigured as error:
+        raise typer.BadParameter(str(error), param_hint="the configuration") from error
+
+    async def visit() -> T:
+        store = await SqliteStore.open(path, shared=True)
+        try:
+            return await do(store)
+        finally:
+            await store.close()
+
+    try:
+        return asyncio.run(visit())
+    except StoreRefused as error:
+        print(error, file=sys.stderr)
+    except ApiError as error:
+        print(error.message, file=sys.stderr)
+    raise typer.Exit(NO_DATABASE)
+
+
+def _shown(key: "ApiKey") -> dict[str, object]:
+    return {
+        "id": key.id,
+        "tenant": key.tenant,
+        "name": key.name,
+        "hint": key.hint,
+        "created_at": key.created_at,
+        "revoked_at": key.revoked_at,
+        "limits": _chosen(key.limits),
+    }
+
+
+def _chosen(limits: "KeyLimits") -> dict[str, int]:
+    import msgspec
+
+    return msgspec.to_builtins(limits)
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")

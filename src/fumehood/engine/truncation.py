@@ -1,0 +1,185 @@
+"""Leaves out the oldest of a conversation that is too long for its model; imports siblings, `interfaces`, msgspec.
+
+What is left out is a matter of the conversation alone, in steps of a quarter of the room: the cut stays where it is for
+many turns, so that the model server's cache of the prompt holds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from fumehood.engine.tokens import Tokens, estimate, tokens_of
+from fumehood.interfaces import Caller, ModelBackend
+from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.errors import InvalidRequest
+from fumehood.protocol.models import ModelRequest
+
+_STEPS = 4  # a step is this part of the room
+_LEAST_ANSWER = 1024  # tokens that are kept free where the client says no number
+_CALLS = frozenset({"function_call", "custom_tool_call"})
+_OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output"})
+
+
+class _Tag(msgspec.Struct):
+    role: str | None = None
+    call_id: str | None = None
+
+
+_tags = msgspec.json.Decoder(_Tag)
+
+
+def role_of(entry: Entry) -> str | None:
+    """Of a message; None for anything else."""
+    if entry.type != "message":
+        return None
+    try:
+        return _tags.decode(entry.raw).role
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+
+
+def is_instruction(entry: Entry) -> bool:
+    # Most are not, and to see that takes no decoding.
+    return (b"system" in entry.raw or b"developer" in entry.raw) and role_of(entry) in ("system", "developer")
+
+
+def room_for_input(context_window: int, max_output_tokens: int | None) -> int:
+    answer = min(_LEAST_ANSWER, context_window // 8) if max_output_tokens is None else max_output_tokens
+    return max(0, context_window - answer)
+
+
+async def check_length(tokens: Tokens, backend: ModelBackend, caller: Caller, request: ModelRequest) -> None:
+    """Raises InvalidRequest for a request that is known to be too long. Where nobody can count, the server says so."""
+    profile = backend.profile(request.model)
+    if profile.context_window is None:
+        return
+    count = await tokens.count(backend, caller, request, around=profile.context_window)
+    if count.exact and count.tokens > profile.context_window:
+        raise InvalidRequest(
+            f"Your input has {count.tokens} tokens, and the context window of this model {profile.context_window}. "
+            "Shorten it, or ask for `truncation: auto` or for compaction.",
+            param="input",
+            code="context_length_exceeded",
+        )
+
+
+async def fitted(
+    tokens: Tokens, backend: ModelBackend, caller: Caller, request: ModelRequest, whole: int = 0
+) -> tuple[Sequence[Segment], int]:
+    """So much of the conversation as the model has room for, and the estimated tokens of the rest.
+
+    whole: how many of the first segments stay in any case.
+    """
+    context_window = backend.profile(request.model).context_window
+    if context_window is None:
+        return request.segments, 0
+    room = room_for_input(context_window, request.sampling.max_output_tokens)
+    count = await tokens.count(backend, caller, request, around=room)
+    if count.tokens <= room:
+        return request.segments, 0
+    first, rest = request.segments[:whole], request.segments[whole:]
+    estimated = sum(map(tokens_of, rest))
+    # What is left out is measured by estimates. Where the server's tokens are others, roughly so many of ours are one
+    # of its: roughly, since a cut must not move with every digit.
+    ratio = max(1, round(8 * estimated / count.tokens)) / 8 if count.exact else 1.0
+    step = max(1, room // _STEPS)
+    steps = -(-(count.tokens - room) // step)
+    segments = request.segments
+    while count.tokens > room:
+        drop = round(steps * step * ratio)
+        segments = (*first, *without_oldest(rest, drop))
+        if not count.exact or drop >= estimated:
+            break
+        count = await tokens.count(backend, caller, replace(request, segments=segments), around=room)
+        steps += 1
+    return segments, estimated - sum(map(tokens_of, segments[whole:]))
+
+
+def without_oldest(segments: Sequence[Segment], tokens: int) -> Sequence[Segment]:
+    """The conversation without so many tokens of its oldest, or a little more. A call goes with its result;
+    instructions stay, and so do the user's last message and the last turn.
+    """
+    first, gone = 0, 0
+    while first < len(segments) - 1 and gone + tokens_of(segments[first]) <= tokens:
+        gone += tokens_of(segments[first])
+        first += 1
+    rest, splits = _from(segments, first)
+    while first and not any(splits):  # all that is left are results of calls that would be gone
+        first -= 1
+        gone -= tokens_of(segments[first])
+        rest, splits = _from(segments, first)
+    place = _cut([entry for _, entry in rest], splits, tokens - gone)
+    dropped = [entry for segment in segments[:first] for entry in segment.entries]
+    dropped += [entry for _, entry in rest[:place]]
+    if not dropped:
+        return segments
+    pinned = _pinned(dropped, [entry for _, entry in rest[place:]])
+    # Segments that stay whole stay the same, with what is rendered of them.
+    broken = rest[place][0]
+    left = tuple(entry for number, entry in rest[place:] if number == broken)
+    whole = len(left) == len(segments[broken].entries)
+    return [*pinned, segments[broken] if whole else Segment(left), *segments[broken + 1 :]]
+
+
+def _from(segments: Sequence[Segment], first: int) -> tuple[list[tuple[int, Entry]], list[bool]]:
+    """The entries from a segment on, each with the number of its own, and where they may be split."""
+    rest = [(number, entry) for number in range(first, len(segments)) for entry in segments[number].entries]
+    return rest, _splits(rest)
+
+
+def _pinned(dropped: Sequence[Entry], kept: Sequence[Entry]) -> list[Segment]:
+    asked = any(role_of(entry) == "user" for entry in kept)
+    pinned: list[Entry] = []
+    for entry in reversed(dropped):
+        if is_instruction(entry):
+            pinned.append(entry)
+        elif not asked and role_of(entry) == "user":
+            asked = True
+            pinned.append(entry)
+    return [Segment(tuple(reversed(pinned)))] if pinned else []
+
+
+def _cut(entries: Sequence[Entry], splits: Sequence[bool], tokens: int) -> int:
+    """The first place that leaves out so much, or better one where the user speaks, if there is one soon."""
+    latest = max((place for place, split in enumerate(splits) if split), default=0)
+    gone = 0
+    found: int | None = None
+    for place in range(latest + 1):
+        if splits[place] and gone >= tokens:
+            if role_of(entries[place]) == "user":
+                return place
+            if found is None:
+                found = place
+            elif gone > tokens + tokens // 2:
+                return found
+        gone += estimate(entries[place])
+    return latest if found is None else found
+
+
+def _splits(entries: Sequence[tuple[int, Entry]]) -> list[bool]:
+    """For every entry, whether the conversation may begin with it: nothing of what one turn made, and no result of a
+    call, is torn from what it belongs to.
+    """
+    splits = [True] * len(entries)
+    calls: dict[str | None, int] = {}
+    before: tuple[int, Entry] | None = None
+    for place, (number, entry) in enumerate(entries):
+        if before is not None:
+            same_turn = entry.turn > 0 and (before[0], before[1].turn) == (number, entry.turn)
+            splits[place] = not same_turn and before[1].type != "reasoning"
+        before = (number, entry)
+        if entry.type in _CALLS:
+            calls[_call_id(entry)] = place
+        elif entry.type in _OUTPUTS:
+            # Its call is here, or is left out already, and then the result goes too.
+            start = calls.get(_call_id(entry), -1) + 1
+            splits[start : place + 1] = [False] * (place + 1 - start)
+    return splits
+
+
+def _call_id(entry: Entry) -> str | None:
+    try:
+        return _tags.decode(entry.raw).call_id
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None

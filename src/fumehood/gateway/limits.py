@@ -1,0 +1,143 @@
+"""How much a key may ask for, and all of them together; imports `interfaces` and `protocol`.
+
+Everything is counted in this process, in plain numbers: nothing is awaited, and nobody's counter is another's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from time import monotonic
+from types import TracebackType
+
+from fumehood.interfaces import Caller
+from fumehood.protocol.errors import RateLimited
+from fumehood.protocol.keys import KeyLimits
+
+BODY_BYTES = 32 << 20
+TOTAL = 512
+
+
+@dataclass(slots=True)
+class _Account:
+    """What one key may do, and what it is doing.
+
+    rate: requests in a minute, and how many may come at once.
+    tokens: how many more may come, at the time `filled_at`.
+    """
+
+    body_bytes: int
+    most_running: int | None
+    rate: int | None
+    tokens: float
+    filled_at: float
+    running: int = 0
+
+
+class Limits:
+    """
+    usual: what a key may do for which nothing else was said. Where no keys are needed everybody is one caller, for
+        whom `concurrent` has no meaning.
+    total: how many responses may be in the making at once, whoever asked for them.
+    """
+
+    def __init__(
+        self,
+        usual: KeyLimits | None = None,
+        *,
+        total: int = TOTAL,
+        monotonic: Callable[[], float] = monotonic,
+    ) -> None:
+        self._usual = usual or KeyLimits()
+        self._total = total
+        self._running = 0
+        self._monotonic = monotonic
+        self._accounts: dict[str, _Account] = {}
+
+    def body_bytes(self, caller: Caller) -> int:
+        """The largest body of a request."""
+        return self._account(caller).body_bytes
+
+    def count(self, caller: Caller, headers: list[tuple[bytes, bytes]]) -> None:
+        """One more request; adds to the headers of its answer how many are left. Raises RateLimited."""
+        account = self._account(caller)
+        rate = account.rate
+        if rate is None:
+            return
+        now = self._monotonic()
+        account.tokens = min(rate, account.tokens + (now - account.filled_at) * rate / 60)
+        account.filled_at = now
+        wait = 0.0
+        if account.tokens >= 1:
+            account.tokens -= 1
+        else:
+            wait = (1 - account.tokens) * 60 / rate
+        headers += (
+            (b"x-ratelimit-limit-requests", b"%d" % rate),
+            (b"x-ratelimit-remaining-requests", b"%d" % account.tokens),
+            (b"x-ratelimit-reset-requests", _duration((rate - account.tokens) * 60 / rate)),
+        )
+        if wait:
+            raise RateLimited(
+                f"Rate limit reached for requests: {rate} in a minute. Try again in {wait:.3g} seconds.",
+                retry_after=wait,
+            )
+
+    def running(self, caller: Caller) -> "_Running":
+        """For `with`, while a response is in the making; raises RateLimited."""
+        account = self._account(caller)
+        if account.most_running is not None and account.running >= account.most_running:
+            raise RateLimited(
+                f"This key may have {account.most_running} responses in the making at once; try again soon.",
+                retry_after=1.0,
+            )
+        if self._running >= self._total:
+            raise RateLimited(
+                f"This server makes {self._total} responses at once; try again soon.", retry_after=1.0
+            )
+        return _Running(self, account)
+
+    def enter(self, account: _Account) -> None:
+        account.running += 1
+        self._running += 1
+
+    def leave(self, account: _Account) -> None:
+        account.running -= 1
+        self._running -= 1
+
+    def _account(self, caller: Caller) -> _Account:
+        account = self._accounts.get(caller.key)
+        if account is None:
+            usual, own = self._usual, caller.limits
+            rate = own.requests_per_minute or usual.requests_per_minute
+            account = self._accounts[caller.key] = _Account(
+                body_bytes=own.body_bytes or usual.body_bytes or BODY_BYTES,
+                most_running=(own.concurrent or usual.concurrent) if caller.key else None,
+                rate=rate,
+                tokens=rate or 0,
+                filled_at=self._monotonic(),
+            )
+        return account
+
+
+class _Running:
+    __slots__ = ("_account", "_limits")
+
+    def __init__(self, limits: Limits, account: _Account) -> None:
+        self._limits = limits
+        self._account = account
+
+    def __enter__(self) -> None:
+        self._limits.enter(self._account)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._limits.leave(self._account)
+
+
+def _duration(seconds: float) -> bytes:
+    """As OpenAI writes it: `17ms`, `8s`, `6m0s`."""
+    if seconds < 1:
+        return b"%dms" % ceil(seconds * 1000)
+    minutes, rest = divmod(ceil(seconds), 60)
+    return b"%dm%ds" % (minutes, rest) if minutes else b"%ds" % rest

@@ -1,0 +1,63 @@
+"""API keys as they are kept, never their secrets; imports msgspec and the standard library."""
+
+import hashlib
+import secrets
+import string
+
+import msgspec
+
+PREFIX = "fh-"
+_ALPHABET = string.ascii_letters + string.digits
+_LENGTH = 43  # characters of such an alphabet: more than 256 bits
+_HINT = 4
+
+
+class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a key may do at most; None leaves it to the server's settings.
+
+    containers: of its tenant, running at once.
+    """
+
+    requests_per_minute: int | None = None
+    concurrent: int | None = None
+    body_bytes: int | None = None
+    containers: int | None = None
+
+
+USUAL = KeyLimits()
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    digest: of the secret, which nobody keeps.
+    hint: the end of the secret, by which its owner recognises it.
+    """
+
+    id: str
+    tenant: str
+    digest: bytes
+    hint: str
+    created_at: float
+    name: str = ""
+    revoked_at: float | None = None
+    limits: KeyLimits = USUAL
+
+
+def new_key_id() -> str:
+    """Short enough to be typed: it is a name, and worth nothing to whoever guesses it."""
+    return f"key_{secrets.token_hex(8)}"
+
+
+def new_secret() -> str:
+    return PREFIX + "".join([secrets.choice(_ALPHABET) for _ in range(_LENGTH)])
+
+
+def digest_of(secret: bytes) -> bytes:
+    """A fast hash is right for these: slow ones make guessing dear where people choose secrets, but nobody guesses one
+    of 256 random bits, and every request pays for this.
+    """
+    return hashlib.sha256(secret).digest()
+
+
+def hint_of(secret: str) -> str:
+    return secret[-_HINT:]

@@ -1,0 +1,279 @@
+"""Runs an ASGI application on a socket under bounds of ours, and stops it in good order; imports uvicorn."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, override
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from fumehood.serving.exchange import Application
+
+type Refusal = Callable[[int, str], bytes]
+
+_KEEP_ALIVE = 120
+_HEADER_SECONDS = 30.0
+_HEADER_BYTES = 64 << 10
+_HEADER_COUNT = 256
+# A reader for whom answers wait takes at least this much in this time, or is gone.
+_STALL_SECONDS = 60.0
+_STALL_BYTES = 64 << 10
+_LAST_ANSWERS = 5.0  # seconds for connections to end after everything else has
+_LAST_WORDS = 1.0  # and for their requests after that
+
+logger = logging.getLogger(__name__)
+
+
+class WebServer:
+    """One run of a server. SIGTERM and SIGINT stop it in good order, a second one at once.
+
+    refusal: the headers and the body of an answer to what never became a request, by status and reason.
+    connections: as many as may be open, None for as many as come.
+    sockets: the protocol of WebSockets, None where there are none.
+    """
+
+    def __init__(
+        self,
+        app: Application,
+        sock: socket.socket,
+        refusal: Refusal,
+        *,
+        connections: int | None = None,
+        sockets: type[asyncio.Protocol] | None = None,
+    ) -> None:
+        self._sock = sock
+        self._stop = asyncio.Event()
+        self._at_once = asyncio.Event()
+        self._web = _Uvicorn(
+            uvicorn.Config(
+                app,
+                # uvicorn makes the protocols itself, and passes no settings of ours on
+                http=type("_Bounded", (_Protocol,), {"refusal": staticmethod(refusal), "most": connections}),
+                ws=sockets or "none",
+                lifespan="off",
+                interface="asgi3",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE,
+            )
+        )
+
+    # ---- what a server of ours adds ---------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """What has to be done before anybody is told that it is ready; requests are answered meanwhile."""
+
+    async def drain(self) -> None:
+        """What has to be waited for when it is stopped; who is in a hurry cancels it."""
+
+    async def close(self) -> None:
+        """What has to be done in any case."""
+
+    # ---- its life ---------------------------------------------------------------------------------------------
+
+    @property
+    def open_requests(self) -> int:
+        """How many are being answered."""
+        return len(self._web.server_state.tasks)
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def stop(self) -> None:
+        """Stop in good order; the second time, at once."""
+        if self._stop.is_set():
+            self._at_once.set()
+        self._stop.set()
+
+    def accept_no_more(self) -> None:
+        self._web.should_exit = True
+
+    async def run(self, on_ready: Callable[[], None]) -> None:
+        """Until it is stopped, by a signal or by `stop`; raises what `start` does."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        try:
+            await self.serve(on_ready)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    async def serve(self, on_ready: Callable[[], None]) -> None:
+        """As `run`, without taking the signals: those are the process's affair."""
+        web = asyncio.ensure_future(self._web.serve(sockets=[self._sock]))
+        try:
+            if await _unless(self._stop, self.start()):
+                on_ready()
+                await _unless(self._stop, asyncio.shield(web))
+            await _unless(self._at_once, self.drain())
+        finally:
+            await self.close()
+            self.accept_no_more()
+            await self._hang_up(web)
+
+    async def _hang_up(self, web: asyncio.Future[None]) -> None:
+        """Let connections end; then end them, and then those who still write to one."""
+        await asyncio.wait({web}, timeout=0 if self._at_once.is_set() else _LAST_ANSWERS)
+        self._web.force_exit = True
+        for connection in tuple(self._web.server_state.connections):
+            connection.transport.abort()
+        await asyncio.wait({web}, timeout=_LAST_WORDS)
+        for task in tuple(self._web.server_state.tasks):
+            task.cancel()
+        await web
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None] | asyncio.Future[None]) -> bool:
+    """Do it, unless the event comes first; says whether it was done."""
+    task = asyncio.ensure_future(work)
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            return True
+        return False
+    finally:
+        waiting.cancel()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    @override
+    def capture_signals(self) -> Generator[None]:
+        """They are ours."""
+        yield
+
+
+class Stalled:
+    """Watches a connection whose reader is behind, and leaves one that takes next to nothing."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._await_reader()
+
+    def _await_reader(self) -> None:
+        self._waiting_bytes = self._transport.get_write_buffer_size()
+        self._timer = self._loop.call_later(_STALL_SECONDS, self._look_at_reader)
+
+    def _look_at_reader(self) -> None:
+        if self._transport.get_write_buffer_size() > self._waiting_bytes - _STALL_BYTES:
+            logger.info("A client that read nothing was left.")
+            self._transport.abort()  # closing would wait for it
+        else:
+            self._await_reader()
+
+    def forget(self) -> None:
+        self._timer.cancel()
+
+
+class _Protocol(HttpToolsProtocol):
+    """Bounds what uvicorn does not: connections, the size of a request's head, the time it takes to arrive, and how
+    long an answer may wait for a reader that takes nothing.
+    """
+
+    refusal: Refusal
+    most: int | None
+    _head_timer: asyncio.TimerHandle | None = None
+    _stalled: Stalled | None = None
+    _head_bytes = 0
+    _in_head = True
+
+    @override
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        if self.most is not None and len(self.connections) > self.most:
+            reason = f"{self.most} callers are connected, as many as may be; try again later."
+            self._end_with(b"429 Too Many Requests\r\nretry-after: 1", 429, reason)
+            return
+        self._expect_head()
+
+    def _expect_head(self) -> None:
+        self._in_head = True
+        self._head_bytes = 0
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(_HEADER_SECONDS, self.transport.close)
+
+    def _forget_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > _HEADER_BYTES:
+                self.send_400_response("The head of the request is too large.")
+
+    @override
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_head()
+
+    @override
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._forget_head()
+        if len(self.headers) > _HEADER_COUNT:
+            raise ValueError("too many headers")
+        super().on_headers_complete()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_head()
+        self._forget_stall()
+        super().connection_lost(exc)
+
+    @override
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = Stalled(self.loop, self.transport)
+
+    @override
+    def resume_writing(self) -> None:
+        self._forget_stall()
+        super().resume_writing()
+
+    def _forget_stall(self) -> None:
+        if self._stalled is not None:
+            self._stalled.forget()
+            self._stalled = None
+
+    @override
+    def handle_websocket_upgrade(self) -> None:
+        self._forget_stall()
+        super().handle_websocket_upgrade()
+
+    @override
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        super().timeout_keep_alive_handler()
+
+    @override
+    def send_400_response(self, msg: str) -> None:
+        self._end_with(b"400 Bad Request", 400, msg)
+
+    def _end_with(self, head: bytes, status: int, reason: str) -> None:
+        logger.debug("What came was refused before it was a request: %s", reason)
+        self.transport.write(b"HTTP/1.1 %s\r\nconnection: close\r\n%s" % (head, self.refusal(status, reason)))
+        self.transport.close()
+
+
+def render_refusal(headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:
+    """What a `Refusal` gives."""
+    lines = b"".join(b"%s: %s\r\n" % header for header in headers)
+    return b"%scontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (lines, len(body), body)

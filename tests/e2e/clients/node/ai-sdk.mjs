@@ -1,0 +1,44 @@
+// Turns with the AI SDK: blocking, streamed after `previousResponseId`, and with the history given back; or, told
+// "unstored", two turns of which nothing is kept but the container.
+// usage: node ai-sdk.mjs BASE_URL [unstored]; prints what came back, as JSON.
+import { createOpenAI } from "@ai-sdk/openai";
+import { generateText, streamText } from "ai";
+
+const [baseURL, unstored] = process.argv.slice(2);
+globalThis.AI_SDK_LOG_WARNINGS = false;
+const openai = createOpenAI({ baseURL, apiKey: "none" });
+const interpreter = (settings) => ({ code_interpreter: openai.tools.codeInterpreter(settings) });
+const common = { model: openai.responses("scripted"), tools: interpreter({}), maxRetries: 0 };
+const square = { role: "user", content: "Square" };
+const add = { role: "user", content: "Add" };
+
+async function stored() {
+  const first = await generateText({ ...common, messages: [square] });
+  const [cited] = first.sources.map((source) => source.providerMetadata.openai);
+  const file = await fetch(`${baseURL}/containers/${cited.containerId}/files/${cited.fileId}/content`);
+
+  const parts = [];
+  let text = "";
+  const previousResponseId = first.providerMetadata.openai.responseId;
+  const second = streamText({ ...common, prompt: "Add", providerOptions: { openai: { previousResponseId } } });
+  for await (const part of second.stream) {
+    if (part.type === "error") throw part.error;
+    if (part.type === "text-delta") text += part.text;
+    parts.push(part.type);
+  }
+
+  const third = await generateText({ ...common, messages: [square, ...first.response.messages, add] });
+  const results = [first, third].flatMap((turn) => turn.toolResults);
+  return { texts: [first.text, text, third.text], parts, results, file: await file.text() };
+}
+
+async function onlyTheContainer() {
+  const providerOptions = { openai: { store: false } };
+  const first = await generateText({ ...common, messages: [square], providerOptions });
+  const container = first.toolCalls[0].input.containerId;
+  const messages = [square, ...first.response.messages, add];
+  const second = await generateText({ ...common, tools: interpreter({ container }), messages, providerOptions });
+  return { texts: [first.text, second.text] };
+}
+
+console.log(JSON.stringify(unstored ? await onlyTheContainer() : await stored()));

@@ -1,0 +1,94 @@
+"""The Agents SDK against the gateway; imports agents and openai."""
+
+from typing import Any
+
+from agents import (
+    Agent,
+    CodeInterpreterTool,
+    ModelSettings,
+    OpenAIResponsesModel,
+    RunConfig,
+    Runner,
+    SQLiteSession,
+    function_tool,
+)
+from openai import AsyncOpenAI
+
+from tests.e2e.conftest import House
+from tests.support import squares
+from tests.support.served import answer, call, calls, runs
+
+QUIET = RunConfig(tracing_disabled=True)  # nothing is sent to OpenAI
+
+
+def agent_of(client: AsyncOpenAI, *more: Any, **settings: Any) -> Agent:
+    interpreter = CodeInterpreterTool({"type": "code_interpreter", "container": {"type": "auto"}})
+    return Agent(
+        name="Counter",
+        instructions="Be brief.",
+        model=OpenAIResponsesModel("scripted", client),
+        tools=[interpreter, *more],
+        model_settings=ModelSettings(**settings),
+    )
+
+
+async def test_a_conversation(house: House, client: AsyncOpenAI) -> None:
+    agent = agent_of(client, response_include=["code_interpreter_call.outputs"])
+    squares.script(house.model, 3)
+    first = await Runner.run(agent, "Square", run_config=QUIET)
+    assert first.final_output == squares.LINK
+    message: Any = first.raw_responses[0].output[-1]
+    cited = message.content[0].annotations[0]
+    content = await client.containers.files.content.retrieve(cited.file_id, container_id=cited.container_id)
+    assert content.read() == squares.FILE
+
+    streamed = Runner.run_streamed(
+        agent, "Add", previous_response_id=first.last_response_id, run_config=QUIET
+    )
+    code = ""
+    async for event in streamed.stream_events():
+        if event.type == "raw_response_event" and event.data.type.endswith(
+            "code_interpreter_call_code.delta"
+        ):
+            code += getattr(event.data, "delta")  # noqa: B009
+    assert (code, streamed.final_output) == (squares.ADD, squares.SUM)
+
+    again: Any = [*first.to_input_list(), {"role": "user", "content": "Add"}]
+    assert (await Runner.run(agent, again, run_config=QUIET)).final_output == squares.SUM
+    replayed = Runner.run_streamed(agent, again, run_config=QUIET)
+    async for _ in replayed.stream_events():
+        pass
+    assert replayed.final_output == squares.SUM
+    squares.check(house.model, [squares.SQUARED] * 3)
+
+
+async def test_a_session_that_the_client_keeps(house: House, client: AsyncOpenAI) -> None:
+    agent = agent_of(client, store=False, response_include=["code_interpreter_call.outputs"])
+    session = SQLiteSession("squares")
+    squares.script(house.model, 1)
+    await Runner.run(agent, "Square", session=session, run_config=QUIET)
+    second = await Runner.run(agent, "Add", session=session, run_config=QUIET)
+    session.close()
+    assert second.final_output == squares.SUM
+    squares.check(house.model, ["kept 3\n"])
+
+
+async def test_functions_beside_the_interpreter(house: House, client: AsyncOpenAI) -> None:
+    @function_tool
+    def rate(currency: str) -> str:
+        """What one of them is worth."""
+        return f"2 {currency}"
+
+    house.model.script(
+        calls(call("rate", {"currency": "EUR"}, call_id="call_rate")), runs("print(2 * 21)"), answer("42 EUR")
+    )
+    done = await Runner.run(agent_of(client, rate), "21?", run_config=QUIET)
+    assert done.final_output == "42 EUR"
+    assert [message["role"] for message in house.model.asked[-1].json["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+    ]

@@ -1,0 +1,83 @@
+"""What docs/clients.md shows works as it stands, but for the address and the model's name; imports the support."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.clients.test_node import HERE, INSTALLED, NODE
+from tests.e2e.conftest import House
+from tests.support import squares
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "clients.md").read_text()
+ADDRESS = "http://127.0.0.1:8080/v1"
+# Title of the section, language, code.
+EXAMPLES = [
+    (title, *example)
+    for title, section in re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    for example in re.findall(r"^```(\w+)\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+]
+
+
+def examples(language: str) -> list[str]:
+    return [code for _, kind, code in EXAMPLES if kind == language]
+
+
+def check(house: House, codes: list[str], command: list[str], cwd: Path | None = None) -> None:
+    """Run them one after another in one process, since what they import takes longer than what they do."""
+    house.model.script(*squares.turns(1) * len(codes))
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line != f"squares.csv {squares.FILE!r}"]
+    assert said == [squares.LINK, squares.SUM] * len(codes)
+    assert house.model.unasked == 0
+    for place in range(0, 4 * len(codes), 4):
+        squares.check_asked(house.model.asked[place : place + 4], [squares.SQUARED])
+
+
+def here(house: House, code: str) -> str:
+    assert ADDRESS in code
+    return code.replace(ADDRESS, house.served.url).replace("qwen3", "scripted")
+
+
+def test_python(house: House) -> None:
+    codes = examples("python")
+    program = "\n".join(f"exec({here(house, code)!r}, {{}})" for code in codes)
+    check(house, codes, [sys.executable, "-c", program])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INSTALLED.is_dir(), reason="the clients are installed by `make test-clients`")
+def test_javascript(house: House) -> None:
+    for code in examples("js"):
+        command = [str(NODE), "--input-type=module", "--eval", here(house, code)]
+        check(house, [code], command, cwd=HERE)
+
+
+def test_every_client_is_there() -> None:
+    assert [title for title, *_ in EXAMPLES] == [
+        "OpenAI, Python",
+        "OpenAI Agents SDK",
+        "Pydantic AI",
+        "LangChain",
+        "OpenAI, Node.js",
+        "AI SDK",
+        "Codex",
+    ]
+    (settings,) = [code for _, kind, code in EXAMPLES if kind == "toml"]
+    assert tomllib.loads(settings)["model_providers"]["fumehood"]["wire_api"] == "responses"
+
+
+def test_versions_are_pinned_and_no_registry_is_named() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    assert all("==" in requirement for requirement in groups["clients"])
+    wanted: dict[str, str] = json.loads((HERE / "package.json").read_text())["dependencies"]
+    assert all(re.fullmatch(r"(npm:\w+@)?\d+\.\d+\.\d+", version) for version in wanted.values())
+    lock = (HERE / "package-lock.json").read_text()
+    assert '"resolved"' not in lock
+    assert wanted.keys() <= json.loads(lock)["packages"][""]["dependencies"].keys()

@@ -1,0 +1,78 @@
+"""LangChain's ChatOpenAI against the gateway, in each of its formats for messages; imports langchain."""
+
+import json
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessageChunk, HumanMessage, messages_from_dict, messages_to_dict
+from langchain_openai import ChatOpenAI
+
+from tests.e2e.conftest import House
+from tests.support import squares
+
+INTERPRETER = {"type": "code_interpreter", "container": {"type": "auto"}}
+
+
+def model_of(house: House, **options: Any) -> Any:
+    llm: Any = ChatOpenAI(
+        model="scripted",
+        base_url=house.served.url,
+        api_key=lambda: "none",
+        use_responses_api=True,
+        max_retries=0,
+        **options,
+    )
+    return llm.bind_tools([INTERPRETER])
+
+
+def streamed(model: Any, messages: Any) -> AIMessageChunk:
+    pieces: list[AIMessageChunk] = list(model.stream(messages))
+    assert len(pieces) > 3
+    whole = pieces[0]
+    for piece in pieces[1:]:
+        whole += piece
+    return whole
+
+
+@pytest.mark.parametrize("version", ["v0", "responses/v1", "v1"])
+@pytest.mark.parametrize("stream", [False, True], ids=["blocking", "streaming"])
+def test_history(house: House, version: str, stream: bool) -> None:
+    """What it makes of a call has lost its outputs, and in some formats its status."""
+    model = model_of(house, output_version=version)
+    ask = streamed if stream else model.__class__.invoke
+    squares.script(house.model, 2)
+    question = HumanMessage("Square")
+    first = ask(model, [question])
+    assert first.text == squares.LINK
+    second = ask(model, [question, first, HumanMessage("Add")])
+    assert second.text == squares.SUM
+    third = ask(model, [question, first, HumanMessage("Add"), second, HumanMessage("Again")])
+    assert third.text == squares.SUM
+    squares.check(house.model, [squares.SQUARED] * 2)
+
+
+def test_previous_response_id_and_the_file(house: House) -> None:
+    model = model_of(house, include=["code_interpreter_call.outputs"], output_version="responses/v1")
+    squares.script(house.model, 2)
+    first = model.invoke("Square")
+    (ran,) = [part for part in first.content if part["type"] == "code_interpreter_call"]
+    assert ran["outputs"] == [{"type": "logs", "logs": "kept 3\n"}]
+    (cited,) = first.content[-1]["annotations"]
+    content = house.client.containers.files.content.retrieve(
+        cited["file_id"], container_id=cited["container_id"]
+    )
+    assert content.read() == squares.FILE
+    second = model.invoke("Add", previous_response_id=first.response_metadata["id"])
+    assert second.text == squares.SUM
+    third = streamed(model.bind(previous_response_id=first.response_metadata["id"]), [HumanMessage("Add")])
+    assert third.text == squares.SUM
+    squares.check(house.model, [squares.SQUARED] * 2)
+
+
+def test_history_of_what_nobody_keeps(house: House) -> None:
+    model = model_of(house, store=False, output_version="v1")
+    squares.script(house.model, 1)
+    first = model.invoke("Square")
+    kept = messages_from_dict(json.loads(json.dumps(messages_to_dict([HumanMessage("Square"), first]))))
+    assert model.invoke([*kept, HumanMessage("Add")]).text == squares.SUM
+    squares.check(house.model, [squares.FORGOTTEN])

@@ -1,0 +1,120 @@
+"""The OpenAI SDK gives its own history back, in every form that people give it; imports openai."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from openai.types.responses import Response
+
+from tests.e2e.conftest import House
+from tests.support import squares
+
+INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
+
+
+def as_they_are(response: Response) -> list[Any]:
+    return list(response.output)
+
+
+def dumped(response: Response) -> list[Any]:
+    """With null for everything that is not there."""
+    return [item.model_dump() for item in response.output]
+
+
+def without(*names: str) -> Callable[[Response], list[Any]]:
+    def stripped(response: Response) -> list[Any]:
+        return [
+            {name: value for name, value in item.items() if name not in names} for item in dumped(response)
+        ]
+
+    return stripped
+
+
+def with_more(response: Response) -> list[Any]:
+    """What other servers and newer clients add."""
+    more = {"created_by": "somebody", "x_unknown": {"a": [1]}}
+    parts = [item | more for item in dumped(response)]
+    parts[-1]["content"][0] |= more
+    return parts
+
+
+def referred_to(response: Response) -> list[Any]:
+    return [{"type": "item_reference", "id": item["id"]} for item in dumped(response)]
+
+
+@pytest.mark.parametrize(
+    ("form", "past"),
+    [
+        (as_they_are, squares.SQUARED),
+        (dumped, squares.SQUARED),
+        (without("outputs"), squares.SQUARED),
+        (without("outputs", "status"), squares.SQUARED),
+        (without("id"), squares.FORGOTTEN),
+        (without("id", "status", "outputs"), squares.FORGOTTEN),
+        (with_more, squares.SQUARED),
+        (referred_to, squares.SQUARED),
+    ],
+    ids=["objects", "dumped", "no outputs", "no status", "no id", "bare", "more", "references"],
+)
+def test_history(house: House, form: Callable[[Response], list[Any]], past: str) -> None:
+    squares.script(house.model, 1)
+    first = house.strict.responses.create(model="scripted", input="Square", tools=[INTERPRETER])
+    history: Any = [{"role": "user", "content": "Square"}, *form(first), {"role": "user", "content": "Add"}]
+    with house.strict.responses.stream(
+        model="scripted", input=history, tools=[INTERPRETER], store=False
+    ) as stream:
+        code = "".join(
+            event.delta for event in stream if event.type == "response.code_interpreter_call_code.delta"
+        )
+        second = stream.get_final_response()
+    assert code == squares.ADD
+    assert second.output_text == squares.SUM
+    squares.check(house.model, [past])
+
+
+def test_items_of_tools_that_are_not_ours(house: House) -> None:
+    """A conversation that began elsewhere goes on here."""
+    squares.script(house.model, 0)
+    elsewhere: Any = [
+        {"role": "user", "content": "News?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAA"},
+        {
+            "type": "web_search_call",
+            "id": "ws_1",
+            "status": "completed",
+            "action": {"type": "search", "query": "n"},
+        },
+        {"type": "mcp_list_tools", "id": "mcpl_1", "server_label": "s", "tools": []},
+        {"type": "image_generation_call", "id": "ig_1", "status": "completed", "result": "iVBORw0KGgo="},
+        {
+            "type": "local_shell_call",
+            "id": "lsh_1",
+            "call_id": "c1",
+            "status": "completed",
+            "action": {"type": "exec"},
+        },
+        {"type": "local_shell_call_output", "id": "c1", "output": "ok"},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "None."}],
+        },
+        {"type": "from_next_year", "surprise": True},
+        {"role": "user", "content": "Square"},
+    ]
+    unknown: Any = [
+        {"type": "web_search", "external_web_access": False},
+        {"type": "namespace", "name": "n", "description": "d", "tools": []},
+    ]
+    body = {"client_metadata": {"thread_id": "t"}, "safety_identifier": None, "unheard_of": 1}
+    response = house.strict.responses.create(
+        model="scripted", input=elsewhere, tools=[*unknown, INTERPRETER], extra_body=body
+    )
+    assert response.output_text == squares.LINK
+    messages = house.model.asked[0].json["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "user"]
+    assert [tool.type for tool in response.tools] == ["web_search", "namespace", "code_interpreter"]
+    assert [tool["function"]["name"] for tool in house.model.asked[0].json["tools"]] == ["code_interpreter"]
+    listed = [item.type for item in house.client.responses.input_items.list(response.id, order="asc")]
+    assert listed == [item.get("type", "message") for item in elsewhere]

@@ -1,0 +1,76 @@
+"""Pydantic AI against the gateway; imports pydantic_ai."""
+
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+from pydantic_ai import Agent, CodeExecutionTool, ModelMessage, ModelMessagesTypeAdapter, NativeToolCallPart
+from pydantic_ai.capabilities import NativeTool
+from pydantic_ai.models.openai import OpenAIResponsesModel, OpenAIResponsesModelSettings
+from pydantic_ai.providers.openai import OpenAIProvider
+
+from tests.e2e.conftest import House
+from tests.support import squares
+from tests.support.served import answer, runs
+
+# Without it, it leaves out of its history whatever ran on a server, and with it the container.
+WITH_IDS = OpenAIResponsesModelSettings(openai_send_reasoning_ids=True)
+
+
+def agent_of(
+    client: AsyncOpenAI, settings: OpenAIResponsesModelSettings, output: Any = str
+) -> Agent[None, Any]:
+    return Agent(
+        OpenAIResponsesModel("scripted", provider=OpenAIProvider(openai_client=client)),
+        output_type=output,
+        capabilities=[NativeTool(CodeExecutionTool())],
+        model_settings=settings,
+    )
+
+
+def kept(messages: list[ModelMessage]) -> list[ModelMessage]:
+    """As they are after a night in a database."""
+    return ModelMessagesTypeAdapter.validate_json(ModelMessagesTypeAdapter.dump_json(messages))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        WITH_IDS,
+        OpenAIResponsesModelSettings(openai_previous_response_id="auto"),
+        OpenAIResponsesModelSettings(
+            openai_send_reasoning_ids=True, openai_include_code_execution_outputs=True
+        ),
+    ],
+    ids=["history", "previous_response_id", "outputs"],
+)
+async def test_a_conversation(
+    house: House, client: AsyncOpenAI, settings: OpenAIResponsesModelSettings
+) -> None:
+    agent = agent_of(client, settings)
+    squares.script(house.model, 2)
+    first = await agent.run("Square")
+    assert first.output == squares.LINK
+    (ran,) = [part for part in first.response.parts if isinstance(part, NativeToolCallPart)]
+    container_id = str(ran.args_as_dict()["container_id"])
+    (file,) = house.client.containers.files.list(container_id)
+    content = house.client.containers.files.content.retrieve(file.id, container_id=container_id)
+    assert content.read() == squares.FILE
+
+    async with agent.run_stream("Add", message_history=kept(first.all_messages())) as streamed:
+        pieces = [piece async for piece in streamed.stream_text(delta=True, debounce_by=None)]
+    assert "".join(pieces) == squares.SUM
+    third = await agent.run("Add", message_history=kept(streamed.all_messages()))
+    assert third.output == squares.SUM
+    squares.check(house.model, [squares.SQUARED] * 2)
+
+
+class Total(BaseModel):
+    total: int
+
+
+async def test_structured_output_is_a_call_beside_the_interpreter(house: House, client: AsyncOpenAI) -> None:
+    house.model.script(runs("print(42)"), answer('{"total":42}'))
+    done = await agent_of(client, WITH_IDS, Total).run("6 * 7?")
+    assert done.output == Total(total=42)

@@ -1,0 +1,150 @@
+"""Long conversations over a socket with the OpenAI SDK: counted, compacted, continued; imports the support."""
+
+import sqlite3
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.conftest import House
+from tests.support.served import answer, runs
+from tests.support.thinking import Thinker, shown
+
+INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
+THRESHOLD = 2000
+MANAGED: Any = [{"type": "compaction", "compact_threshold": THRESHOLD}]
+TURNS = 60
+FACT = "Remember: the code word is heliotrope."
+QUESTION = "Which word did I tell you first?"
+
+
+def talk(number: int) -> str:
+    return FACT if number == 0 else f"{number}. " + "something else entirely " * 12
+
+
+def kept(house: House) -> int:
+    """The bytes of all items in the store."""
+    with sqlite3.connect(f"file:{house.served.directory}/gateway.db?mode=ro", uri=True) as db:
+        (size,) = db.execute("SELECT coalesce(sum(length(raw)), 0) FROM items").fetchone()
+    db.close()
+    return size
+
+
+@pytest.fixture
+def thinker(house: House) -> Thinker:
+    thinker = Thinker()
+    house.model.script(*[thinker.answer] * 400)
+    return thinker
+
+
+def test_sixty_turns_by_previous_response_id(house: House, thinker: Thinker) -> None:
+    previous: str | None = None
+    sizes: list[int] = []
+    first = kept(house)
+    for number in range(TURNS):
+        response = house.strict.responses.create(
+            model="scripted", input=talk(number), previous_response_id=previous, context_management=MANAGED
+        )
+        previous = response.id
+        sizes.append(kept(house) - first - sum(sizes))
+    last = house.strict.responses.create(
+        model="scripted", input=QUESTION, previous_response_id=previous, context_management=MANAGED
+    )
+    assert last.output_text == "heliotrope"
+    assert max(thinker.turns) <= THRESHOLD
+    assert 2 <= len(thinker.summaries) <= TURNS // 4
+    # What a turn adds to the store does not grow with the turns before it.
+    assert max(sizes[TURNS // 2 :]) <= max(sizes[: TURNS // 2])
+    assert max(sizes) < 8 * THRESHOLD
+    listed: Any = house.strict.responses.input_items.list(last.id, limit=100)
+    assert [item.type for item in listed].count("compaction") == len(thinker.summaries)
+
+
+def test_sixty_turns_by_giving_everything_back(house: House, thinker: Thinker) -> None:
+    window: list[Any] = []
+    for number in range(TURNS):
+        window.append({"role": "user", "content": talk(number)})
+        response = house.strict.responses.create(
+            model="scripted", input=window, store=False, context_management=MANAGED
+        )
+        window += [item.model_dump(exclude_none=True) for item in response.output]
+        compactions = [place for place, item in enumerate(window) if item.get("type") == "compaction"]
+        if compactions and number % 10:  # most clients drop what is not needed, some do not
+            window = window[compactions[-1] :]
+    window.append({"role": "user", "content": QUESTION})
+    last = house.strict.responses.create(model="scripted", input=window, store=False)
+    assert last.output_text == "heliotrope"
+    assert max(thinker.turns) <= THRESHOLD
+    assert 2 <= len(thinker.summaries) <= TURNS // 4
+
+
+def test_a_conversation_is_counted_and_compacted_on_demand(house: House, thinker: Thinker) -> None:
+    client = house.strict
+    first = client.responses.create(model="scripted", input=FACT)
+    counted = client.responses.input_tokens.count(
+        model="scripted", previous_response_id=first.id, input="x" * 4000
+    )
+    assert first.usage is not None
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == first.usage.total_tokens + 1004
+    compacted = client.responses.compact(model="scripted", previous_response_id=first.id)
+    assert compacted.object == "response.compaction"
+    assert compacted.usage.total_tokens > 0
+    window: list[Any] = [item.model_dump(exclude_none=True) for item in compacted.output]
+    assert window[-1]["type"] == "compaction"
+    assert "heliotrope" not in str(window)
+    last = client.responses.create(model="scripted", input=[*window, {"role": "user", "content": QUESTION}])
+    assert last.output_text == "heliotrope"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.post("/responses/compact", cast_to=object, body={"input": "Hi"})
+    assert refused.value.param == "model"
+    sealed = window[-1]["encrypted_content"]
+    for place in (0, 9, 40, len(sealed) // 2, len(sealed) - 1):
+        other = "A" if sealed[place] != "A" else "B"
+        window[-1]["encrypted_content"] = sealed[:place] + other + sealed[place + 1 :]
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.create(model="scripted", input=window)
+        assert refused.value.param == f"input[{len(window) - 1}].encrypted_content"
+
+
+def test_a_stream_tells_of_the_compaction_after_the_message(house: House, thinker: Thinker) -> None:
+    with house.strict.responses.create(
+        model="scripted", input="x" * 9000, context_management=MANAGED, stream=True
+    ) as stream:
+        events: list[Any] = list(stream)
+    told = [(event.type, getattr(getattr(event, "item", None), "type", None)) for event in events[-5:]]
+    assert told == [
+        ("response.content_part.done", None),
+        ("response.output_item.done", "message"),
+        ("response.output_item.added", "compaction"),
+        ("response.output_item.done", "compaction"),
+        ("response.completed", None),
+    ]
+    again = house.strict.responses.retrieve(events[-1].response.id)
+    assert [item.model_dump() for item in again.output] == [
+        item.model_dump() for item in events[-1].response.output
+    ]
+
+
+def test_the_container_and_its_files_outlive_the_items_that_named_them(house: House) -> None:
+    client, thinker = house.strict, Thinker()
+    house.model.script(runs("x = 41; open('notes.txt', 'w').write('seven')"), answer("Done."))
+    first = client.responses.create(model="scripted", input="Run it", tools=[INTERPRETER])
+    house.model.script(thinker.answer)
+    compacted = client.responses.compact(model="scripted", previous_response_id=first.id)
+    window: list[Any] = [item.model_dump(exclude_none=True) for item in compacted.output]
+    house.model.script(runs("print(x + 1, open('notes.txt').read())"), answer("42"))
+    second = client.responses.create(
+        model="scripted",
+        input=[*window, {"role": "user", "content": "And now?"}],
+        tools=[INTERPRETER],
+        include=["code_interpreter_call.outputs"],
+        store=False,
+    )
+    before: Any = first.output[0]
+    after: Any = second.output[0]
+    assert before.type == after.type == "code_interpreter_call"
+    assert after.container_id == before.container_id
+    assert after.outputs[0].logs == "42 seven\n"
+    told = shown(house.model.asked[0].json["messages"])
+    assert any("/mnt/data/notes.txt (5 bytes)" in text for text in told)

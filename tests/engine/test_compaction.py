@@ -1,0 +1,356 @@
+"""Conversations that are made short: within a request, on demand, again and again; imports the engine over doubles."""
+
+import base64
+from typing import Any
+
+import msgspec
+import pytest
+
+from fumehood.engine.tokens import Tokens, estimate, tokens_of
+from fumehood.interfaces import Caller
+from fumehood.protocol.conversation import Segment
+from fumehood.protocol.errors import InvalidRequest, ModelError, ModelUnreachable
+from fumehood.protocol.folding import fold
+from fumehood.protocol.items import Compaction, Message
+from fumehood.protocol.models import ModelProfile, ModelRequest
+from fumehood.protocol.responses import CreateResponse, Usage
+from fumehood.testing import Answer, ScriptedModel, ScriptedTool, calls, says, thinks
+from tests.support.conversations import hosted, message
+from tests.support.engines import Engine
+from tests.support.streams import check_invariants
+
+MANAGED = [{"type": "compaction", "compact_threshold": 1000}]
+LONG = "a long story " * 400
+FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+
+
+def texts(request: ModelRequest) -> list[tuple[str, str]]:
+    """Who says what in a request; calls are called by their result."""
+    found: list[tuple[str, str]] = []
+    for segment in request.segments:
+        for entry in segment.entries:
+            item = msgspec.json.decode(entry.raw)
+            if entry.exchange is not None:
+                found.append(("tool", entry.exchange.output))
+                continue
+            content = item.get("content", item.get("output", ""))
+            text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+            found.append((item.get("role") or entry.type, text))
+    return found
+
+
+def dumped(*items: Any) -> list[Any]:
+    return [msgspec.json.decode(msgspec.json.encode(item)) for item in items]
+
+
+async def compacted(engine: Engine, tenant: str = "", **body: Any) -> Any:
+    request = msgspec.json.decode(msgspec.json.encode({"model": "m", **body}), type=CreateResponse)
+    return await engine.runs.compact(request, Caller(tenant))
+
+
+async def counted(engine: Engine, **body: Any) -> Any:
+    request = msgspec.json.decode(msgspec.json.encode({"model": "m", **body}), type=CreateResponse)
+    return await engine.runs.count(request, Caller())
+
+
+# --- within a request ---------------------------------------------------------------------------------
+
+
+async def test_after_the_answer_the_conversation_is_compacted_and_the_next_turn_starts_there() -> None:
+    async with ScriptedModel(
+        says("Fine. " + LONG), says("We spoke of stories."), says("Hello again."), usage=None
+    ) as model:
+        engine = Engine(model)
+        events = await engine.stream(
+            input=[{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hi"}],
+            context_management=MANAGED,
+        )
+        check_invariants(events)
+        response = fold(events)
+        answer, compaction = response.output
+        assert isinstance(answer, Message)
+        assert isinstance(compaction, Compaction)
+        assert compaction.id.startswith("cmp_")
+        assert [type(event).__name__ for event in events[-4:]] == [
+            "ItemDone",
+            "ItemAdded",
+            "ItemDone",
+            "Completed",
+        ]
+        await engine.block(
+            input="And now?", previous_response_id=response.id, context_management=MANAGED, model="m"
+        )
+    shown = texts(model.requests[2])
+    assert [who for who, _ in shown] == ["developer", "user", "assistant", "user"]
+    assert shown[0][1] == "Be kind."
+    assert shown[1][1] == "Hi"
+    assert "We spoke of stories." in shown[2][1]
+    assert shown[3][1] == "And now?"
+    assert "story" not in str(shown)
+    kept = await engine.store.input_entries("", response.id)
+    assert kept is not None
+    assert [entry.type for entry in kept] == ["message", "message"]
+
+
+async def test_what_is_too_long_already_is_compacted_before_the_model_answers() -> None:
+    async with ScriptedModel(
+        says("Noted."), says("The user told a story."), says("It was long."), says("Yes."), usage=None
+    ) as model:
+        engine = Engine(model)
+        first = await engine.block(input=[{"role": "user", "content": LONG}])
+        second = await engine.block(
+            input="How was it?", previous_response_id=first.id, context_management=MANAGED
+        )
+        third = await engine.block(input="Sure?", previous_response_id=second.id)
+    assert [type(item).__name__ for item in second.output] == ["Compaction", "Message"]
+    assert texts(model.requests[2])[-1] == ("user", "How was it?")
+    assert [who for who, _ in texts(model.requests[3])] == ["assistant", "user", "assistant", "user"]
+    assert texts(model.requests[3])[1:] == [
+        ("user", "How was it?"),
+        ("assistant", "It was long."),
+        ("user", "Sure?"),
+    ]
+    assert third.status == "completed"
+
+
+async def test_a_long_errand_is_compacted_on_its_way() -> None:
+    tool = ScriptedTool(Answer(LONG), Answer("short"))
+    async with ScriptedModel(
+        calls("scripted", {}), says("The first call told a story."), calls("scripted", {}), says("Done.")
+    ) as model:
+        engine = Engine(model, [tool])
+        response = await engine.block(input="Do it", tools=[{"type": "scripted"}], context_management=MANAGED)
+    tool.assert_done()
+    kinds = [msgspec.json.decode(msgspec.json.encode(item))["type"] for item in response.output]
+    assert kinds == ["scripted_call", "compaction", "scripted_call", "message"]
+    shown = texts(model.requests[2])
+    assert [who for who, _ in shown] == ["user", "assistant", "user"]
+    assert "scripted was used." in shown[1][1]
+    assert shown[2][1].startswith("Go on")
+
+
+async def test_calls_that_the_client_must_answer_stay_in_sight() -> None:
+    async with ScriptedModel(
+        [*says(LONG), *calls("f", {}, call_id="call_f")], says("f was called."), says("Thanks.")
+    ) as model:
+        engine = Engine(model)
+        first = await engine.block(input="Hi", tools=[FUNCTION], context_management=MANAGED)
+        assert [type(item).__name__ for item in first.output] == ["Message", "FunctionCall"]
+        second = await engine.block(
+            input=[{"type": "function_call_output", "call_id": "call_f", "output": "42"}],
+            previous_response_id=first.id,
+            tools=[FUNCTION],
+            context_management=MANAGED,
+        )
+    assert [type(item).__name__ for item in second.output] == ["Compaction", "Message"]
+    assert [who for who, _ in texts(model.requests[2])] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize("trouble", [ModelUnreachable("gone"), []], ids=["fails", "writes nothing"])
+async def test_a_summary_that_cannot_be_had_costs_nothing(trouble: Any) -> None:
+    async with ScriptedModel(says(LONG), trouble) as model:
+        response = await Engine(model).block(input="Hi", context_management=MANAGED)
+    assert response.status == "completed"
+    assert [type(item).__name__ for item in response.output] == ["Message"]
+
+
+async def test_a_short_conversation_is_left_alone_and_so_is_one_that_cannot_become_shorter() -> None:
+    async with ScriptedModel(says("short"), says("answer")) as model:
+        engine = Engine(model)
+        await engine.block(input="Hi", context_management=MANAGED)
+        await engine.block(input="Hi", instructions="x" * 10_000, context_management=MANAGED)
+    assert len(model.requests) == 2
+
+
+async def test_usage_tells_of_summaries_too_and_is_what_counts() -> None:
+    told = Usage(input_tokens=990, output_tokens=20, total_tokens=1010)
+    async with ScriptedModel(says("y" * 800), says("Nothing."), usage=told) as model:
+        response = await Engine(model).block(input="Hi", context_management=MANAGED)
+    assert response.usage is not None
+    assert response.usage.total_tokens == 2020
+
+
+@pytest.mark.parametrize(
+    "managed",
+    [
+        [{"type": "clearing"}],
+        [{"type": "compaction", "compact_threshold": 999}],
+        [{"type": "compaction", "compact_threshold": "much"}],
+        ["compaction"],
+        [MANAGED[0], MANAGED[0]],
+    ],
+)
+async def test_wrong_settings_are_refused(managed: Any) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        await Engine(ScriptedModel()).block(input="Hi", context_management=managed)
+    assert (refused.value.param or "").startswith("context_management[")
+
+
+# --- on demand ----------------------------------------------------------------------------------------
+
+
+async def test_a_window_is_given_back_and_goes_on() -> None:
+    async with ScriptedModel(says("All of it."), says("Yes."), usage=Usage(input_tokens=7)) as model:
+        engine = Engine(model)
+        answer = await compacted(
+            engine,
+            instructions="Be brief.",
+            input=[
+                {"role": "system", "content": "Be kind."},
+                {"role": "user", "content": "My name is Ada."},
+                {"type": "message", "role": "assistant", "content": "Hello Ada."},
+            ],
+        )
+        assert answer.object == "response.compaction"
+        assert answer.id.startswith("resp_")
+        assert answer.usage.input_tokens == 7
+        window = dumped(*answer.output)
+        assert window[-1]["type"] == "compaction"
+        await engine.block(input=[*window, {"role": "user", "content": "Who am I?"}])
+    assert model.requests[0].instructions == "Be brief."
+    assert texts(model.requests[0])[-1][1].startswith("Stop here and write a summary")
+    assert [who for who, _ in texts(model.requests[1])] == ["system", "user", "assistant", "user"]
+    assert texts(model.requests[1])[1] == ("user", "My name is Ada.")
+    assert engine.store.commits == 1
+
+
+async def test_a_stored_conversation_is_compacted_by_its_id_and_without_a_new_message_goes_on() -> None:
+    async with ScriptedModel(says("Hello."), says("A greeting."), says("Well?")) as model:
+        engine = Engine(model)
+        first = await engine.block(input="Hi")
+        answer = await compacted(engine, previous_response_id=first.id)
+        await engine.block(input=dumped(*answer.output))
+    assert texts(model.requests[2])[0] == ("user", "Hi")
+    assert texts(model.requests[2])[-1][1].startswith("Go on")
+
+
+async def test_a_compaction_of_a_compaction_keeps_what_both_kept() -> None:
+    async with ScriptedModel(says("One."), says("One and two."), says("Yes.")) as model:
+        engine = Engine(model)
+        first = await compacted(engine, input="The first message")
+        second = await compacted(
+            engine,
+            input=[
+                *dumped(*first.output),
+                {"type": "message", "role": "assistant", "content": "Well."},
+                {"role": "user", "content": "The second message"},
+            ],
+        )
+        assert "One." in str(texts(model.requests[1]))
+        await engine.block(input=[*dumped(*second.output), {"role": "user", "content": "Now"}])
+    shown = texts(model.requests[2])
+    assert [text for who, text in shown if who == "user"] == [
+        "The first message",
+        "The second message",
+        "Now",
+    ]
+    assert "One and two." in str(shown)
+
+
+async def test_instructions_that_come_anew_are_shown_once() -> None:
+    async with ScriptedModel(says("Sum."), says("Yes.")) as model:
+        engine = Engine(model)
+        old, new = {"role": "developer", "content": "Old."}, {"role": "developer", "content": "New."}
+        answer = await compacted(engine, input=[old, {"role": "user", "content": "Hi"}])
+        await engine.block(input=[old, new, *dumped(*answer.output), {"role": "user", "content": "Ho"}])
+    said = [text for who, text in texts(model.requests[1]) if who == "developer"]
+    assert sorted(said) == ["New.", "Old."]
+
+
+async def test_only_the_latest_messages_are_kept_and_the_summary_is_bounded() -> None:
+    profile = ModelProfile(context_window=4000)
+    async with ScriptedModel(says("s" * 100_000, pieces=50), says("Yes."), profile=profile) as model:
+        engine = Engine(model)
+        asked = [{"role": "user", "content": f"{number} " + "x" * 1000} for number in range(10)]
+        answer = await compacted(
+            engine, input=[*asked, {"type": "message", "role": "assistant", "content": "Well."}]
+        )
+        await engine.block(input=[*dumped(*answer.output), {"role": "user", "content": "Now"}])
+    assert tokens_of(Segment(model.requests[0].segments[0].entries)) < 3500, "the past itself has to fit"
+    shown = texts(model.requests[1])
+    assert [text.split()[0] for who, text in shown if who == "user"] == ["7", "8", "9", "Now"]
+    assert sum(map(tokens_of, model.requests[1].segments)) < 2400
+    assert len(answer.output[0].encrypted_content) < 16_000
+
+
+@pytest.mark.parametrize("body", [{"input": "Hi", "model": None}, {}])
+async def test_what_is_missing_is_named(body: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        await compacted(Engine(ScriptedModel()), **body)
+    assert refused.value.param == ("model" if "input" in body else "input")
+
+
+async def test_a_model_that_writes_no_summary_is_an_error_of_its_own() -> None:
+    with pytest.raises(ModelError, match="summary"):
+        await compacted(Engine(ScriptedModel([*thinks("hm")])), input="Hi")
+
+
+# --- items that are not ours --------------------------------------------------------------------------
+
+
+def sealed(state: Any, tenant: str = "") -> dict[str, str]:
+    content = state if isinstance(state, bytes) else msgspec.json.encode(state)
+    text = base64.b64encode(f"{tenant}\n".encode() + content).decode()
+    return {"type": "compaction", "encrypted_content": text}
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "compaction"},
+        {"type": "compaction", "encrypted_content": 7},
+        {"type": "compaction", "encrypted_content": "?"},
+        sealed({"messages": [], "summary": "s"}, tenant="another"),
+        sealed(b"no state"),
+        sealed({"version": 2, "messages": [], "summary": "s"}),
+        sealed({"messages": [7], "summary": "s"}),
+        sealed({"messages": [], "summary": "s", "tools": [{}]}),
+        sealed(b'{"messages":[' + b"[" * 5000 + b"]" * 5000 + b'],"summary":"s"}'),
+    ],
+)
+async def test_others_are_refused_by_their_place_wherever_they_stand(item: dict[str, Any]) -> None:
+    engine = Engine(ScriptedModel())
+    good = sealed({"messages": [], "summary": "s"})
+    for window, place in (([item], 0), ([{"role": "user", "content": "Hi"}, item, good], 1)):
+        with pytest.raises(InvalidRequest) as refused:
+            await engine.block(input=window)
+        assert refused.value.param == f"input[{place}].encrypted_content"
+    assert engine.store.commits == 0
+
+
+# --- counting -----------------------------------------------------------------------------------------
+
+
+async def test_a_count_stands_on_the_last_usage_and_on_what_is_new() -> None:
+    told = Usage(input_tokens=500, output_tokens=50, total_tokens=550)
+    async with ScriptedModel(says("Hello."), usage=told) as model:
+        engine = Engine(model)
+        first = await engine.block(input="Hi", model="m")
+        count = await counted(engine, previous_response_id=first.id, input="x" * 400)
+        assert (count.input_tokens, count.exact) == (550 + 104, False)
+        # The same for a client that gives everything back.
+        replayed = [{"role": "user", "content": "Hi"}, *dumped(*first.output)]
+        count = await counted(engine, input=[*replayed, {"role": "user", "content": "x" * 400}])
+        assert count.input_tokens == 550 + 104
+        # Nobody else's numbers, and not for another model.
+        count = await counted(engine, model="other", input=[*replayed, {"role": "user", "content": "x"}])
+        assert count.input_tokens < 100
+    assert len(model.requests) == 1
+
+
+def test_pictures_and_calls_are_estimated_by_what_a_model_sees() -> None:
+    picture = "data:image/png;base64," + "A" * 1_000_000
+    seen = message([{"type": "input_text", "text": "x" * 40}, {"type": "input_image", "image_url": picture}])
+    assert 500 < estimate(seen) < 2000
+    assert 100 <= estimate(hosted("h", "x" * 400)) < 130
+
+
+def test_what_is_remembered_of_usages_is_bounded() -> None:
+    tokens = Tokens()
+    made = [[msgspec.structs.replace(message("x"), id=f"msg_{number}")] for number in range(10_001)]
+    for entries in made:
+        tokens.note(Caller(), ModelRequest(model="m"), Usage(input_tokens=900), entries)
+    first, last = (ModelRequest(model="m", segments=[Segment(tuple(made[place]))]) for place in (0, -1))
+    assert tokens.estimate(Caller(), last) == 900
+    assert tokens.estimate(Caller("another"), last) < 10
+    assert tokens.estimate(Caller(), first) < 10

@@ -1,0 +1,326 @@
+"""How runs end: limits, failures, cancels, readers that stay behind; imports the engine over doubles."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from fumehood.engine.citations import find_links
+from fumehood.engine.log import LagLimits
+from fumehood.engine.loop import LoopLimits
+from fumehood.interfaces import Lease
+from fumehood.protocol.errors import (
+    ApiError,
+    ModelRateLimited,
+    ModelUnreachable,
+    ServerFault,
+    Unavailable,
+)
+from fumehood.protocol.events import ErrorOccurred, StreamEvent, TextDelta
+from fumehood.protocol.items import (
+    CodeInterpreterCall,
+    Message,
+    Refusal,
+)
+from fumehood.protocol.models import Refused, Text, TurnEnded
+from fumehood.testing import ScriptedModel, calls, says
+from tests.support.engines import ECHO, FUNCTION, Engine, collected, produced, text_of, tokens, until
+from tests.support.streams import check_invariants, types
+from tests.support.tools import Echo
+
+
+async def test_length_is_incomplete() -> None:
+    turn = [Text("Hal"), TurnEnded("length", tokens(3))]
+    response = check_invariants(await Engine(ScriptedModel(turn)).stream(max_output_tokens=20))
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert isinstance(response.output[0], Message)
+    assert response.output[0].status == "incomplete"
+
+
+async def test_a_hosted_call_that_was_cut_off_does_not_run() -> None:
+    echo = Echo()
+    turn = [*calls("echo", '{"text": "ab'), TurnEnded("length", None)]
+    response = check_invariants(await Engine(ScriptedModel(turn), [echo]).stream(tools=[ECHO]))
+    call = response.output[0]
+    assert isinstance(call, CodeInterpreterCall)
+    assert call.status == "incomplete"
+    assert not any(line.startswith("began") for line in echo.log)
+
+
+async def test_a_function_call_that_was_cut_off_needs_no_answer() -> None:
+    turn = [*calls("f", '{"a'), TurnEnded("length", None)]
+    async with ScriptedModel(turn, says("Again")) as model:
+        engine = Engine(model)
+        response = await engine.block(tools=[FUNCTION])
+        assert response.status == "incomplete"
+        after = await engine.block(input="Go on", previous_response_id=response.id)
+    assert text_of(after.output[0]) == "Again"
+
+
+async def test_the_content_filter() -> None:
+    turn = [Text("Hm"), TurnEnded("content_filter", None)]
+    response = check_invariants(await Engine(ScriptedModel(turn)).stream())
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "content_filter"
+
+
+async def test_output_tokens_are_counted_over_all_turns() -> None:
+    async with ScriptedModel(calls("echo", {}), says("x"), usage=tokens(30)) as model:
+        await Engine(model, [Echo()]).block(tools=[ECHO], max_output_tokens=100)
+    assert [request.sampling.max_output_tokens for request in model.requests] == [100, 70]
+
+
+async def test_no_turn_without_tokens() -> None:
+    async with ScriptedModel(calls("echo", {}), usage=tokens(100)) as model:
+        response = await Engine(model, [Echo()]).block(tools=[ECHO], max_output_tokens=100)
+    assert response.status == "incomplete"
+
+
+@pytest.mark.parametrize("error", [ModelRateLimited("busy"), ModelUnreachable("gone")])
+async def test_a_model_that_fails_at_once(error: ApiError) -> None:
+    events = await Engine(ScriptedModel(error)).stream()
+    response = check_invariants(events)
+    assert types(events) == ["response.created", "response.in_progress", "error", "response.failed"]
+    assert response.error is not None
+    told = events[2]
+    assert isinstance(told, ErrorOccurred)
+    assert told.error.message == error.message
+    engine = Engine(ScriptedModel(error))
+    run = await engine.start(stream=False)
+    with pytest.raises(type(error)):
+        await run.wait()
+    assert await engine.store.response("", run.id) is None
+
+
+async def test_a_model_that_fails_in_the_middle() -> None:
+    events = await Engine(ScriptedModel([Text("Hel"), ModelUnreachable("gone")])).stream()
+    response = check_invariants(events)
+    assert types(events)[-3:] == ["response.output_item.done", "error", "response.failed"]
+    assert text_of(response.output[0]) == "Hel"
+
+
+async def test_a_fault_of_ours_says_nothing_of_itself(caplog: pytest.LogCaptureFixture) -> None:
+    response = check_invariants(await Engine(ScriptedModel(ValueError("secret"))).stream())
+    assert response.error is not None
+    assert "secret" not in response.error.message
+    assert "secret" in caplog.text
+
+
+async def test_a_deadline_for_everything() -> None:
+    echo = Echo(gate=lambda _: asyncio.Event())
+    engine = Engine(ScriptedModel(calls("echo", {})), [echo], limits=LoopLimits(seconds=0.05))
+    response = check_invariants(await engine.stream(tools=[ECHO]))
+    assert response.status == "failed"
+    assert response.error is not None
+    assert "0.05 seconds" in response.error.message
+    assert echo.log[-1].startswith("ended")
+
+
+async def test_cancelled_while_the_model_writes() -> None:
+    model = ScriptedModel([Text("Hel"), asyncio.Event()])
+    engine = Engine(model)
+    run = await engine.start()
+    events: list[StreamEvent] = []
+    async for batch in run.subscribe():
+        events += batch
+        if any(isinstance(event, TextDelta) for event in batch):
+            run.cancel("the client has gone")
+    response = check_invariants(events)
+    assert response.status == "cancelled"
+    assert text_of(response.output[0]) == "Hel"
+    assert len(model.aborted) == 1
+    kept = await engine.store.response("", run.id)
+    assert kept == response
+
+
+async def test_cancelled_while_code_runs() -> None:
+    echo = Echo(gate=lambda _: asyncio.Event())
+    run = await Engine(ScriptedModel(calls("echo", {"text": "x"})), [echo]).start(tools=[ECHO])
+    events: list[StreamEvent] = []
+    async for batch in run.subscribe():
+        events += batch
+        if any(line.startswith("began") for line in echo.log):
+            run.cancel("the client has gone")
+    response = check_invariants(events)
+    assert response.status == "cancelled"
+    assert echo.log[-1].startswith("ended")
+    call = response.output[0]
+    assert isinstance(call, CodeInterpreterCall)
+    assert call.status == "incomplete"
+
+
+async def test_cancelled_while_files_are_looked_up() -> None:
+    looking = asyncio.Event()
+
+    class Slow(Echo):
+        async def find(self) -> None:
+            looking.set()
+            await asyncio.Event().wait()
+
+    text = "See sandbox:/mnt/data/old.txt"
+    engine = Engine(ScriptedModel(says(text)), [Slow(known=[produced("old.txt")])])
+    run = await engine.start(tools=[ECHO])
+    reading = asyncio.ensure_future(collected(run))
+    await looking.wait()
+    run.cancel("the client has gone")
+    response = check_invariants(await reading)
+    assert response.status == "cancelled"
+    assert text_of(response.output[0]) == text
+    assert await engine.store.response("", run.id) == response
+
+
+async def test_cancelled_twice_the_tool_is_interrupted_once_and_in_peace() -> None:
+    """A client that has gone, and then a server that stops: what is being ended ends."""
+
+    class Patient(Echo):
+        async def leave(self) -> None:
+            self.log.append("leaving")
+            left.set()
+            await go_on.wait()
+            self.log.append("has left")
+
+    left, go_on = asyncio.Event(), asyncio.Event()
+    echo = Patient(gate=lambda _: asyncio.Event())
+    run = await Engine(ScriptedModel(calls("echo", {"text": "x"})), [echo]).start(tools=[ECHO])
+    reading = asyncio.ensure_future(collected(run))
+    await until(lambda: any(line.startswith("began") for line in echo.log))
+    run.cancel("the client has gone")
+    await left.wait()
+    run.cancel("the server is shutting down")
+    await asyncio.sleep(0)
+    go_on.set()
+    assert check_invariants(await reading).status == "cancelled"
+    assert echo.log[-1] == "has left"
+
+
+async def test_a_refusal_that_is_cut_off_is_kept() -> None:
+    model = ScriptedModel([Refused("I ca"), ModelUnreachable("gone")])
+    response = check_invariants(await Engine(model).stream())
+    message = response.output[0]
+    assert isinstance(message, Message)
+    assert message.content == [Refusal(refusal="I ca")]
+
+
+async def test_a_text_full_of_links_without_an_end_holds_up_nobody() -> None:
+    """Each was searched to the end of the text: half a minute, in which nobody else was served."""
+    text = "(sandbox:/mnt/data/x " * 20_000
+    began = time.thread_time()
+    assert len(find_links(text)) == 1_000
+    assert time.thread_time() - began < 1.0
+
+
+@pytest.mark.parametrize("piece", ["x" * 70, "x"])
+async def test_a_model_that_never_ends_is_cut_off(piece: str) -> None:
+    """By its characters or by its pieces, whichever is too much first: neither may fill the memory."""
+    model = ScriptedModel([*(Text(piece) for _ in range(1_000)), asyncio.Event()])
+    events = await Engine(model, limits=LoopLimits(characters=1_600)).stream()
+    response = check_invariants(events)
+    assert response.status == "failed"
+    assert response.error is not None
+    assert "without end" in response.error.message
+    assert 70 < len(text_of(response.output[0])) < 2_000
+    assert len(model.aborted) == 1
+
+
+async def test_cancelled_before_it_began() -> None:
+    run = await Engine(ScriptedModel()).start()
+    run.cancel("at once")
+    response = check_invariants([event async for batch in run.subscribe() for event in batch])
+    assert response.status == "cancelled"
+
+
+async def test_a_reader_far_behind_ends_the_run() -> None:
+    go_on = asyncio.Event()
+    model = ScriptedModel([Text("x"), go_on, *(Text("x") for _ in range(100)), asyncio.Event()])
+    run = await Engine(model, lag=LagLimits(events=10, seconds=1.0, hard_events=50)).start()
+    reader = run.subscribe()
+    await anext(reader)
+    go_on.set()
+    assert (await run.wait()).status == "cancelled"
+    with pytest.raises(ServerFault, match="not read fast enough"):
+        await anext(reader)
+
+
+async def test_a_reader_a_little_behind_for_long_ends_the_run() -> None:
+    gates = [asyncio.Event(), asyncio.Event()]
+    never = asyncio.Event()
+    model = ScriptedModel([*(Text("x") for _ in range(20)), gates[0], Text("y"), gates[1], Text("z"), never])
+    engine = Engine(model, lag=LagLimits(events=10, seconds=30.0, hard_events=1000))
+    run = await engine.start()
+    gates[0].set()
+    await asyncio.sleep(0)
+    engine.clock.advance(31)
+    gates[1].set()
+    assert (await run.wait()).status == "cancelled"
+
+
+async def test_a_reader_that_catches_up_is_forgiven() -> None:
+    gate = asyncio.Event()
+    model = ScriptedModel([*(Text("x") for _ in range(20)), gate, *(Text("y") for _ in range(20))])
+    engine = Engine(model, lag=LagLimits(events=10, seconds=30.0, hard_events=1000))
+    run = await engine.start()
+    await asyncio.sleep(0)
+    events: list[StreamEvent] = []
+    async for batch in run.subscribe():
+        events += batch
+        engine.clock.advance(31)
+        gate.set()
+    assert check_invariants(events).status == "completed"
+
+
+async def test_a_renewal_that_breaks_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(ScriptedModel([Text("x"), asyncio.Event()]))
+    run = await engine.start()
+    reader = run.subscribe()
+    while not any(isinstance(event, TextDelta) for event in await anext(reader)):
+        pass
+    renew, renewed = engine.store.renew, asyncio.Event()
+
+    async def broken(leases: Sequence[Lease]) -> Sequence[Lease]:
+        monkeypatch.setattr(engine.store, "renew", mended)
+        raise RuntimeError("a mistake of ours")
+
+    async def mended(leases: Sequence[Lease]) -> Sequence[Lease]:
+        renewed.set()
+        return await renew(leases)
+
+    monkeypatch.setattr(engine.store, "renew", broken)
+    engine.clock.advance(10)
+    await until(lambda: "could not be renewed" in caplog.text)
+    await until(lambda: engine.clock.advance(10) is None and renewed.is_set())
+    run.cancel("enough")
+    assert (await run.wait()).status == "cancelled"
+
+
+async def test_a_run_whose_lease_is_lost_ends() -> None:
+    engine = Engine(ScriptedModel([Text("x"), asyncio.Event()]))
+    run = await engine.start()
+    reader = run.subscribe()
+    while not any(isinstance(event, TextDelta) for event in await anext(reader)):
+        pass
+    engine.clock.advance(10)
+    await asyncio.sleep(0)
+    engine.clock.advance(25)
+    assert await engine.store.recover() == 0  # it was renewed in between
+    await engine.store.delete_response("", run.id)
+    engine.clock.advance(10)
+    response = await run.wait()
+    assert response.status == "failed"
+    assert response.error is not None
+    assert "taken over" in response.error.message
+    assert await engine.store.response("", run.id) is None
+
+
+async def test_draining() -> None:
+    model = ScriptedModel([Text("x"), asyncio.Event()])
+    engine = Engine(model)
+    run = await engine.start()
+    await engine.runs.drain(0.01)
+    assert (await run.wait()).status == "cancelled"
+    with pytest.raises(Unavailable):
+        await engine.start()

@@ -1,0 +1,174 @@
+"""What requests may say, what is refused, and what is kept; imports the engine over doubles."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from fumehood.protocol.errors import (
+    InvalidRequest,
+)
+from fumehood.protocol.events import ItemAdded
+from fumehood.protocol.items import (
+    Message,
+)
+from fumehood.testing import ScriptedModel, calls, says
+from tests.support.engines import ECHO, FUNCTION, Engine
+from tests.support.streams import types
+from tests.support.tools import Echo
+
+
+async def test_a_conversation_goes_on() -> None:
+    async with ScriptedModel(says("One"), says("Two"), says("Three")) as model:
+        engine = Engine(model)
+        first = await engine.block(input="1", instructions="Be brief")
+        second = await engine.block(input="2", previous_response_id=first.id)
+        await engine.block(input="3", previous_response_id=second.id)
+    assert len(model.requests[2].segments) == 3
+    assert model.requests[1].instructions is None
+    assert [len(segment.entries) for segment in model.requests[2].segments] == [2, 2, 1]
+
+
+async def test_store_false_keeps_nothing() -> None:
+    engine = Engine(ScriptedModel(says("x"), says("y")))
+    run = await engine.start(store=False)
+    response = await run.wait()
+    assert response.store is False
+    assert await engine.store.response("", run.id) is None
+    with pytest.raises(InvalidRequest, match=run.id):
+        await engine.start(previous_response_id=run.id)
+
+
+async def test_another_tenants_response_is_not_there() -> None:
+    engine = Engine(ScriptedModel(says("x")))
+    response = await engine.block(tenant="a")
+    with pytest.raises(InvalidRequest) as refused:
+        await engine.start(tenant="b", previous_response_id=response.id)
+    assert refused.value.wire_code == "previous_response_not_found"
+
+
+async def test_items_that_a_client_gives_back() -> None:
+    async with ScriptedModel(
+        calls("echo", {"text": "x"}), says("ok"), says("again"), says("once more")
+    ) as model:
+        engine = Engine(model, [Echo()])
+        first = await engine.block(tools=[ECHO])
+        call = msgspec.to_builtins(first.output[0]) | {"outputs": None}
+        await engine.block(input=[call, {"role": "user", "content": "and?"}], tools=[ECHO])
+        await engine.block(input=[{"type": "item_reference", "id": call["id"]}], tools=[ECHO])
+    for request in model.requests[2:]:
+        exchange = request.segments[0].entries[0].exchange
+        assert exchange is not None
+        assert exchange.output == '{"text":"x"}'
+
+
+async def test_items_that_nobody_here_made() -> None:
+    async with ScriptedModel(says("ok")) as model:
+        item = {"type": "code_interpreter_call", "id": "ci_elsewhere", "code": "1"}
+        await Engine(model, [Echo()]).block(input=[item])
+    exchange = model.requests[0].segments[0].entries[0].exchange
+    assert exchange is not None
+    assert exchange.output == "recalled"
+
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "1"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"input": None}, "input", "Missing"),
+        ({"model": None}, "model", "Missing"),
+        ({"input": [CALL]}, "input", "No tool output found for function call c1"),
+        ({"input": [RESULT]}, "input", "No tool call found"),
+        ({"input": [{"type": "function_call_output", "output": "1"}]}, "input[0]", "call_id"),
+        ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "input[0]", "msg_x"),
+        ({"input": [{"content": "x"}]}, "input[0]", "type"),
+        ({"input": ["x"]}, "input[0]", "object"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id", "resp_x"),
+        ({"include": ["everything"]}, "include", "everything"),
+        ({"background": True}, "background", "not served"),
+        ({"tools": [{"type": "function"}]}, "tools[0]", "name"),
+        ({"tools": [FUNCTION, FUNCTION]}, "tools", "named 'f'"),
+        ({"tools": [{"name": "x"}]}, "tools[0]", "type"),
+        ({"tools": [{"type": "off"}]}, "tools", "off is not enabled"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.name", "name"),
+    ],
+)
+async def test_what_is_refused_before_anything_begins(body: dict[str, Any], param: str, words: str) -> None:
+    engine = Engine(ScriptedModel(), disabled=frozenset({"off"}))
+    with pytest.raises(InvalidRequest, match=words) as refused:
+        await engine.start(**body)
+    assert refused.value.param == param
+
+
+async def test_unknown_tools_are_tolerated_and_shown() -> None:
+    tools = [
+        {"type": "namespace", "name": "n", "x": [1]},
+        {"type": "web_search", "external_web_access": False},
+    ]
+    async with ScriptedModel(says("ok")) as model:
+        response = await Engine(model, [Echo()]).block(tools=[*tools, ECHO])
+    assert [msgspec.json.decode(tool) for tool in response.tools] == [*tools, {"type": "echo", "shown": True}]
+    assert [function.name for function in model.requests[0].functions] == ["echo"]
+
+
+async def test_unknown_tools_may_be_allowed() -> None:
+    search = {"type": "web_search"}
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [search, ECHO]}
+    async with ScriptedModel(says("ok")) as model:
+        await Engine(model, [Echo()]).block(tools=[search, ECHO, FUNCTION], tool_choice=allowed)
+    assert [function.name for function in model.requests[0].functions] == ["echo"]
+
+
+async def test_logprobs_are_asked_for_by_whoever_includes_them() -> None:
+    async with ScriptedModel(says("a"), says("b")) as model:
+        engine = Engine(model)
+        await engine.block(include=["message.output_text.logprobs"])
+        await engine.block()
+    assert [request.sampling.logprobs for request in model.requests] == [True, False]
+
+
+async def test_a_tier_that_nobody_knows_is_not_promised() -> None:
+    async with ScriptedModel(says("a"), says("b")) as model:
+        engine = Engine(model)
+        tiers = [(await engine.block(service_tier=tier)).service_tier for tier in ("flex", "golden")]
+    assert tiers == ["flex", "default"]
+
+
+async def test_an_id_alone_is_a_reference() -> None:
+    async with ScriptedModel(says("a"), says("b")) as model:
+        engine = Engine(model)
+        first = await engine.block()
+        message = first.output[0]
+        assert isinstance(message, Message)
+        await engine.block(input=[{"id": message.id}, {"role": "user", "content": "again"}])
+    assert model.requests[1].segments[0].entries[0].id == message.id
+
+
+async def test_structured_output_goes_to_the_model() -> None:
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
+    async with ScriptedModel(says("{}")) as model:
+        response = await Engine(model, [Echo()]).block(text={"format": form}, tools=[ECHO])
+    sent = model.requests[0].sampling.text
+    assert sent is not None
+    assert msgspec.json.decode(msgspec.json.encode(sent.format)) == form
+    assert msgspec.json.decode(msgspec.json.encode(response.text.format)) == form
+
+
+async def test_an_item_is_in_the_log_before_the_code_runs() -> None:
+    gate = asyncio.Event()
+    run = await Engine(ScriptedModel(calls("echo", {}), says("ok")), [Echo(gate=lambda _: gate)]).start(
+        tools=[ECHO]
+    )
+    seen: list[str] = []
+    async for batch in run.subscribe():
+        seen += types(batch)
+        if "response.code_interpreter_call.interpreting" in seen:
+            assert any(isinstance(event, ItemAdded) for event in batch) or seen.count(
+                "response.output_item.added"
+            )
+            gate.set()
+    assert seen[-1] == "response.completed"

@@ -1,0 +1,170 @@
+"""Who is let in, by which key, and what is told to those who are not; imports the support."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+import pytest
+
+from fumehood.gateway.auth import LOOK_SECONDS, Everybody, Forbidden, KeyHolders, identified
+from fumehood.gateway.request_log import Field
+from fumehood.interfaces import Caller
+from fumehood.protocol.errors import NotAuthenticated, Unavailable
+from fumehood.protocol.keys import KeyLimits
+from fumehood.testing import FakeClock, MemoryStore
+from tests.support.gateway import serving_gateway
+from tests.support.tenants import Party, put_key
+
+
+class Failing(MemoryStore):
+    """A store that cannot be read while it is `down`. `looks`: how often it was asked whether keys have changed."""
+
+    down = False
+    looks = 0
+
+    async def keys_revision(self) -> int:
+        self.looks += 1
+        if self.down:
+            raise Unavailable("down")
+        return await super().keys_revision()
+
+
+def bearer(secret: str) -> bytes:
+    return f"Bearer {secret}".encode()
+
+
+async def settle() -> None:
+    """Until the looking task has gone back to sleep."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_a_key_says_who_it_is() -> None:
+    store, clock = MemoryStore(), FakeClock()
+    limits = KeyLimits(concurrent=3)
+    secret = await put_key(store, "ann", limits)
+    async with KeyHolders(store, clock, Everybody()) as holders:
+        (key,) = await store.keys()
+        assert not holders.open
+        for written in (bearer(secret), f"bearer  {secret} ".encode()):
+            assert holders.identify(written, b"anywhere.example") == Caller("ann", key.id, limits)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        b"",
+        b"Bearer",
+        b"Bearer ",
+        b"Bearer fh-",
+        b"Basic Zm9v",
+        b"Bearer \xff\xfe",
+        b"Bearer fh-" + b"a" * 60_000,
+    ],
+)
+async def test_what_is_no_key(header: bytes | None) -> None:
+    store = MemoryStore()
+    await put_key(store)
+    async with KeyHolders(store, FakeClock(), Everybody()) as holders:
+        with pytest.raises(NotAuthenticated) as refused:
+            holders.identify(header, b"localhost")
+    assert "aaaa" not in refused.value.message
+
+
+async def test_the_digest_of_a_key_is_no_key() -> None:
+    store = MemoryStore()
+    await put_key(store)
+    (key,) = await store.keys()
+    async with KeyHolders(store, FakeClock(), Everybody()) as holders:
+        for guess in (key.digest, key.digest.hex().encode(), key.hint.encode(), key.id.encode()):
+            with pytest.raises(NotAuthenticated):
+                holders.identify(b"Bearer " + guess, b"localhost")
+
+
+async def test_without_keys_everybody_comes_in_who_calls_it_by_its_name() -> None:
+    async with KeyHolders(MemoryStore(), FakeClock(), Everybody()) as holders:
+        assert holders.open
+        assert holders.identify(b"Bearer whatever", b"localhost") == Caller()
+        with pytest.raises(Forbidden):
+            holders.identify(None, b"evil.example")
+
+
+async def test_changes_are_seen_within_the_time() -> None:
+    store, clock = Failing(), FakeClock()
+    async with KeyHolders(store, clock, Everybody()) as holders:
+        secret = await put_key(store)
+        await settle()
+        clock.advance(LOOK_SECONDS)
+        await settle()
+        assert not holders.open
+        assert holders.identify(bearer(secret), b"").key
+        (key,) = await store.keys()
+        await store.revoke_key(key.id, clock.now())
+        clock.advance(LOOK_SECONDS)
+        await settle()
+        with pytest.raises(NotAuthenticated):
+            holders.identify(bearer(secret), b"")
+        assert not holders.open  # the last key is gone, and nobody comes in
+
+
+async def test_a_new_key_is_good_at_once_and_strangers_do_not_ask_the_database() -> None:
+    store, clock = Failing(), FakeClock()
+    await put_key(store)
+    async with KeyHolders(store, clock, Everybody()) as holders:
+        secret = await put_key(store)
+        clock.advance(1.0)
+        assert (await identified(holders, bearer(secret), b"")).key
+        looks = store.looks
+        for number in range(100):
+            with pytest.raises(NotAuthenticated):
+                await identified(holders, bearer(f"fh-{number}"), b"")
+        assert store.looks == looks
+
+
+async def test_a_store_that_fails_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    store, clock = Failing(), FakeClock()
+    secret = await put_key(store)
+    async with KeyHolders(store, clock, Everybody()) as holders:
+        await settle()
+        store.down = True
+        clock.advance(LOOK_SECONDS)
+        with caplog.at_level(logging.WARNING):
+            await settle()
+        assert "keys could not be read: down" in caplog.text
+        assert holders.identify(bearer(secret), b"").key
+        store.down = False
+        await store.revoke_key(holders.identify(bearer(secret), b"").key, 1.0)
+        clock.advance(LOOK_SECONDS)
+        await settle()
+        assert holders.number == 0
+
+
+async def test_refusals_are_openais_and_hold_no_key() -> None:
+    store = MemoryStore()
+    secret = await put_key(store, "ann")
+    lines: list[str] = []
+
+    def log(_: int, fields: Mapping[str, Field]) -> None:
+        lines.append(repr(fields))
+
+    async with (
+        KeyHolders(store, FakeClock(), Everybody()) as holders,
+        serving_gateway(callers=holders, log=log) as served,
+    ):
+        for party in (Party(served, "fh-wrong"), Party(served, secret + "x")):
+            answer = await party.create()
+            assert answer.error == (401, "invalid_api_key", None)
+            assert answer.json["error"]["type"] == "invalid_request_error"
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert party.secret not in answer.body.decode()
+        assert served.runs.requests == []
+        answer = await Party(served, secret).ask(
+            "GET", "/v1/models", **{"OpenAI-Organization": "org-x", "OpenAI-Project": "proj_x"}
+        )
+        assert answer.status == 200
+        figures = await Party(served, secret).ask("GET", "/metrics")
+    for told in (figures.body.decode(), repr(lines)):
+        assert secret not in told
+        assert "fh-" not in told
+    assert (await store.keys())[0].id in repr(lines)

@@ -1,0 +1,269 @@
+"""Nothing of a tenant's exists for another, on any route and in any body; imports the support.
+
+The cases are made from the gateway's own table of routes: a route, a parameter of a path or a field of a request that
+nobody has thought about here fails a test.
+"""
+
+import json
+import re
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import closing
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from fumehood.gateway.app import Gateway
+from fumehood.protocol.responses import CreateResponse
+from tests.support.gateway import Answer
+from tests.support.tenants import INTERPRETER, House, Objects, Party, objects_of, two_tenants
+from tests.support.websocket import connected
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+_nothing: Any = None
+ROUTES = Gateway(runs=_nothing, store=_nothing, models=_nothing, containers=_nothing).routes
+_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+
+# Parameters of paths that name what all tenants share.
+SHARED = {"model"}
+# Routes that name nothing of a tenant's, neither in the path nor in a body.
+NAMELESS = {
+    ("GET", "/v1/models"),
+    ("GET", "/healthz"),
+    ("GET", "/readyz"),
+    ("GET", "/metrics"),
+}
+
+type Body = Callable[[Objects], dict[str, Any]]
+
+_REQUESTS: dict[str, Body] = {
+    "previous_response_id": lambda own: {"previous_response_id": own.response_id},
+    "input: reference": lambda own: {"input": [{"type": "item_reference", "id": own.item_id}]},
+    "input: reference without a type": lambda own: {"input": [{"id": own.item_id}]},
+    "tools: id": lambda own: {
+        "tools": [{"type": "code_interpreter", "container": own.container_id}],
+    },
+    "tools: object": lambda own: {
+        "tools": [{"type": "code_interpreter", "container": {"id": own.container_id}}],
+    },
+}
+# How a body can name something, by the route and the field; its owner is answered.
+BODIES: dict[tuple[str, str], dict[str, Body]] = {
+    ("POST", "/v1/responses"): _REQUESTS,
+    ("GET", "/v1/responses"): _REQUESTS,  # over WebSocket
+    ("POST", "/v1/responses/input_tokens"): _REQUESTS,
+    ("POST", "/v1/responses/compact"): _REQUESTS,
+}
+# Fields of a request that can name what is kept; the others cannot.
+NAMING = {"previous_response_id", "input", "tools"}
+REFUSED = {"conversation", "prompt", "background"}  # 400 whatever they say, so far
+HARMLESS = {
+    *("model", "instructions", "tool_choice", "parallel_tool_calls", "max_tool_calls", "max_output_tokens"),
+    *("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_logprobs", "text", "reasoning"),
+    *(
+        "include",
+        "metadata",
+        "store",
+        "stream",
+        "stream_options",
+        "truncation",
+        "context_management",
+        "generate",
+    ),
+    *("service_tier", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+}
+
+with_parameters = [route for route in ROUTES if set(_PARAMETER.findall(route[1])) - SHARED]
+bodies = [(route, name) for route, named in BODIES.items() for name in named]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
+    async with two_tenants(tmp_path_factory.mktemp("tenants")) as house:
+        yield house
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def ann(house: House) -> Objects:
+    return await objects_of(house.ann)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def ben(house: House) -> Objects:
+    return await objects_of(house.ben)
+
+
+def filled(path: str, objects: Objects) -> str:
+    return _PARAMETER.sub(lambda found: str(asdict(objects)[found[1]]), path)
+
+
+def invented(objects: Objects) -> Objects:
+    """Ids of the same form that nobody was ever given."""
+    return Objects(**{name: value[:-8] + "00c0ffee" for name, value in asdict(objects).items()})
+
+
+def refusal(answer: Answer, objects: Objects) -> tuple[int, str, list[str]]:
+    """What somebody can learn from an answer, without the ids that he has sent himself."""
+    text = answer.body.decode()
+    for name, value in asdict(objects).items():
+        text = text.replace(value, f"<{name}>")
+    return answer.status, text, sorted(answer.headers)
+
+
+# --- by construction ----------------------------------------------------------------------------------
+
+
+async def test_every_route_was_thought_about() -> None:
+    objects = set(Objects.__dataclass_fields__)
+    for route in ROUTES:
+        parameters = set(_PARAMETER.findall(route[1])) - SHARED
+        assert parameters <= objects, f"{route}: say in `Objects` whose {parameters - objects} is"
+        has_body = route in BODIES
+        without = not parameters and not has_body
+        shared = bool(_PARAMETER.findall(route[1])) and not parameters
+        assert without == (route in NAMELESS or shared), f"{route}: can it name something of a tenant's?"
+        # What is posted has a body, which may name something; unless the path says that it has none.
+        assert route[0] != "POST" or has_body or parameters, f"{route}: say in `BODIES` what can be in it"
+
+
+async def test_every_field_of_a_request_was_thought_about() -> None:
+    fields = {field.encode_name for field in msgspec.structs.fields(CreateResponse)}
+    assert fields == NAMING | REFUSED | HARMLESS
+    assert {name.partition(":")[0] for name in BODIES["POST", "/v1/responses"]} == NAMING
+
+
+# --- paths --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", with_parameters, ids=" ".join)
+async def test_a_path_of_another_tenant_leads_nowhere(
+    house: House, ann: Objects, ben: Objects, route: tuple[str, str]
+) -> None:
+    method, path = route
+    body: dict[str, Any] | None = {} if method == "POST" else None
+    foreign = await house.ben.ask(method, filled(path, ann), body)
+    nowhere = await house.ben.ask(method, filled(path, invented(ann)), body)
+    assert foreign.status == 404
+    assert refusal(foreign, ann) == refusal(nowhere, invented(ann))
+    names = _PARAMETER.findall(path)
+    for name in names if len(names) > 1 else ():  # one's own container, and a file in another's
+        mixed = Objects(**{**asdict(ben), name: asdict(ann)[name]})
+        unknown = Objects(**{**asdict(ben), name: asdict(invented(ann))[name]})
+        foreign = await house.ben.ask(method, filled(path, mixed), body)
+        nowhere = await house.ben.ask(method, filled(path, unknown), body)
+        assert foreign.status == 404
+        assert refusal(foreign, mixed) == refusal(nowhere, unknown)
+
+
+@pytest.mark.parametrize("route", with_parameters, ids=" ".join)
+async def test_the_same_path_leads_its_owner_somewhere(house: House, route: tuple[str, str]) -> None:
+    own = await objects_of(house.ann)  # of its own: some routes delete it
+    answer = await house.ann.ask(route[0], filled(route[1], own), {} if route[0] == "POST" else None)
+    # Only background responses can be cancelled, and there are none; but it was found.
+    assert answer.status == (400 if route[1].endswith("/cancel") else 200)
+
+
+async def test_without_a_key_there_is_nothing(house: House, ann: Objects) -> None:
+    for method, path in ROUTES:
+        path = path.replace("{model:path}", "small")
+        answer = await house.served.ask(method, filled(path, ann), {} if method == "POST" else None)
+        if path in ("/healthz", "/readyz"):
+            assert answer.status == 200
+        else:
+            assert answer.error == (401, "invalid_api_key", None), (method, path)
+
+
+# --- bodies -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("route", "name"), bodies)
+async def test_a_body_that_names_what_is_anothers(
+    house: House, ann: Objects, route: tuple[str, str], name: str
+) -> None:
+    method, path = route
+    make = BODIES[route][name]
+
+    async def ask(party: Any, objects: Objects) -> Answer:
+        body = {"model": "scripted", "input": "hi", **make(objects)}
+        return await (over_websocket(party, body) if method == "GET" else party.ask(method, path, body))
+
+    before = rows(house)
+    foreign, nowhere = await ask(house.ben, ann), await ask(house.ben, invented(ann))
+    assert foreign.status in (400, 404)
+    assert refusal(foreign, ann) == refusal(nowhere, invented(ann))
+    assert rows(house) == before
+    assert (await ask(house.ann, ann)).status == 200
+
+
+async def over_websocket(party: Party, body: dict[str, Any]) -> Answer:
+    """The answer as it would be over HTTP."""
+    async with connected(party.served.port, additional_headers=party.headers) as socket:
+        await socket.ask(**body)
+        last = (await socket.answer())[-1]
+    shown = {"error": last["error"]} if last["type"] == "error" else last["response"]
+    return Answer(last.get("status", 200), {}, json.dumps(shown).encode())
+
+
+async def test_what_a_connection_holds_is_nobody_elses(house: House) -> None:
+    async with (
+        connected(house.served.port, additional_headers=house.ann.headers) as ann,
+        connected(house.served.port, additional_headers=house.ben.headers) as ben,
+    ):
+        held = await ann.turn(model="scripted")
+        not_found = (400, "previous_response_not_found", "previous_response_id")
+        assert await ben.refusal(model="scripted", previous_response_id=held["id"]) == not_found
+        assert (await ann.turn(model="scripted", previous_response_id=held["id"]))["status"] == "completed"
+
+
+async def test_a_call_that_is_given_back_does_not_open_its_container(house: House, ann: Objects) -> None:
+    """Who knows the ids of a call may write its item himself; the container stays its owner's."""
+    call = {"type": "code_interpreter_call", "id": ann.call_id, "code": "x", "container_id": ann.container_id}
+    body: dict[str, Any] = {"tools": [INTERPRETER], "input": [call, {"role": "user", "content": "go on"}]}
+    asked = len(house.model.requests)
+    mine = await house.ann.create(**body)
+    other = await house.ben.create(**body)
+    assert containers_in(mine) == {ann.container_id}
+    assert containers_in(other).isdisjoint({ann.container_id})
+    # Nor does he learn what the call has printed: the model of its owner is shown that, his is not.
+    shown = [
+        [entry.exchange.output for entry in request.segments[-1].entries if entry.exchange is not None]
+        for request in house.model.requests[asked:]
+        if any(entry.id == ann.call_id for entry in request.segments[-1].entries)
+    ]
+    assert ["made" in outputs[0] for outputs in shown] == [True, False]
+
+
+def containers_in(answer: Answer) -> set[str]:
+    assert answer.status == 200, answer.body
+    return {item["container_id"] for item in answer.json["output"] if item["type"] == "code_interpreter_call"}
+
+
+def rows(house: House) -> dict[str, int]:
+    """How much is in every table."""
+    with closing(sqlite3.connect(house.database)) as connection:
+        tables = connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall()
+        return {
+            name: connection.execute(f"SELECT count(*) FROM {name}").fetchone()[0]
+            for (name,) in tables
+            if not name.startswith("sqlite_")
+        }
+
+
+async def test_lists_hold_only_what_is_ones_own(house: House, ann: Objects, ben: Objects) -> None:
+    for party, own, other in ((house.ann, ann, ben), (house.ben, ben, ann)):
+        for method, path in ROUTES:
+            if method == "GET" and (method, path) not in NAMELESS | set(BODIES):
+                answer = await party.ask(method, filled(path.replace("{model:path}", "small"), own))
+                assert answer.status == 200, path
+                for foreign in asdict(other).values():
+                    assert foreign not in answer.body.decode("latin-1")
+
+
+async def test_keys_of_one_tenant_share_everything(house: House, ann: Objects) -> None:
+    second = await house.another("ann")
+    assert (await second.ask("GET", f"/v1/responses/{ann.response_id}")).status == 200
+    assert json.loads((await second.ask("GET", f"/v1/containers/{ann.container_id}/files")).body)["data"]

@@ -1,0 +1,78 @@
+"""What both servers stand on: readers that take nothing, callers over the bound; imports `fumehood.serving`."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from fumehood.serving import web
+from fumehood.serving.exchange import BareExchange, Headers, Receive, Scope, Send
+from fumehood.serving.sockets import Address, listen
+from fumehood.serving.web import WebServer, render_refusal
+
+PATIENCE = 30
+REQUEST = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
+PLAIN: Headers = [(b"content-type", b"text/plain")]
+
+
+class Flood:
+    """Sends without end, to whoever asks."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = BareExchange(scope, receive, send)
+        left = asyncio.ensure_future(exchange.until_left())
+        await exchange.begin(200, PLAIN)
+        while not left.done():
+            await exchange.send(b"x" * 100_000)
+            await asyncio.sleep(0)
+        self.ended.set()
+
+
+@asynccontextmanager
+async def served(app: Flood, connections: int | None = None) -> AsyncGenerator[int]:
+    """A server until the block is left, and its port."""
+    listener = listen(Address(port=0))
+    server = WebServer(
+        app, listener.sock, lambda status, reason: render_refusal([], b"%d" % status), connections=connections
+    )
+    ready = asyncio.Event()
+    task = asyncio.ensure_future(server.serve(ready.set))
+    await ready.wait()
+    try:
+        yield listener.sock.getsockname()[1]
+    finally:
+        server.stop()
+        server.stop()
+        await task
+        listener.close()
+
+
+async def test_a_reader_that_takes_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "_STALL_SECONDS", 0.1)
+    app = Flood()
+    async with served(app) as port, asyncio.timeout(PATIENCE):
+        _, writer = await asyncio.open_connection(
+            "127.0.0.1", port
+        )  # its buffer is small, and nobody empties it
+        writer.write(REQUEST)
+        await app.ended.wait()
+        writer.close()
+    assert app.ended.is_set()
+
+
+async def test_who_comes_when_all_places_are_taken_is_told_so() -> None:
+    async with served(Flood(), connections=1) as port, asyncio.timeout(PATIENCE):
+        first, holder = await asyncio.open_connection("127.0.0.1", port)
+        second, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert (await second.readline()) == b"HTTP/1.1 429 Too Many Requests\r\n"
+        assert (await second.read()).endswith(
+            b"retry-after: 1\r\nconnection: close\r\n"
+            b"content-type: application/json\r\ncontent-length: 3\r\n\r\n429"
+        )
+        writer.close()
+        assert not first.at_eof()
+        holder.close()

@@ -1,0 +1,58 @@
+"""The conversation that every client has with the gateway, with code, a file and its past; imports the support.
+
+First the model squares, writes a file and links it; then it adds, which works only in the container of the first turn.
+"""
+
+from collections.abc import Sequence
+
+from tests.support.chat_server import DONE, Answer, Asked, chunk, stream
+from tests.support.served import USAGE, Model, call, calls
+
+SQUARE = "rows = [1, 4, 9]\nopen('squares.csv', 'w').write('1,4,9')\nprint('kept', len(rows))"
+ADD = "print(sum(rows), open('squares.csv').read())"
+LINK = "Here: [squares](sandbox:/mnt/data/squares.csv)."
+SUM = "It is 14."
+FILE = b"1,4,9"
+
+SQUARED = "kept 3\nFiles: /mnt/data/squares.csv"
+ADDED = "14 1,4,9"
+# What the model is told of a call that nobody kept and whose outputs the client left out.
+FORGOTTEN = "(the output was not kept)"
+
+
+def turns(additions: int) -> list[Answer]:
+    """One turn that squares, and as many as that which add. The model thinks aloud, as many do."""
+    return [*_turn(SQUARE, LINK), *_turn(ADD, SUM) * additions]
+
+
+def _turn(code: str, text: str) -> list[Answer]:
+    thought = chunk({"reasoning_content": "Hm."})
+    middle = len(text) // 2
+    said = [chunk({"content": text[:middle]}), chunk({"content": text[middle:]})]
+    return [
+        calls([thought], call("code_interpreter", {"code": code})),
+        stream(thought, *said, chunk(finish="stop"), USAGE, DONE),
+    ]
+
+
+def script(model: Model, additions: int) -> None:
+    model.script(*turns(additions))
+
+
+def check(model: Model, pasts: Sequence[str]) -> None:
+    """Everything was asked for. pasts: for each turn that added, what it was shown as the result of the first call."""
+    assert model.unasked == 0
+    check_asked(model.asked, pasts)
+
+
+def check_asked(asked: Sequence[Asked], pasts: Sequence[str]) -> None:
+    first, *rest = [one.json["messages"] for one in asked]
+    assert [message["role"] for message in first if message["role"] != "system"] == ["user"]
+    assert rest.pop(0)[-1]["content"] == SQUARED
+    for past, before, after in zip(pasts, rest[::2], rest[1::2], strict=True):
+        spoken = [message for message in before if message["role"] != "system"]
+        assert [message["role"] for message in spoken[:4]] == ["user", "assistant", "tool", "assistant"]
+        assert spoken[2]["content"] == past
+        assert spoken[3]["content"] == LINK
+        assert spoken[-1]["role"] == "user"
+        assert after[-1] == {"role": "tool", "tool_call_id": "call_1", "content": ADDED}
