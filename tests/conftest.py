@@ -19,6 +19,7 @@ pytest.register_assert_rewrite(
     "fumehood.testing.model_kit",
     "fumehood.testing.sandbox_kit",
     "fumehood.testing.sandbox_kit_files",
+    "fumehood.testing.sealer_kit",
     "fumehood.testing.store_kit",
     "fumehood.testing.store_kit_leases",
     "fumehood.testing.tool_kit",

@@ -69,6 +69,16 @@ async def test_keys_are_changed_by_putting_the_new_one_first(tmp_path: Path) -> 
     assert not (tmp_path / "gateway.db.keys").exists()
 
 
+async def test_a_window_is_worth_nothing_to_another_tenant(tmp_path: Path) -> None:
+    async with assembled(config(tmp_path), {}) as parts:
+        answer = await parts.runs.compact(request("Hi"), Caller("one"))
+        window = msgspec.json.decode(msgspec.json.encode(answer.output))
+        assert (await parts.runs.count(request(window), Caller("one"))).input_tokens > 0
+        with pytest.raises(InvalidRequest) as refused:
+            await parts.runs.start(request(window), Caller("two"))
+        assert refused.value.param == SEALED
+
+
 @pytest.mark.parametrize("keys", ["", "short", f"{OLD} not!base64"])
 async def test_wrong_keys_are_refused_before_anything_is_served(tmp_path: Path, keys: str) -> None:
     with pytest.raises(Misconfigured, match="KEYS") as refused:

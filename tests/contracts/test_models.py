@@ -9,6 +9,7 @@ from msgspec import Raw
 
 from fumehood.models.chat_completions import ChatCompletions
 from fumehood.models.direct import DirectModel
+from fumehood.models.responses_api import ResponsesApi
 from fumehood.models.retrying import Retrying
 from fumehood.models.settings import ModelSettings
 from fumehood.models.upstream import Upstream
@@ -19,7 +20,7 @@ from fumehood.protocol.tools import FunctionSpec
 from fumehood.testing import Beat, ScriptedModel, calls, says
 from fumehood.testing.clock import FakeClock
 from fumehood.testing.model_kit import ModelKit, Subject
-from tests.support import chat_server
+from tests.support import chat_server, responses_server
 from tests.support.chat_server import CUT, Answer, ChatServer, chunk, stream
 from tests.support.conversations import message, segment
 
@@ -79,21 +80,49 @@ class TestChatCompletions(ModelKit):
             server.answers = _ByModel(answers())
             upstream = Upstream()
             backend = ChatCompletions(ModelSettings(base_url=server.url), upstream)
-            yield chat_subject(Retrying(backend, 0, FakeClock()), server)
+            refused = segment(message([{"type": "input_hologram"}]))
+            yield served_subject(Retrying(backend, 0, FakeClock()), server, refused=refused)
             await upstream.close()
 
 
-def chat_subject(backend: Retrying, server: ChatServer) -> Subject:
+def served_subject(backend: Retrying, server: ChatServer, refused: Segment) -> Subject:
     return Subject(
         backend=backend,
         answers=request("answers"),
         calls=request("calls"),
-        refused=request("answers", segment(message([{"type": "input_hologram"}]))),
+        refused=request("answers", refused),
         fails=request("fails"),
         breaks=request("breaks"),
         waits=request("waits"),
         left=server.left.wait,
     )
+
+
+def responses_answers() -> dict[str, Answer]:
+    begun = responses_server.created() + responses_server.message("Hel")
+    return {
+        "answers": stream(begun, responses_server.message("lo", index=1), responses_server.ended()),
+        "calls": stream(
+            responses_server.created(),
+            responses_server.call("code_interpreter", '{"code"', ':"1"}'),
+            responses_server.ended(),
+        ),
+        "fails": chat_server.error("503 Service Unavailable", {"error": {"message": "busy"}}),
+        "breaks": stream(begun, CUT),
+        "waits": stream(begun, asyncio.Event()),
+    }
+
+
+class TestResponsesApi(ModelKit):
+    @pytest.fixture
+    async def subject(self) -> AsyncGenerator[Subject]:
+        async with chat_server.chat_server() as server:
+            server.answers = _ByModel(responses_answers())
+            upstream = Upstream()
+            backend = ResponsesApi(ModelSettings(base_url=server.url, backend="responses"), upstream)
+            parts = [{"type": "input_file", "file_id": "file-1"}]
+            yield served_subject(Retrying(backend, 0, FakeClock()), server, refused=segment(message(parts)))
+            await upstream.close()
 
 
 class TestDirectModel(ModelKit):

@@ -1,19 +1,25 @@
 """Conversations that are made short: within a request, on demand, again and again; imports the engine over doubles."""
 
+import asyncio
 import base64
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fumehood.engine.tokens import Tokens, estimate, tokens_of
 from fumehood.interfaces import Caller
+from fumehood.models.chat_rendering import ChatRenderer, Dialect
 from fumehood.protocol.conversation import Segment
-from fumehood.protocol.errors import InvalidRequest, ModelError, ModelUnreachable
+from fumehood.protocol.errors import InvalidRequest, ModelError, ModelUnreachable, Unavailable
 from fumehood.protocol.folding import fold
 from fumehood.protocol.items import Compaction, Message
-from fumehood.protocol.models import ModelProfile, ModelRequest
+from fumehood.protocol.models import AnyModelEvent, ModelProfile, ModelRequest
 from fumehood.protocol.responses import CreateResponse, Usage
+from fumehood.store.sealing import KeyedSealer
 from fumehood.testing import Answer, ScriptedModel, ScriptedTool, calls, says, thinks
 from tests.support.conversations import hosted, message
 from tests.support.engines import Engine
@@ -21,6 +27,8 @@ from tests.support.streams import check_invariants
 
 MANAGED = [{"type": "compaction", "compact_threshold": 1000}]
 LONG = "a long story " * 400
+SEALER = KeyedSealer([b"k" * 32])
+SEALED = SEALER.seal("", b'{"messages":[],"summary":"s"}')
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 
 
@@ -273,6 +281,25 @@ async def test_only_the_latest_messages_are_kept_and_the_summary_is_bounded() ->
     assert len(answer.output[0].encrypted_content) < 16_000
 
 
+async def test_a_server_that_stops_ends_compactions_and_says_so() -> None:
+    begun = asyncio.Event()
+
+    def waits(_: ModelRequest) -> list[asyncio.Event]:
+        begun.set()
+        return [asyncio.Event()]
+
+    model = ScriptedModel(waits)
+    engine = Engine(model)
+    task = asyncio.create_task(compacted(engine, input="Hi"))
+    await begun.wait()
+    await engine.runs.drain(0)
+    with pytest.raises(Unavailable):
+        await task
+    assert model.aborted == model.requests
+    with pytest.raises(Unavailable):
+        await compacted(engine, input="Hi")
+
+
 @pytest.mark.parametrize("body", [{"input": "Hi", "model": None}, {}])
 async def test_what_is_missing_is_named(body: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as refused:
@@ -290,7 +317,7 @@ async def test_a_model_that_writes_no_summary_is_an_error_of_its_own() -> None:
 
 def sealed(state: Any, tenant: str = "") -> dict[str, str]:
     content = state if isinstance(state, bytes) else msgspec.json.encode(state)
-    text = base64.b64encode(f"{tenant}\n".encode() + content).decode()
+    text = base64.b64encode(f"{tenant}\0".encode() + content).decode()
     return {"type": "compaction", "encrypted_content": text}
 
 
@@ -316,6 +343,97 @@ async def test_others_are_refused_by_their_place_wherever_they_stand(item: dict[
             await engine.block(input=window)
         assert refused.value.param == f"input[{place}].encrypted_content"
     assert engine.store.commits == 0
+
+
+async def test_nobody_else_can_use_one_and_a_stored_one_needs_its_key() -> None:
+    model = ScriptedModel(says("Sum."), says(LONG), says("Sum."), says("Fine."))
+    engine = Engine(model, sealer=KeyedSealer([b"k" * 32]))
+    window = dumped(*(await compacted(engine, tenant="one", input="Hi")).output)
+    with pytest.raises(InvalidRequest) as refused:
+        await engine.start(tenant="two", input=window)
+    assert refused.value.param == "input[0].encrypted_content"
+    assert refused.value.wire_code == "invalid_encrypted_content"
+    first = await engine.block(tenant="one", input=window, context_management=MANAGED)
+    assert isinstance(first.output[-1], Compaction)
+    await engine.block(tenant="one", input="Go on", previous_response_id=first.id)
+    model.assert_consumed()
+    other = Engine(ScriptedModel(), sealer=KeyedSealer([b"o" * 32]), before=engine.store)
+    with pytest.raises(InvalidRequest) as refused:
+        await other.start(tenant="one", input="Go on", previous_response_id=first.id)
+    assert refused.value.param == "previous_response_id"
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_one_that_was_changed_anywhere_is_refused_by_its_place(data: st.DataObject) -> None:
+    bit = data.draw(st.integers(0, len(SEALED) * 8 - 1))
+    changed = bytearray(SEALED.encode())
+    changed[bit // 8] ^= 1 << bit % 8
+    item = {"type": "compaction", "encrypted_content": changed.decode("latin-1")}
+    engine = Engine(ScriptedModel(), sealer=SEALER)
+    with pytest.raises(InvalidRequest) as refused:
+        asyncio.run(engine.start(input=[{"role": "user", "content": "Hi"}, item]))
+    assert refused.value.param == "input[1].encrypted_content"
+
+
+# --- whatever happens ---------------------------------------------------------------------------------
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> list[Any]:
+    """A turn: some text, perhaps calls, of the hosted tool or of the client's."""
+    said = says("word " * draw(st.sampled_from([1, 50, 400, 1500])), pieces=1)
+    kind = draw(st.sampled_from(["text", "text", "hosted", "client", "both"]))
+    if kind in ("hosted", "both"):
+        said = [*said, *calls("scripted", {})]
+    if kind in ("client", "both"):
+        said = [*said, *calls("f", {})]
+    return said
+
+
+@settings(max_examples=40)
+@given(st.lists(st.lists(answers(), min_size=1, max_size=3), min_size=1, max_size=6), st.booleans())
+def test_the_model_is_never_shown_half_a_call(scripts: list[list[Any]], replayed: bool) -> None:
+    asyncio.run(converse(scripts, replayed))
+
+
+async def converse(scripts: list[list[Any]], replayed: bool) -> None:
+    """A client's whole conversation: each script has the model's turns for one request, as far as it goes."""
+    renderer = ChatRenderer(Dialect())
+
+    class Model(ScriptedModel):
+        async def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+            assert renderer.messages(None, request.segments)
+            asked = texts(request)[-1][1].startswith("Stop here")
+            self.expect(says("Sum.") if asked or not queue else queue.pop(0))
+            async for batch in super().stream(request):
+                yield batch
+
+    queue: list[Any] = []
+    tool = ScriptedTool(always=[Answer("x" * 900)])
+    engine = Engine(Model(), [tool])
+    window: list[Any] = []
+    previous: str | None = None
+    added: list[Any] = [{"role": "user", "content": "Hi"}]
+    for script in scripts:
+        queue[:] = script
+        window += added
+        events = await engine.stream(
+            input=window if replayed else added,
+            previous_response_id=None if replayed else previous,
+            tools=[FUNCTION, {"type": "scripted"}],
+            context_management=MANAGED,
+            store=not replayed,
+            max_tool_calls=4,
+        )
+        response = fold(events)
+        assert response.status == "completed", response.error
+        previous = response.id
+        items = dumped(*response.output)
+        window += items
+        open_calls = [item["call_id"] for item in items if item["type"] == "function_call"]
+        added = [{"type": "function_call_output", "call_id": one, "output": "y" * 500} for one in open_calls]
+        added = added or [{"role": "user", "content": "And then? " * 30}]
 
 
 # --- counting -----------------------------------------------------------------------------------------

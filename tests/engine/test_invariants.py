@@ -2,13 +2,21 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import Raw
 
 from fumehood.protocol.errors import ModelUnreachable
+from fumehood.protocol.items import UrlCitation
 from fumehood.protocol.models import (
     AnyModelEvent,
     CallArguments,
     CallStarted,
+    Cited,
+    ItemPassed,
+    MessageStarted,
+    ReasoningEnded,
+    ReasoningStarted,
     Refused,
+    Summary,
     Text,
     Thought,
     TurnEnded,
@@ -29,6 +37,24 @@ words = st.text(max_size=8)
 keys = st.integers(0, 3)
 pieces = st.sampled_from(['{"input": "a', '\\n"', "}", "{}", " ", '"', '{"text": 1}', "\\u00e9"])
 
+passed = Raw(b'{"type":"web_search_call","id":"ws_1"}')
+source = UrlCitation(url="https://a.example", title="A", start_index=0, end_index=1)
+rarer: st.SearchStrategy[AnyModelEvent] = st.one_of(
+    st.sampled_from(
+        [
+            MessageStarted(),
+            MessageStarted("commentary"),
+            Cited(source),
+            ReasoningStarted(),
+            ReasoningEnded(),
+            ReasoningEnded("sealed"),
+            ItemPassed(passed),
+            ItemPassed(passed, open=True),
+        ]
+    ),
+    st.builds(Summary, st.integers(0, 2), words),
+)
+
 
 @st.composite
 def events(draw: st.DrawFn) -> list[AnyModelEvent]:
@@ -36,8 +62,10 @@ def events(draw: st.DrawFn) -> list[AnyModelEvent]:
     drawn: list[AnyModelEvent] = []
     started: set[int] = set()
     for _ in range(draw(st.integers(0, 12))):
-        kind = draw(st.integers(0, 5))
-        if kind <= 2:
+        kind = draw(st.integers(0, 7))
+        if kind > 5:
+            drawn.append(draw(rarer))
+        elif kind <= 2:
             drawn.append(draw(st.sampled_from([Text, Refused, Thought]))(draw(words)))
         else:
             key = draw(keys)

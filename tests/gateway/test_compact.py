@@ -47,7 +47,7 @@ async def test_a_count_says_whether_it_is_exact() -> None:
 
 async def test_compactions_count_among_the_responses_in_the_making() -> None:
     runs = Compacting()
-    async with serving_gateway(runs=runs, concurrent=1) as gateway, asyncio.timeout(PATIENCE):
+    async with serving_gateway(runs=runs, total=1) as gateway, asyncio.timeout(PATIENCE):
         body = {"model": "m", "input": "Hi"}
         first = asyncio.ensure_future(gateway.ask("POST", "/v1/responses/compact", body))
         await runs.begun.wait()

@@ -148,14 +148,16 @@ async def test_a_stream_that_breaks_says_so(gateway: Served, fault: Exception, m
         await read_head(reader)
         gateway.runs.runs[0].break_off(fault)
         events = parse(b"".join(await read_body(reader)))
-    assert events[-1] == (
-        "error",
-        {
-            "type": "error",
-            "sequence_number": 2,
-            "error": {"message": message, "type": "server_error", "param": None, "code": "server_error"},
-        },
-    )
+    (_, told), (kind, last) = events[-2:]
+    assert told == {
+        "type": "error",
+        "sequence_number": 2,
+        "error": {"message": message, "type": "server_error", "param": None, "code": "server_error"},
+    }
+    assert (kind, last["sequence_number"]) == ("response.failed", 3)
+    assert last["response"]["status"] == "failed"
+    assert last["response"]["error"] == {"code": "server_error", "message": message}
+    assert gateway.runs.runs[0].cancelled == "its stream broke off"
 
 
 # --- many and slow ------------------------------------------------------------------------------------

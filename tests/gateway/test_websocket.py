@@ -327,15 +327,19 @@ async def test_a_fault_of_ours_is_one_message_and_one_line(
     ]
 
 
-async def test_a_run_that_breaks_ends_with_an_error_that_has_a_status(gateway: Served) -> None:
+async def test_a_run_that_breaks_says_so_and_ends(gateway: Served) -> None:
     gateway.runs.script = beginning
     async with opened(gateway) as socket:
         await socket.ask()
         await until_running(gateway)
         gateway.runs.runs[0].break_off(ServerFault("You read too slowly."))
         events = await socket.answer()
-        assert [event["type"] for event in events] == ["response.created", "response.in_progress", "error"]
-        assert refused(events[-1]) == (500, "server_error", None)
+        assert [event["type"] for event in events[2:]] == ["error", "response.failed"]
+        assert (
+            events[2]["error"]["message"]
+            == events[3]["response"]["error"]["message"]
+            == "You read too slowly."
+        )
         gateway.runs.script = lambda response: [text_events(response)]
         assert (await socket.turn())["status"] == "completed"
 

@@ -275,7 +275,7 @@ async def test_connections_are_used_again() -> None:
 
 
 async def test_usage_that_comes_late_and_an_end_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fumehood.models.chat_completions._USAGE_SECONDS", 0.05)
+    monkeypatch.setattr("fumehood.models.model_server._USAGE_SECONDS", 0.05)
     usage = data({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
     for more, expected in [(b"", None), (usage, Usage(input_tokens=1, output_tokens=2, total_tokens=3))]:
         never = asyncio.Event()

@@ -112,6 +112,14 @@ def test_logprobs() -> None:
     assert text == Text("a", [Raw(whole)])
 
 
+def test_numbers_that_json_does_not_know() -> None:
+    logprobs = b'{"content":[{"token":"a","logprob":-Infinity}]}'
+    odd = b'data: {"choices":[{"delta":{"content":"a"},"logprobs":' + logprobs + b"}]}\n\n"
+    (text, end) = parse(odd, b'data: {"usage":{"prompt_tokens":NaN,"completion_tokens":1e999}}\n\n', says())
+    assert text == Text("a", [Raw(b'{"token":"a","bytes":[97],"logprob":-9999.0,"top_logprobs":[]}')])
+    assert end == TurnEnded("stop", Usage())
+
+
 def test_deltas_that_say_nothing() -> None:
     nothing = [
         data({"choices": []}),
@@ -422,7 +430,6 @@ def test_types_that_are_a_little_off() -> None:
         (b'data: {"choices": 5}\n\n', "Expected `array"),
         (b'data: {"choices": [\n\n', "Expecting value"),
         (b"data: " + b"[" * 100_000 + b"\n\n", "recursion"),
-        (b'data: {"choices":[{"delta":{"content":NaN}}]}\n\n', "malformed"),
     ],
 )
 def test_what_cannot_be_read_ends_the_turn(line: bytes, told: str) -> None:
@@ -506,7 +513,7 @@ def test_an_error_shows_no_secrets() -> None:
         data({"error": {"message": f"key {SECRET} and sk-another1 and Bearer abc are wrong", "code": 500}})
     )
     assert error.message == snapshot(
-        "The server of the model 'm' failed (HTTP 500): key [hidden] and [hidden] and [hidden] are wrong."
+        "The server of the model 'm' failed: key [hidden] and [hidden] and [hidden] are wrong."
     )
 
 

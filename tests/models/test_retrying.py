@@ -1,6 +1,5 @@
 """A turn is asked for again only before it has begun; imports pytest and fumehood."""
 
-import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -20,28 +19,12 @@ from fumehood.protocol.models import AnyModelEvent, ModelProfile, ModelRequest, 
 from fumehood.testing import ScriptedModel, Turn, says
 from tests.support import chat_server
 from tests.support.chat_server import stream
+from tests.support.clocks import Waits
 from tests.support.conversations import message, segment
 
 REQUEST = ModelRequest(model="m", segments=[segment(message("hi"))])
 DOWN = ModelUnreachable("down")
 ANSWER = [[Text("a")], [TurnEnded("stop")]]
-
-
-class Waits:
-    """A clock that does not make anybody wait, and knows how long they would have."""
-
-    def __init__(self) -> None:
-        self.slept: list[float] = []
-
-    def now(self) -> float:
-        return 0.0
-
-    def monotonic(self) -> float:
-        return 0.0
-
-    async def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        await asyncio.sleep(0)
 
 
 async def turn(backend: Retrying) -> list[Sequence[AnyModelEvent]]:

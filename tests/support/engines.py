@@ -10,7 +10,7 @@ import msgspec
 from fumehood.engine.log import LagLimits
 from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRun, EngineRuns
-from fumehood.interfaces import Caller, HostedTool
+from fumehood.interfaces import Caller, HostedTool, Sealer
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.items import Message, OutputText, ProducedFile
 from fumehood.protocol.responses import CreateResponse, Response, Usage
@@ -32,9 +32,11 @@ class Engine:
     lag: LagLimits = field(default_factory=LagLimits)
     disabled: frozenset[str] = frozenset()
     clock: FakeClock = field(default_factory=FakeClock)
+    sealer: Sealer = field(default_factory=PlainSealer)
+    before: MemoryStore | None = None  # what another engine has kept
 
     def __post_init__(self) -> None:
-        self.store = MemoryStore(self.clock)
+        self.store = self.before or MemoryStore(self.clock)
         self.runs = EngineRuns(
             ScriptedModels(self.model),
             self.tools,
@@ -43,7 +45,7 @@ class Engine:
             limits=self.limits,
             lag=self.lag,
             disabled_tools=self.disabled,
-            sealer=PlainSealer(),
+            sealer=self.sealer,
         )
 
     async def start(self, tenant: str = "", **body: Any) -> EngineRun:

@@ -5,7 +5,7 @@ First the model squares, writes a file and links it; then it adds, which works o
 
 from collections.abc import Sequence
 
-from tests.support.chat_server import DONE, Answer, Asked, chunk, stream
+from tests.support.chat_server import CUT, DONE, Answer, Asked, chunk, stream
 from tests.support.served import USAGE, Model, call, calls
 
 SQUARE = "rows = [1, 4, 9]\nopen('squares.csv', 'w').write('1,4,9')\nprint('kept', len(rows))"
@@ -13,6 +13,7 @@ ADD = "print(sum(rows), open('squares.csv').read())"
 LINK = "Here: [squares](sandbox:/mnt/data/squares.csv)."
 SUM = "It is 14."
 FILE = b"1,4,9"
+LOST = "The sandbox is gone."
 
 SQUARED = "kept 3\nFiles: /mnt/data/squares.csv"
 ADDED = "14 1,4,9"
@@ -33,6 +34,15 @@ def _turn(code: str, text: str) -> list[Answer]:
         calls([thought], call("code_interpreter", {"code": code})),
         stream(thought, *said, chunk(finish="stop"), USAGE, DONE),
     ]
+
+
+def lost_sandbox() -> list[Answer]:
+    """A turn whose call fails, which the model is told; then it speaks. Its event is one that OpenAI has not."""
+    return _turn("import os\nos.kill(os.getpid(), 9)", LOST)
+
+
+def broken_connection() -> list[Answer]:
+    return [stream(chunk({"content": "I am"}), CUT)]
 
 
 def script(model: Model, additions: int) -> None:

@@ -198,6 +198,6 @@ async def test_what_outlives_a_compaction_finds_the_container_again_and_tells_of
         assert await interpreter.tool.remember(SOMEBODY, remembered) == memory
         stranger = await interpreter.tool.remember(Caller("stranger"), remembered)
         assert stranger is not None
-        assert "is gone" in stranger.note
+        assert "holds no files" in stranger.note
         assert b"cfile" not in b"".join(stranger.items)
         assert await interpreter.tool.remember(SOMEBODY, []) is None

@@ -15,13 +15,19 @@ from fumehood.engine.output import Output
 from fumehood.engine.prose import WrittenMessage, WrittenReasoning
 from fumehood.interfaces import CallContext, CallSession, OfferedTool, ToolResult
 from fumehood.protocol.conversation import Entry, Exchange
-from fumehood.protocol.events import StreamEvent, TextDelta
-from fumehood.protocol.items import AuthoredItem, ItemStatus, OutputItem, ProducedFile
+from fumehood.protocol.events import ItemAdded, ItemDone, StreamEvent, TextDelta
+from fumehood.protocol.items import AuthoredItem, ItemStatus, OutputItem, Phase, ProducedFile
 from fumehood.protocol.models import (
     AnyModelEvent,
     CallArguments,
     CallStarted,
+    Cited,
+    ItemPassed,
+    MessageStarted,
+    ReasoningEnded,
+    ReasoningStarted,
     Refused,
+    Summary,
     Text,
     Thought,
     TurnEnded,
@@ -90,6 +96,7 @@ class Turn:
         self._most_hosted = most_hosted
         self._one_call = one_call
         self._message: WrittenMessage | None = None
+        self._phase: Phase | None = None  # of the message that is to come
         self._reasoning: WrittenReasoning | None = None
         self._calls: dict[int, HostedCall | WrittenCall | _UnknownCall | None] = {}
         self._unknown: list[_UnknownCall] = []
@@ -125,17 +132,62 @@ class Turn:
                 pending.extend(self._feed_call(event))
             elif isinstance(event, Thought):
                 written += len(event.delta)
-                pending.append((self._reasoning or await self._open_reasoning()).think(event.delta))
+                reasoning = self._reasoning
+                if reasoning is None or reasoning.thoughts is None:
+                    reasoning = await self._open_thoughts()
+                pending.append(reasoning.think(event.delta))
             elif isinstance(event, CallStarted):
                 await self._start_call(event)
-            elif isinstance(event, Refused):
-                written += len(event.delta)
-                pending.append((await self._open_refusal()).refuse(event.delta))
-            else:
+            elif isinstance(event, TurnEnded):
                 self.ended = event
+            else:
+                written += await self._feed_rarer(event)
         self.written += written
         self.pieces += len(batch)
         self._flush()
+
+    async def _feed_rarer(
+        self,
+        event: Refused | Summary | MessageStarted | Cited | ReasoningStarted | ReasoningEnded | ItemPassed,
+    ) -> int:
+        """What does not come by the thousand; how many characters it was."""
+        match event:
+            case Refused():
+                self._pending.append((await self._open_refusal()).refuse(event.delta))
+                return len(event.delta)
+            case Summary():
+                reasoning = self._reasoning or await self._open_reasoning(shown=False)
+                self._pending += reasoning.summarise(event.index, event.delta)
+                return len(event.delta)
+            case MessageStarted():
+                self._close_reasoning()
+                await self._close_message("completed")
+                self._phase = event.phase
+            case Cited():
+                if self._message is not None and self._message.text is not None:
+                    self._pending.append(self._message.cite(event.citation))
+            case ReasoningStarted():
+                await self._open_reasoning(shown=False)
+            case ReasoningEnded():
+                if self._reasoning is None:
+                    await self._open_reasoning(shown=False)
+                self._close_reasoning(event.sealed)
+            case ItemPassed():
+                await self._pass_item(event)
+                return len(bytes(event.item))
+        return 0
+
+    async def _pass_item(self, event: ItemPassed) -> None:
+        self._close_reasoning()
+        await self._close_message("completed")
+        self._close_whole_calls()
+        index = self._output.place()
+        self._pending += [
+            ItemAdded(output_index=index, item=event.item),
+            ItemDone(output_index=index, item=event.item),
+        ]
+        self._finish(index, event.item)
+        self.client_calls += event.open
 
     def _flush(self) -> None:
         if self._pending:
@@ -146,7 +198,8 @@ class Turn:
         if self._reasoning is not None:
             self._close_reasoning()
         if self._message is None:
-            self._message = WrittenMessage(self._output.place())
+            self._message = WrittenMessage(self._output.place(), self._phase)
+            self._phase = None
             self._pending.append(self._message.begin())
         else:
             self._pending += await self._message.end_part(self._find_files)
@@ -164,16 +217,22 @@ class Turn:
         self._pending.append(message.begin_refusal())
         return message
 
-    async def _open_reasoning(self) -> WrittenReasoning:
+    async def _open_reasoning(self, *, shown: bool) -> WrittenReasoning:
+        self._close_reasoning()
         await self._close_message("completed")
-        self._reasoning = WrittenReasoning(self._output.place())
-        self._pending += self._reasoning.begin()
+        self._reasoning = WrittenReasoning(self._output.place(), shown=shown)
+        self._pending.append(self._reasoning.begin())
         return self._reasoning
 
-    def _close_reasoning(self) -> None:
+    async def _open_thoughts(self) -> WrittenReasoning:
+        reasoning = self._reasoning or await self._open_reasoning(shown=True)
+        self._pending += reasoning.begin_thoughts()
+        return reasoning
+
+    def _close_reasoning(self, sealed: str | None = None) -> None:
         reasoning, self._reasoning = self._reasoning, None
         if reasoning is not None:
-            item, events = reasoning.end()
+            item, events = reasoning.end(sealed)
             self._pending += events
             self._finish(reasoning.index, item)
 

@@ -31,7 +31,7 @@ _SHORTEST_SUMMARY = 250
 _THINKING = 2048  # tokens that a model may need before it begins to write
 _LARGEST_STATE = 7 << 20  # bytes; sealed and in base64 it is a third more
 _NEW_SHARE = 8  # of the limit: with less that is new, a compaction gains nothing
-_MOST_OPENED = 32 << 20  # bytes of opened ones that are kept
+_MOST_OPENED = 16 << 20  # bytes of opened ones that are kept
 
 _ASK = (
     "Stop here and write a summary of this conversation for yourself. It will take the place of everything above; of "

@@ -16,6 +16,7 @@ from fumehood.protocol.responses import CreateResponse
 _MOST_ITEMS = 10_000
 _CALLS = {"function_call": "function_call_output", "custom_tool_call": "custom_tool_call_output"}
 _OUTPUTS = frozenset(_CALLS.values())
+_LOOKED_UP = frozenset({"item_reference", "reasoning"})
 _PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -74,11 +75,7 @@ class History:
 
     async def _kept(self, items: Sequence[Item], caller: Caller) -> Mapping[str, Entry]:
         """What the store knows of items that are referred to, or whose results the client may have left out."""
-        ids = [
-            item.id
-            for item in items
-            if item.id and (item.type == "item_reference" or item.type in self._tools)
-        ]
+        ids = [item.id for item in items if item.id and (item.type in _LOOKED_UP or item.type in self._tools)]
         return await self._store.entries(caller.tenant, ids) if ids else {}
 
     def _entry(self, item: Item, kept: Mapping[str, Entry], where: str) -> Entry:
@@ -87,6 +84,10 @@ class History:
             if known is None:
                 raise InvalidRequest(f"Item with id '{item.id}' not found.", param=where)
             return msgspec.structs.replace(known, turn=0)
+        if item.type == "reasoning" and known is not None and known.type == item.type:
+            return msgspec.structs.replace(
+                known, turn=0
+            )  # with what was sealed, which clients seldom ask for
         identity = item.id or new_id(_PREFIXES.get(item.type, "item"))
         entry = Entry(type=item.type, id=identity, turn=0, raw=item.raw)
         tool = self._tools.get(item.type)

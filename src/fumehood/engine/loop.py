@@ -22,7 +22,7 @@ from fumehood.engine.log import EventLog
 from fumehood.engine.output import Output
 from fumehood.engine.preparation import Prepared
 from fumehood.engine.tokens import Tokens
-from fumehood.engine.truncation import fitted
+from fumehood.engine.truncation import fitted, room_for_input
 from fumehood.interfaces import CallContext, Clock, Fenced, Lease, ModelBackend, Store
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import ApiError, ModelError, ModelUnreachable, ServerFault, to_detail
@@ -285,6 +285,7 @@ class Loop:
             instructions=prepared.instructions,
             segments=(*self._window.segments, *self._segments),
             functions=functions,
+            others=prepared.others,
             choice=choice,
             parallel_calls=prepared.response.parallel_tool_calls,
             sampling=msgspec.structs.replace(prepared.sampling, max_output_tokens=self._tokens_left()),
@@ -365,9 +366,13 @@ class Loop:
 
 def _threshold(prepared: Prepared, backend: ModelBackend) -> int | None:
     """How many tokens are too many, where the client wants that to be minded."""
-    if prepared.compaction is None or prepared.compaction.compact_threshold is not None:
-        return prepared.compaction.compact_threshold if prepared.compaction is not None else None
-    return (backend.profile(prepared.response.model).context_window or USUAL_LIMIT) * 4 // 5
+    if prepared.compaction is None:
+        return None
+    context_window = backend.profile(prepared.response.model).context_window
+    wanted = prepared.compaction.compact_threshold or (context_window or USUAL_LIMIT) * 4 // 5
+    if context_window is None:
+        return wanted
+    return min(wanted, room_for_input(context_window, prepared.response.max_output_tokens))
 
 
 def _is_in(spec: FunctionSpec, toolbox: Toolbox) -> bool:

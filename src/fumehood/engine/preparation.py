@@ -44,6 +44,7 @@ _NO_PARAMETERS = Raw(b'{"type":"object","properties":{}}')
 _CUSTOM_PARAMETERS = Raw(
     b'{"type":"object","properties":{"input":{"type":"string"}},"required":["input"],"additionalProperties":false}'
 )
+_CLIENT_TOOLS = frozenset({"function", "custom"})
 _MOST_TOOLS = 512
 _SERVICE_TIERS = frozenset({"default", "flex", "scale", "priority", "fast", "ultrafast"})
 
@@ -59,6 +60,7 @@ class Prepared:
     input: what this request adds.
     compaction: what the request says of it, if it asks for any.
     functions: what the model is told that it may call.
+    others: tools that nobody here knows, and the model's server may.
     """
 
     caller: Caller
@@ -74,6 +76,7 @@ class Prepared:
     compaction: CompactionConfig | None
     toolbox: Toolbox
     functions: Sequence[FunctionSpec]
+    others: Sequence[ToolSpec]
     choice: Choice
     sampling: Sampling
 
@@ -143,6 +146,9 @@ class Preparation:
             compaction=compaction,
             toolbox=tools.toolbox(functions),
             functions=functions,
+            others=[
+                spec for spec in specs if spec.type not in self._tools and spec.type not in _CLIENT_TOOLS
+            ],
             choice=chosen,
             sampling=_sampling(request),
         )
@@ -366,6 +372,7 @@ def _custom_spec(spec: ToolSpec, where: str) -> FunctionSpec:
         description=(tool.description or "") + rules,
         parameters=_CUSTOM_PARAMETERS,
         strict=True,
+        custom=spec.raw,
     )
 
 

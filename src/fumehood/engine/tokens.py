@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -102,10 +103,10 @@ def fixed_tokens(request: ModelRequest) -> int:
 # --- counting -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Note:
+class _Note(NamedTuple):
     """The conversation up to an item had so many tokens for that model, `fixed` of them before its beginning."""
 
+    tenant: str
     model: str
     tokens: int
     fixed: int
@@ -117,7 +118,7 @@ class Tokens:
     """
 
     def __init__(self) -> None:
-        self._notes: dict[tuple[str, str], _Note] = {}
+        self._notes: dict[str, _Note] = {}
 
     def note(
         self, caller: Caller, request: ModelRequest, usage: Usage, made: Sequence[Entry], left_out: int = 0
@@ -126,24 +127,25 @@ class Tokens:
 
         left_out: estimated tokens of the conversation that it was not shown.
         """
-        if not made or made[-1].id is None:
+        if not made or made[-1].id is None or usage.input_tokens <= 0:  # some servers tell zeros
             return
-        told = usage.input_tokens + usage.output_tokens - usage.output_tokens_details.reasoning_tokens
-        read = sum(_size(entry.exchange.output) for entry in made if entry.exchange is not None)
-        tokens = told + left_out + read // BYTES_A_TOKEN
+        told = usage.input_tokens + max(0, usage.output_tokens - usage.output_tokens_details.reasoning_tokens)
+        for entry in made:
+            if entry.exchange is not None:  # its result was not written by the model, and will be read by it
+                told += _size(entry.exchange.output) // BYTES_A_TOKEN
         if len(self._notes) >= _MOST_NOTES:
             del self._notes[next(iter(self._notes))]
-        self._notes[caller.tenant, made[-1].id] = _Note(request.model, tokens, fixed_tokens(request))
+        self._notes[made[-1].id] = _Note(caller.tenant, request.model, told + left_out, fixed_tokens(request))
 
     def estimate(self, caller: Caller, request: ModelRequest) -> int:
         """The last usage, and what came since; costs what came since."""
         fixed = fixed_tokens(request)
+        notes, whose = self._notes, (caller.tenant, request.model)
         since = 0
         for segment in reversed(request.segments):
             for place in range(len(segment.entries) - 1, -1, -1):
-                item_id = segment.entries[place].id
-                note = self._notes.get((caller.tenant, item_id)) if item_id is not None else None
-                if note is not None and note.model == request.model:
+                note = notes.get(segment.entries[place].id or "")
+                if note is not None and note[:2] == whose:
                     since += sum(map(estimate, segment.entries[place + 1 :]))
                     return max(0, note.tokens + fixed - note.fixed) + since
             since += tokens_of(segment)

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from fumehood.protocol.items import CodeInterpreterCall
-from fumehood.protocol.responses import Response
+from fumehood.protocol.responses import Response, Usage
 
 CONTENT_TYPE = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
@@ -57,11 +57,14 @@ class Metrics(Collector):
     def ended(self, response: Response) -> None:
         self._responses[response.status] += 1
         if response.usage is not None:
-            self._tokens["input"] += response.usage.input_tokens
-            self._tokens["output"] += response.usage.output_tokens
+            self.used(response.usage)
         for item in response.output:
             if isinstance(item, CodeInterpreterCall):
                 self._calls["code_interpreter", item.status] += 1
+
+    def used(self, usage: Usage) -> None:
+        self._tokens["input"] += usage.input_tokens
+        self._tokens["output"] += usage.output_tokens
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -15,7 +15,7 @@ from fumehood.interfaces import Caller, Run, Runs, Store
 from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import InvalidRequest, NotFound
 from fumehood.protocol.folding import project_response
-from fumehood.protocol.responses import CompactedResponse, CreateResponse, Deleted, Response
+from fumehood.protocol.responses import CompactedResponse, CreateResponse, Deleted, Response, Usage
 from fumehood.serving.exchange import CallerLeft
 
 # Sends a run to its end; how many events that were, and how it ended, None if the client did not stay for it.
@@ -121,9 +121,12 @@ class Responses:
             return
         exchange.noted["outcome"] = response.status
         if response.usage is not None:
-            exchange.noted["input_tokens"] = response.usage.input_tokens
-            exchange.noted["output_tokens"] = response.usage.output_tokens
+            self._note_usage(exchange, response.usage)
         self._metrics.ended(response)
+
+    def _note_usage(self, exchange: Exchange, usage: Usage) -> None:
+        exchange.noted["input_tokens"] = usage.input_tokens
+        exchange.noted["output_tokens"] = usage.output_tokens
 
     async def count(self, exchange: Exchange, caller: Caller) -> None:
         request = await self._read(exchange, caller)
@@ -140,8 +143,8 @@ class Responses:
                     if vigil.left:
                         raise CallerLeft from None
                     raise
-        exchange.noted["input_tokens"] = compacted.usage.input_tokens
-        exchange.noted["output_tokens"] = compacted.usage.output_tokens
+        self._note_usage(exchange, compacted.usage)
+        self._metrics.used(compacted.usage)
         await exchange.answer_json(compacted)
 
     async def get(self, exchange: Exchange, caller: Caller) -> None:

@@ -27,7 +27,7 @@ from fumehood.protocol.events import (
     TextDone,
 )
 from fumehood.protocol.folding import project
-from fumehood.protocol.responses import Response
+from fumehood.protocol.responses import Response, ResponseError
 
 SILENCE = 15.0
 DONE = b"data: [DONE]\n\n"
@@ -89,10 +89,6 @@ class Wire(Protocol):
 
     def events(self, events: Sequence[StreamEvent], include: Collection[str]) -> bytearray: ...
 
-    def fault(self, error: ApiError, number: int) -> bytearray:
-        """The last thing that is told, where an event of that number was expected."""
-        ...
-
     def end(self, last: bytearray) -> bytearray:
         """The last events, with whatever says that nothing more will come."""
         ...
@@ -102,9 +98,6 @@ class EventStream:
     """The `Wire` of server-sent events."""
 
     events = staticmethod(encode_events)
-
-    def fault(self, error: ApiError, number: int) -> bytearray:
-        return encode_events([ErrorOccurred(sequence_number=number, error=to_detail(error))], ())
 
     def end(self, last: bytearray) -> bytearray:
         return last + DONE
@@ -141,6 +134,8 @@ class Following:
         self._include = include
         self._wire = wire
         self._last = -1
+        self._opening: Response | None = None
+        self._fault: ApiError | None = None
         self._left = False
         self._obstacle: Awaitable[None] | None = None
         self._ending: bytearray | None = None
@@ -163,6 +158,8 @@ class Following:
                     await self._obstacle
                     self._obstacle = None
                     self._pass_on()
+                if self._fault is not None:
+                    self._end(await self._broken_off(self._fault))
                 if self._ending is not None:
                     await self._exchange.send(self._ending, more=False)
                     return
@@ -171,7 +168,7 @@ class Following:
 
     def _pass_on(self) -> None:
         """Send what is there, unless what was sent before is still on its way."""
-        if self._obstacle is not None or self._ending is not None:
+        if self._obstacle is not None or self._ending is not None or self._fault is not None:
             return
         try:
             self._send(self._reading.take())
@@ -187,6 +184,8 @@ class Following:
                 self._break_off(ServerFault("The response broke off."))
             return
         body = self._wire.events(events, self._include)
+        if self._opening is None and isinstance(events[0], ResponseEvent):
+            self._opening = events[0].response
         last = events[-1]
         self.sent += len(events)
         self._last = last.sequence_number
@@ -199,8 +198,22 @@ class Following:
             self._turn.set()
 
     def _break_off(self, error: ApiError) -> None:
-        """Tell in the stream what can no longer be told by a status."""
-        self._end(self._wire.fault(error, self._last + 1))
+        self._fault = error
+        self._turn.set()
+
+    async def _broken_off(self, error: ApiError) -> bytearray:
+        """Tell in the stream what can no longer be told by a status; the run ends with it, and is told as it ended."""
+        self._run.cancel("its stream broke off")
+        events: list[StreamEvent] = [ErrorOccurred(sequence_number=self._last + 1, error=to_detail(error))]
+        try:
+            response = await self._run.wait()
+        except Exception:  # it has told why, in its own log
+            response = self._opening
+        if response is not None:
+            told = ResponseError(code="server_error", message=error.message)
+            self.response = msgspec.structs.replace(response, status="failed", error=told)
+            events.append(Failed(sequence_number=self._last + 2, response=self.response))
+        return self._wire.events(events, self._include)
 
     def _end(self, body: bytearray) -> None:
         self._ending = self._wire.end(body)

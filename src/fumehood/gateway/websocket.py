@@ -137,10 +137,6 @@ class Messages:
                 buffer[start : start + 4] = _head(size)
         return buffer
 
-    def fault(self, error: ApiError, number: int) -> bytearray:
-        del number  # clients take an error with a status for the end
-        return self.refusal(error)
-
     def end(self, last: bytearray) -> bytearray:
         return last
 

@@ -1,10 +1,11 @@
-"""Puts the fragments of a turn's calls together, however a server numbers them; imports msgspec and `protocol`."""
+"""Puts the fragments of a turn's calls together, however they are numbered; imports siblings and `protocol`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
+from fumehood.models.answers import arguments_of
 from fumehood.protocol.ids import LONGEST_ID
 from fumehood.protocol.models import AnyModelEvent, CallArguments, CallStarted
 
@@ -46,7 +47,7 @@ class CallReader:
     """
 
     def __init__(self, names: Iterable[str], new_call_id: Callable[[], str]) -> None:
-        offered = set(names)
+        offered = self._offered = set(names)
         self._certain = {
             name for name in offered if not any(other != name and other.startswith(name) for other in offered)
         }
@@ -62,17 +63,21 @@ class CallReader:
     def add(self, fragment: CallDelta, events: list[AnyModelEvent]) -> None:
         """Raises StrangeCall."""
         function = fragment.function or FunctionDelta()
+        known = len(self._calls)
         call = self._find(fragment, function.name or "")
-        text = function.arguments
-        if isinstance(text, dict):
-            text = msgspec.json.encode(text).decode()
+        if len(self._calls) > known:
+            self._start_named(events)
+        text = arguments_of(function.arguments)
         if call.started:
             if text:
                 call.written = True
                 events.append(CallArguments(call.key, text))
             return
         call.theirs = call.theirs or fragment.id
-        call.name += function.name or ""
+        if (
+            function.name != call.name or call.name not in self._offered
+        ):  # else it is said again, and not a piece
+            call.name += function.name or ""
         if text:
             call.held.append(text)
         if call.name and (text or call.name in self._certain):
@@ -88,6 +93,12 @@ class CallReader:
             if not call.written:
                 call.written = True
                 events.append(CallArguments(call.key, "{}"))
+
+    def _start_named(self, events: list[AnyModelEvent]) -> None:
+        """Another call begins: the names before it are whole, if they are names at all."""
+        for call in self._calls[:-1]:
+            if not call.started and call.name in self._offered:
+                self._start(call, events)
 
     def _find(self, fragment: CallDelta, name: str) -> _Call:
         index, theirs = fragment.index, fragment.id

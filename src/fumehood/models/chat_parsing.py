@@ -1,29 +1,27 @@
 """Reads the answer of a chat completions server, whatever its habits; imports msgspec, siblings and `protocol`."""
 
-import json
 from collections.abc import Callable, Iterable
 from functools import partial
 
 import msgspec
 from msgspec import Raw
 
+from fumehood.models.answers import LONGEST_ANSWER, LONGEST_LINE, AnswerParser, tokens
 from fumehood.models.chat_calls import CallDelta, CallReader, FunctionDelta, StrangeCall
 from fumehood.models.repeats import Repeats
+from fumehood.models.think_tags import ThinkTags
 from fumehood.models.upstream_errors import UpstreamErrors
-from fumehood.protocol.errors import ModelError
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.models import AnyModelEvent, CallArguments, Refused, Text, Thought, TurnEnd, TurnEnded
 from fumehood.protocol.responses import InputTokensDetails, OutputTokensDetails, Usage
 
-LONGEST_LINE = 1 << 25  # and the longest answer that is not streamed
-
-_BOM = b"\xef\xbb\xbf"
 _ENDS: dict[str, TurnEnd] = {
     "length": "length",
     "max_tokens": "length",
     "model_length": "length",
     "content_filter": "content_filter",
 }
+_UNLIKELY = -9999.0  # where a server says minus infinity, which JSON does not know
 _TRIALS = 8  # how often in a row to look for repetition before giving it up
 
 
@@ -47,7 +45,7 @@ class _TopLogprob(msgspec.Struct):
 
     token: str = ""
     bytes: list[int] | None = None
-    logprob: float = 0.0
+    logprob: float | None = None
 
 
 class _Logprob(_TopLogprob):
@@ -67,18 +65,18 @@ class _Choice(msgspec.Struct):
 
 
 class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-    cache_write_tokens: int | None = None
+    cached_tokens: float | None = None
+    cache_write_tokens: float | None = None
 
 
 class _CompletionDetails(msgspec.Struct):
-    reasoning_tokens: int | None = None
+    reasoning_tokens: float | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    total_tokens: int | None = None
+    prompt_tokens: float | None = None
+    completion_tokens: float | None = None
+    total_tokens: float | None = None
     prompt_tokens_details: _PromptDetails | None = None
     completion_tokens_details: _CompletionDetails | None = None
 
@@ -101,11 +99,8 @@ def _new_call_id() -> str:
     return new_id("call")
 
 
-class ChatParser:
-    """One turn. Give it what each read brought, then `finish` at the end of the body; take the events.
-
-    failure: set once the answer cannot go on; the events before it were given. ended: `TurnEnded` was given.
-    closing: the model has said why it stopped, and at most the usage is still to come.
+class ChatParser(AnswerParser[_Chunk]):
+    """
     in_runs: whether to look for what repeats; it makes no difference but to the time.
     """
 
@@ -116,97 +111,40 @@ class ChatParser:
         *,
         new_call_id: Callable[[], str] = _new_call_id,
         longest: int = LONGEST_LINE,
+        most: int = LONGEST_ANSWER,
         in_runs: bool = True,
     ) -> None:
-        self.failure: ModelError | None = None
-        self.ended = False
-        self._errors = errors
-        self._longest = longest
+        super().__init__(errors, _chunks, longest=longest, most=most)
         self._calls = CallReader(functions, new_call_id)
-        self._held: list[bytes] = []  # an unfinished line, or an answer that is not a stream
-        self._held_bytes = 0
-        self._begun = False
-        self._is_document = False
-        self._data: list[bytes] = []  # lines of an event that goes on over several
-        self._heard = False
-        self._is_over = False
         self._reason: str | None = None
         self._usage: Usage | None = None
         self._repeats: Repeats | None = None
         self._is_going = False
         self._repeated: Callable[[str], AnyModelEvent] = Text
         self._trials = _TRIALS if in_runs else 0
+        self._tags: ThinkTags | None = ThinkTags()
 
     @property
     def closing(self) -> bool:
         return self._reason is not None
 
     @property
-    def over(self) -> bool:
-        return self.ended or self.failure is not None
+    def _may_end(self) -> bool:
+        return self._reason is not None or (self._is_document and self._heard)
 
     def feed(self, piece: bytes) -> list[AnyModelEvent]:
-        """What one read brought, as far as its lines are complete."""
-        events: list[AnyModelEvent] = []
-        if self.over:
-            return events
-        if not self._begun:
-            piece = self._begin(piece)
-        cut = 0 if self._is_document else piece.rfind(b"\n") + 1
-        if not cut:
-            self._hold(piece)
-            return events
-        block = piece[:cut] if cut < len(piece) else piece
-        if self._held:
-            block = b"".join([*self._held, block])
-            self._held.clear()
-            self._held_bytes = 0
-        if cut < len(piece):
-            self._hold(piece[cut:])
-        self._read(block, events)
-        return events
+        return self._sifted(super().feed(piece))
 
     def finish(self) -> list[AnyModelEvent]:
-        """The body is over: the rest, and the end of the turn if it may be one."""
-        events: list[AnyModelEvent] = []
-        if self.over:
+        return self._sifted(super().finish())
+
+    def _sifted(self, events: list[AnyModelEvent]) -> list[AnyModelEvent]:
+        if self._tags is None:
             return events
-        self._is_over = True
-        rest = b"".join(self._held)
-        if self._is_document:
-            self._chunk_of(rest, events)
-        else:
-            self._read_lines(rest + b"\n\n", events)
-        if not self.over:
-            if self._reason is not None or (self._is_document and self._heard):
-                self._end(events)
-            elif self._heard:
-                self.failure = self._errors.broke()
-            else:
-                self.failure = self._errors.unreadable("its answer is empty, or not an answer to this")
+        events = self._tags.sift(events)
+        if self._tags.over:
+            self._tags = None
         return events
-
-    # ---- lines ------------------------------------------------------------------------------------------------
-
-    def _begin(self, piece: bytes) -> bytes:
-        """The very first bytes tell a stream from an answer in one piece."""
-        start = b"".join([*self._held, piece])
-        self._held.clear()
-        self._held_bytes = 0
-        if _BOM.startswith(start) and start != _BOM:
-            return start
-        start = start.removeprefix(_BOM)
-        if start.strip():
-            self._begun = True
-            self._is_document = start.lstrip().startswith(b"{")
-        return start
-
-    def _hold(self, piece: bytes) -> None:
-        self._held.append(piece)
-        self._held_bytes += len(piece)
-        if self._held_bytes > self._longest:
-            self._held.clear()
-            self.failure = self._errors.unreadable(f"it sent a line of more than {self._longest} bytes")
 
     def _read(self, block: bytes, events: list[AnyModelEvent]) -> None:
         """Complete lines: those that repeat in runs, the others one by one."""
@@ -223,56 +161,17 @@ class ChatParser:
                     block = block[taken:]
             block = self._read_lines(block, events)
 
-    def _read_lines(self, block: bytes, events: list[AnyModelEvent]) -> bytes:
-        """Read until the end, or until something begins to repeat; the rest."""
-        known = self._repeats
-        lines = block.split(b"\n")
-        for number, line in enumerate(lines):
-            if line.startswith(b"data:"):
-                self._read_data(line[5:], events)
-                if self.over:
-                    break
-                if self._repeats is not known and self._repeats is not None:
-                    return b"\n".join(lines[number + 1 :]).lstrip(b"\n")
-            elif self._data and not line.strip() and number + 1 < len(lines):
-                data, self._data = b"\n".join(self._data), []
-                self._chunk_of(data, events)
-        return b""
-
-    def _read_data(self, payload: bytes, events: list[AnyModelEvent]) -> None:
-        if self._data:
-            self._data.append(payload)
-            return
-        try:
-            chunk = _chunks.decode(payload)
-        except (ValueError, RecursionError):  # also every error of msgspec
-            if payload.strip() == b"[DONE]" and self._heard:
-                self._end(events)
-            else:
-                self._data.append(payload)  # more of it may be on the next line
-            return
-        self._take(chunk, payload, events)
-
-    def _chunk_of(self, payload: bytes, events: list[AnyModelEvent]) -> None:
-        """A payload that was not easy to read."""
-        try:
-            chunk = _decode_anyhow(payload)
-        except (ValueError, RecursionError) as error:
-            if not self._is_over:  # else it may have been cut off
-                self.failure = self._errors.unreadable(str(error))
-            return
-        self._take(chunk, b"", events)
-
     # ---- what they say ----------------------------------------------------------------------------------------
 
-    def _take(self, chunk: _Chunk, payload: bytes, events: list[AnyModelEvent]) -> None:
+    def _take(self, told: _Chunk, payload: bytes, events: list[AnyModelEvent]) -> bool:
+        chunk, known = told, self._repeats
         self._heard = True
         if chunk.usage is not None:
             self._usage = _usage_of(chunk.usage)
         if chunk.error is not None or chunk.object == "error":
-            told = chunk.error or {"message": chunk.message, "code": chunk.code}
-            self.failure = self._errors.from_event(msgspec.json.encode(told))
-            return
+            error = chunk.error or {"message": chunk.message, "code": chunk.code}
+            self.failure = self._errors.from_event(msgspec.json.encode(error))
+            return False
         for choice in chunk.choices or ():
             if choice.index:
                 continue  # one answer was asked for
@@ -280,6 +179,7 @@ class ChatParser:
                 self._take_choice(choice, chunk, payload, events)
             except StrangeCall as error:
                 self.failure = self._errors.unreadable(str(error))
+        return self._repeats is not known and self._repeats is not None and not self.over
 
     def _take_choice(
         self, choice: _Choice, chunk: _Chunk, payload: bytes, events: list[AnyModelEvent]
@@ -373,22 +273,14 @@ def _only_string(chunk: _Chunk) -> tuple[str, _Delta | FunctionDelta | None]:
     return (said[0], delta) if plain else ("", None)
 
 
-def _decode_anyhow(payload: bytes) -> _Chunk:
-    """Odd types, bytes that are not UTF-8, halves of surrogate pairs: what can be read is read; raises ValueError."""
-    try:
-        return _chunks.decode(payload)
-    except (ValueError, RecursionError):
-        value = json.loads(payload.decode(errors="replace"))
-        whole = json.dumps(value, ensure_ascii=False).encode(errors="replace")
-        return msgspec.json.decode(whole, type=_Chunk, strict=False)
-
-
 def _logprob(found: _Logprob) -> Raw:
     """In the words of the Responses API, with nothing left out."""
     found.top_logprobs = found.top_logprobs or []
     for one in (found, *found.top_logprobs):
         if one.bytes is None:
             one.bytes = list(one.token.encode())
+        if one.logprob is None:
+            one.logprob = _UNLIKELY
     return Raw(msgspec.json.encode(found))
 
 
@@ -397,15 +289,15 @@ def _plain(thinking: str | list[_Part]) -> str:
 
 
 def _usage_of(usage: _Usage) -> Usage:
-    prompt, completion = usage.prompt_tokens or 0, usage.completion_tokens or 0
+    prompt, completion = tokens(usage.prompt_tokens), tokens(usage.completion_tokens)
     read = usage.prompt_tokens_details or _PromptDetails()
     written = usage.completion_tokens_details or _CompletionDetails()
     return Usage(
         input_tokens=prompt,
         input_tokens_details=InputTokensDetails(
-            cached_tokens=read.cached_tokens or 0, cache_write_tokens=read.cache_write_tokens or 0
+            cached_tokens=tokens(read.cached_tokens), cache_write_tokens=tokens(read.cache_write_tokens)
         ),
         output_tokens=completion,
-        output_tokens_details=OutputTokensDetails(reasoning_tokens=written.reasoning_tokens or 0),
-        total_tokens=usage.total_tokens or prompt + completion,
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=tokens(written.reasoning_tokens)),
+        total_tokens=max(tokens(usage.total_tokens), prompt + completion),
     )

@@ -250,7 +250,7 @@ class _Rendering:
         if entry.type == "custom_tool_call":
             arguments = _encode({"input": call.input}).decode()
         else:
-            arguments = _valid(call.arguments)
+            arguments = shown_arguments(call.arguments)
         turn = self._turn(entry.turn)
         turn.calls[call.call_id] = _ChatFunction(call.name, arguments)
         if call.status in ("in_progress", "incomplete"):
@@ -285,7 +285,7 @@ class _Rendering:
         match read_foreign(entry):
             case Call() as call:
                 turn = self._turn(entry.turn)
-                turn.calls[call.call_id] = _ChatFunction(call.name, _valid(call.arguments))
+                turn.calls[call.call_id] = _ChatFunction(call.name, shown_arguments(call.arguments))
                 turn.optional.add(call.call_id)
             case Result() as result:
                 self._answer(result.call_id, result.text)
@@ -296,7 +296,7 @@ class _Rendering:
 
     def _take_exchange(self, entry: Entry, exchange: Exchange) -> None:
         turn = self._turn(entry.turn)
-        turn.calls[exchange.call_id] = _ChatFunction(exchange.name, _valid(exchange.arguments))
+        turn.calls[exchange.call_id] = _ChatFunction(exchange.name, shown_arguments(exchange.arguments))
         turn.results[exchange.call_id] = exchange.output
         if self._dialect.takes_images:
             turn.shown += pictures(exchange.images)
@@ -350,7 +350,7 @@ def _shown(parts: Sequence[ChatPart]) -> list[bytes]:
     return [_encode(_ChatMessage("user", [TextPart(Results.PICTURES), *parts]))] if parts else []
 
 
-def _valid(arguments: str) -> str:
+def shown_arguments(arguments: str) -> str:
     """Servers decode the arguments of past calls; those that the model got wrong are shown to it as a string."""
     try:
         if isinstance(msgspec.json.decode(arguments), dict):

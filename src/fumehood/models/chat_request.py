@@ -73,7 +73,7 @@ class RequestWriter:
             fields["stream_options"] = {"include_usage": True}
         _add_functions(fields, request)
         self._add_sampling(fields, request.sampling)
-        _override(fields, self._settings.extra_body)
+        override(fields, self._settings.extra_body)
         if not request.streamed:
             fields.pop("stream_options", None)
         return self._with_messages(request, fields)
@@ -134,7 +134,7 @@ def _add_format(fields: Fields, wanted: TextFormat) -> None:
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
 
 
-def _override(fields: Fields, extra: Mapping[str, object]) -> None:
+def override(fields: Fields, extra: Mapping[str, object]) -> None:
     for name, value in extra.items():
         if value is None:
             fields.pop(name, None)

@@ -11,6 +11,7 @@ from typing import Protocol
 from fumehood.interfaces import Clock, ModelBackend
 from fumehood.models.chat_completions import ChatCompletions
 from fumehood.models.direct import DirectModel
+from fumehood.models.responses_api import ResponsesApi
 from fumehood.models.retrying import Retrying
 from fumehood.models.settings import ModelSettings
 from fumehood.models.upstream import Upstream
@@ -126,8 +127,9 @@ def _rule(settings: ModelSettings, upstream: Upstream, clock: Clock, environment
     name = None if settings.is_pattern else settings.match
     if settings.backend == "direct":
         return Rule(settings.match, DirectModel(), name=name)
-    chat = ChatCompletions(settings, upstream, settings.read_key(environment))
-    backend = Retrying(chat, settings.retries, clock) if settings.retries else chat
+    kind = ResponsesApi if settings.backend == "responses" else ChatCompletions
+    server = kind(settings, upstream, settings.read_key(environment))
+    backend = Retrying(server, settings.retries, clock) if settings.retries else server
     # A pattern whose names all mean one model has nothing to list.
     listable = settings.is_pattern and settings.name is None
-    return Rule(settings.match, backend, name=name, catalogue=chat if listable else None)
+    return Rule(settings.match, backend, name=name, catalogue=server if listable else None)

@@ -10,6 +10,12 @@ from msgspec import Meta
 
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
+# Fields of a request without which nothing would hold.
+_OURS = {
+    "chat_completions": ("messages", "stream"),
+    "responses": ("input", "stream", "store", "previous_response_id", "conversation", "background"),
+}
+
 type Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
@@ -35,25 +41,30 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """One entry of `models`: the names it serves, and by whom.
 
     match: names that clients use, with `*`, `?` and `[…]` as in a shell.
-    backend: `chat_completions`, or `direct`, which runs the code of the user's message and needs no model.
-    base_url: of the server, up to what comes before `/chat/completions`.
+    backend: `chat_completions`, or `responses` for a server that speaks the Responses API itself, or `direct`, which
+        runs the code of the user's message and needs no model.
+    base_url: of the server, up to what comes before `/chat/completions` or `/responses`.
     name: the server's own name for it; without it, the client's is passed on.
     api_key_env: the environment variable that holds the key; api_key_header: where the server wants it, `Bearer` being
         put before it in `Authorization` alone.
     headers: more of them, for every request.
     context_window: in tokens.
-    tokenize_url: where the server counts tokens as vLLM's /tokenize does; without it they are estimated.
+    tokenize_url: where the server counts tokens: as vLLM's /tokenize does, or for `responses` as
+        /v1/responses/input_tokens does. Without it they are estimated.
     takes_images: whether pictures that code made are shown to it. Those in a user's message always are.
     developer_role: whether it knows that role; else developers' messages are sent as the system's.
-    replay_reasoning: whether it is shown its earlier reasoning, as `reasoning_content`.
-    max_tokens_field: by which name it knows a limit of tokens.
+    replay_reasoning: whether it is shown the text of its earlier reasoning.
+    max_tokens_field: by which name a chat completions server knows a limit of tokens.
+    encrypted_reasoning: whether a `responses` server is asked for its reasoning under seal, and given it back.
+    pass_tools: types of tools that a `responses` server is told of as they are, `*` for all; others are left out, but
+        for custom tools, which are sent as functions then.
     connect_timeout, read_timeout: seconds until there is a connection, and seconds of silence.
     retries: how often a turn that has not begun is asked for again.
     extra_body: fields of the request, over those that would be sent; null leaves one out.
     """
 
     match: Annotated[str, Meta(min_length=1, max_length=256)] = "*"
-    backend: Literal["chat_completions", "direct"] = "chat_completions"
+    backend: Literal["chat_completions", "responses", "direct"] = "chat_completions"
     base_url: str | None = None
     name: Annotated[str, Meta(min_length=1)] | None = None
     api_key_env: str | None = None
@@ -65,6 +76,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     developer_role: bool = False
     replay_reasoning: bool = False
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    encrypted_reasoning: bool = True
+    pass_tools: list[str] = []
     connect_timeout: Seconds = 10.0
     read_timeout: Seconds = 300.0
     retries: Annotated[int, Meta(ge=0, le=10)] = 2
@@ -83,11 +96,16 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name, value in [*self.headers.items(), (self.api_key_header, "")]:
             if not _TOKEN.fullmatch(name) or not _is_header_value(value):
                 raise ValueError(f"{name!r} is not a header that can be sent")
-        if "messages" in self.extra_body or "stream" in self.extra_body:
-            raise ValueError("extra_body cannot set `messages` or `stream`")
+        for name in _OURS[self.backend]:
+            if name in self.extra_body:
+                raise ValueError(f"extra_body cannot set `{name}`")
 
     def __repr__(self) -> str:
         return f"<ModelSettings {self.match!r} {self.backend} {self.base_url or ''}>"
+
+    def passes(self, kind: str) -> bool:
+        """Whether the server is told of tools of that type as they are."""
+        return kind in self.pass_tools or "*" in self.pass_tools
 
     @property
     def is_pattern(self) -> bool:

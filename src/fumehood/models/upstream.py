@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 
 from fumehood.models.http_client import (
     Address,
@@ -87,7 +89,7 @@ async def _refusal(answer: Answer, errors: UpstreamErrors) -> ModelError:
         body = await answer.read_all(_LONGEST_ERROR)
     except HttpTrouble:
         body = b""
-    wait = _retry_after(answer.response.header("retry-after"))
+    wait = _retry_after(answer.response.header("retry-after"), answer.response.header("date"))
     return errors.from_status(answer.response.status, body, wait)
 
 
@@ -103,10 +105,21 @@ def _translated(trouble: HttpTrouble, patience: Patience, errors: UpstreamErrors
             return errors.unreadable("its answer is not HTTP")
 
 
-def _retry_after(value: str) -> float | None:
-    """Seconds; a date is not worth the trouble."""
+def _retry_after(value: str, now: str) -> float | None:
+    """Seconds; a date is compared with the server's own clock, if it tells the time."""
     try:
         seconds = float(value)
     except ValueError:
-        return None
+        moment = _moment(value)
+        if moment is None:
+            return None
+        seconds = max(0.0, (moment - (_moment(now) or datetime.now(UTC))).total_seconds())
     return seconds if 0 <= seconds <= _LONGEST_WAIT else None
+
+
+def _moment(date: str) -> datetime | None:
+    try:
+        moment = parsedate_to_datetime(date)
+    except (ValueError, OverflowError):
+        return None
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)

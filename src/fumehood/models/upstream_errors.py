@@ -52,11 +52,15 @@ _said: msgspec.json.Decoder[_Said | list[_Said] | str] = msgspec.json.Decoder(_S
 
 
 class UpstreamErrors:
-    """Errors of the server behind one model. `secrets` never appear in what is said about it."""
+    """Errors of the server behind one model. `secrets` never appear in what is said about it.
 
-    def __init__(self, model: str, secrets: Collection[str] = ()) -> None:
+    api: what it should speak, in words.
+    """
+
+    def __init__(self, model: str, secrets: Collection[str] = (), *, api: str = "chat completions") -> None:
         self._model = model
         self._secrets = secrets
+        self._api = api
 
     @property
     def _server(self) -> str:
@@ -76,9 +80,9 @@ class UpstreamErrors:
         said = _read(body)
         if status == 404 and (said is None or not said.message):
             return ModelError(
-                f"{self._server} has no chat completions; whoever runs the gateway has to check that model's base_url."
+                f"{self._server} has no {self._api}; whoever runs the gateway has to check that model's base_url."
             )
-        return self._judged(status, said or _Said(), retry_after)
+        return self._judged(status, said or _Said(), retry_after, f" (HTTP {status})")
 
     def from_event(self, error: bytes) -> ModelError:
         """What an error in the middle of a stream means; a number as its code is taken for a status."""
@@ -86,13 +90,14 @@ class UpstreamErrors:
         status = said.code if isinstance(said.code, int) and 400 <= said.code < 600 else 500
         if status in (401, 403):
             return self.from_status(status, b"")
-        if "rate_limit" in f"{said.code} {said.type}":
+        named = f"{said.code} {said.type}"
+        if "rate_limit" in named or NO_CREDIT_CODE in named:
             status = 429
-        elif said.type == "invalid_request_error":
+        elif said.type == "invalid_request_error" or str(said.code).startswith("invalid_"):
             status = 400
-        return self._judged(status, said, None)
+        return self._judged(status, said, None, "")
 
-    def _judged(self, status: int, said: _Said, retry_after: float | None) -> ModelError:
+    def _judged(self, status: int, said: _Said, retry_after: float | None, where: str) -> ModelError:
         because = self._because(said.message)
         code = said.code if isinstance(said.code, str) and _CODE.fullmatch(said.code) else None
         if status in (400, 413, 422, 500) and _is_too_long(said):
@@ -103,13 +108,13 @@ class UpstreamErrors:
             code = NO_CREDIT_CODE if code == NO_CREDIT_CODE else None
             return ModelRateLimited(f"{self._server} is busy{because}", code=code, retry_after=retry_after)
         if status == 408:
-            return ModelTimeout(f"{self._server} took too long (HTTP 408).")
+            return ModelTimeout(f"{self._server} took too long{where}.")
         if status < 500:
-            return ModelRefused(f"{self._server} refused the request (HTTP {status}){because}", code=code)
+            return ModelRefused(f"{self._server} refused the request{where}{because}", code=code)
         if status in (502, 503, 504, 529):
-            message = f"{self._server} cannot be reached now (HTTP {status}){because}"
+            message = f"{self._server} cannot be reached now{where}{because}"
             return ModelUnreachable(message, retry_after=retry_after)
-        return ModelError(f"{self._server} failed (HTTP {status}){because}")
+        return ModelError(f"{self._server} failed{where}{because}")
 
     def _because(self, message: str | None) -> str:
         sentence = self.redacted(message or "")
@@ -136,8 +141,11 @@ class UpstreamErrors:
 
     def unreadable(self, what: str) -> ModelError:
         return ModelError(
-            f"{self._server} does not speak as a chat completions server does: {self.redacted(what)}."
+            f"{self._server} does not speak as a {self._api} server does: {self.redacted(what)}."
         )
+
+    def endless(self) -> ModelError:
+        return ModelError(f"{self._server} answered without end, and was cut off.")
 
 
 def _read(body: bytes) -> _Said | None:

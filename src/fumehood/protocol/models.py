@@ -1,6 +1,7 @@
 """What the engine asks of a model and what comes back; imports msgspec, siblings and the standard library.
 
-A model turn is: text, refusal and reasoning deltas and calls in any order, then one `TurnEnded`.
+A model turn is: text, refusal and reasoning deltas and calls in any order, then one `TurnEnded`. Servers that know
+more of messages and reasoning than their text say it by further events; those that do not leave them out.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ import msgspec
 from msgspec import Raw
 
 from fumehood.protocol.conversation import Segment
+from fumehood.protocol.items import Phase, UrlCitation
 from fumehood.protocol.responses import ReasoningConfig, TextConfig, Usage
-from fumehood.protocol.tools import FunctionSpec
+from fumehood.protocol.tools import FunctionSpec, ToolSpec
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +42,7 @@ class ModelRequest:
     model: the name that the client used; a backend may know it by another.
     instructions: text that comes before everything.
     segments: the conversation, oldest first; the last ones are this response's own turns so far.
+    others: tools of the request that are neither hosted here nor the client's functions; a server may know them.
     choice: `auto`, `none`, `required`, or the one function that must be called.
     streamed: whether somebody watches; if nobody does, the turn may as well come in one piece.
     """
@@ -48,6 +51,7 @@ class ModelRequest:
     instructions: str | None = None
     segments: Sequence[Segment] = ()
     functions: Sequence[FunctionSpec] = ()
+    others: Sequence[ToolSpec] = ()
     choice: Literal["none", "auto", "required"] | FunctionSpec = "auto"
     parallel_calls: bool = True
     sampling: Sampling = field(default_factory=Sampling)
@@ -71,6 +75,42 @@ class Thought(ModelEvent, frozen=True):
     """Reasoning that the model shows."""
 
     delta: str
+
+
+class MessageStarted(ModelEvent, frozen=True):
+    """What text follows is a message of its own."""
+
+    phase: Phase | None = None
+
+
+class Cited(ModelEvent, frozen=True, gc=True):
+    """A source of the message that is being written."""
+
+    citation: UrlCitation
+
+
+class ReasoningStarted(ModelEvent, frozen=True):
+    """What reasoning follows is an item of its own, until `ReasoningEnded`."""
+
+
+class Summary(ModelEvent, frozen=True):
+    """What the server tells of reasoning that it does not show; another `index` is another paragraph."""
+
+    index: int
+    delta: str
+
+
+class ReasoningEnded(ModelEvent, frozen=True):
+    """`sealed` is what the server wants to be given back with the conversation, and nobody else can read."""
+
+    sealed: str | None = None
+
+
+class ItemPassed(ModelEvent, frozen=True, gc=True):
+    """An item that only the server and the client understand, whole; `open` if the client has to answer it."""
+
+    item: Raw
+    open: bool = False
 
 
 class CallStarted(ModelEvent, frozen=True):
@@ -98,7 +138,20 @@ class TurnEnded(ModelEvent, frozen=True, gc=True):
     usage: Usage | None = None
 
 
-type AnyModelEvent = Text | Refused | Thought | CallStarted | CallArguments | TurnEnded
+type AnyModelEvent = (
+    Text
+    | Refused
+    | Thought
+    | CallStarted
+    | CallArguments
+    | MessageStarted
+    | Cited
+    | ReasoningStarted
+    | Summary
+    | ReasoningEnded
+    | ItemPassed
+    | TurnEnded
+)
 
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):

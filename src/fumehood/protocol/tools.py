@@ -36,12 +36,16 @@ class ToolSpec(msgspec.Struct, frozen=True):
 
 
 class FunctionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model is told of a tool. `parameters` is a JSON schema, as bytes that are never decoded again."""
+    """What a model is told of a tool. `parameters` is a JSON schema, as bytes that are never decoded again.
+
+    custom: the whole tool, if it is a custom one; models that do not know such tools take it for a function.
+    """
 
     name: str
     description: str
     parameters: Raw
     strict: bool = False
+    custom: bytes = b""
 
 
 type ChoiceMode = Literal["none", "auto", "required"]

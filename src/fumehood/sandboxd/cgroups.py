@@ -283,8 +283,7 @@ def _set_quota(cgroup: str, cpus: float, version: str, dir_fd: int | None) -> No
         if version == "v2":
             write(f"{cgroup}/cpu.max", f"{quota} {_QUOTA_PERIOD_US}", dir_fd)
         else:
-            write(f"{cgroup}/cpu.cfs_period_us", _QUOTA_PERIOD_US, dir_fd)
-            write(f"{cgroup}/cpu.cfs_quota_us", quota, dir_fd)
+            write(f"{cgroup}/cpu.cfs_quota_us", quota, dir_fd)  # of the period that every new cgroup has
     except OSError as error:
         # v1 refuses (EINVAL) a quota above an ancestor's, which holds anyway; a kernel may lack quotas.
         if error.errno not in (errno.EINVAL, errno.ENOENT):

@@ -21,7 +21,10 @@ _MOST = 2000  # characters of one field
 def event(name: str, *, level: int = logging.INFO, **fields: Field) -> None:
     """Log one event; costs next to nothing where its level is off."""
     if logger.isEnabledFor(level):
-        logger.log(level, name, extra={"fields": fields})
+        # Not through logger.log(), which looks for the line of the caller: an event is known by its name.
+        record = logging.LogRecord(logger.name, level, "", 0, name, None, None)
+        record.fields = fields
+        logger.handle(record)
 
 
 def configure(form: LogFormat, level: int) -> None:

@@ -363,7 +363,8 @@ class LocalSandbox:
             execution = self._running
         if execution is not None and not execution.ended:
             execution.interrupted_by_caller = True
-            execution.wake.set()
+            if not execution.wake.done():
+                execution.wake.set_result(None)
 
     async def _run_to_its_end(self, execution: Execution) -> None:
         """Whatever goes wrong here, whoever waits for the call gets its end."""
@@ -429,16 +430,10 @@ class LocalSandbox:
             return self._end(execution, status, claim.exit_code)
         return await self._lost_end(execution, kills_before, interrupted=interrupted)
 
-    async def _wait(self, execution: Execution, seconds: float, wake: asyncio.Event | None = None) -> bool:
-        """True when neither end nor loss came within the time (or before `wake`)."""
-        waiting: set[asyncio.Future[Any]] = {execution.claimed_end, execution.lost}
-        waker = None
-        if wake is not None:
-            waker = asyncio.ensure_future(wake.wait())
-            waiting.add(waker)
+    async def _wait(self, execution: Execution, seconds: float, *wakers: asyncio.Future[None]) -> bool:
+        """True when neither end nor loss came within the time (or before a waker)."""
+        waiting: set[asyncio.Future[Any]] = {execution.claimed_end, execution.lost, *wakers}
         await asyncio.wait(waiting, timeout=max(seconds, 0), return_when=asyncio.FIRST_COMPLETED)
-        if waker is not None:
-            waker.cancel()
         return not (execution.claimed_end.done() or execution.lost.done())
 
     async def _insist(self, execution: Execution) -> None:

@@ -42,7 +42,7 @@ _PARAMETERS = Raw(
 _GONE = "The container of the earlier calls is gone, with their variables and files; this call began in a new one."
 _NOT_KEPT = "(the output was not kept)"
 _MOST_REMEMBERED = 8  # containers of a conversation that is compacted
-_MOST_TOLD = 200  # files of one that the model is told of
+_MOST_TOLD = 50  # files of the last one that the model is told of
 
 
 class _Remembered(msgspec.Struct, kw_only=True, tag_field="type", tag=_ITEM):
@@ -153,20 +153,24 @@ class CodeInterpreter:
     async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:
         """The containers that were used, the latest last, each with its files."""
         ids = _containers(past)[-_MOST_REMEMBERED:]
-        if not ids:
+        remembered = [await self._remembered(caller, container_id) for container_id in ids]
+        if not remembered:
             return None
-        items: list[bytes] = []
-        notes: list[str] = []
-        for container_id in ids:
-            try:
-                records = await self._containers.files(caller, container_id)
-                files = [produced_file(record) for record in records]
-                notes.append(_told(container_id, files))
-            except NotFound:  # it never began, or is over; whoever offers the next one has to know
-                files = []
-                notes.append(f"The code interpreter's container {clean_name(container_id)} is gone.")
-            items.append(msgspec.json.encode(_Remembered(container_id=container_id, files=files)))
-        return Memory(items, "\n".join(notes))
+        items = [msgspec.json.encode(one) for one in remembered]
+        *earlier, last = remembered
+        notes = [
+            f"The code interpreter was used in an earlier container, {one.container_id}." for one in earlier
+        ]
+        return Memory(items, "\n".join([*notes, _told(last)]))
+
+    async def _remembered(self, caller: Caller, container_id: str) -> _Remembered:
+        try:
+            records = await self._containers.files(caller, container_id)
+        except NotFound:  # it never began, or is over; whoever offers the next one has to know
+            records = ()
+        return _Remembered(
+            container_id=clean_name(container_id), files=[produced_file(record) for record in records]
+        )
 
 
 class OfferedInterpreter:
@@ -220,13 +224,13 @@ def _container_of(entry: Entry) -> str | None:
         return None
 
 
-def _told(container_id: str, files: Sequence[ProducedFile]) -> str:
-    name = clean_name(container_id)
+def _told(container: _Remembered) -> str:
+    files = container.files
     if not files:
-        return f"The code interpreter's container {name} holds no files."
-    listed = [f"{file.path} ({file.bytes} bytes)" for file in files]
-    more = f" and {len(listed) - _MOST_TOLD} more" if len(listed) > _MOST_TOLD else ""
-    return f"Files in the code interpreter's container {name}: {', '.join(listed[-_MOST_TOLD:])}{more}."
+        return f"The code interpreter's container is {container.container_id}; it holds no files."
+    listed = ", ".join(f"{file.path} ({file.bytes} bytes)" for file in files[-_MOST_TOLD:])
+    more = f", and {len(files) - _MOST_TOLD} older ones" if len(files) > _MOST_TOLD else ""
+    return f"Files in the code interpreter's container {container.container_id}: {listed}{more}."
 
 
 def _as_text(outputs: Sequence[_ReplayedOutput]) -> str:

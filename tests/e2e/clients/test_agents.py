@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import openai
+import pytest
 from agents import (
     Agent,
     CodeInterpreterTool,
@@ -80,15 +82,31 @@ async def test_functions_beside_the_interpreter(house: House, client: AsyncOpenA
         return f"2 {currency}"
 
     house.model.script(
-        calls(call("rate", {"currency": "EUR"}, call_id="call_rate")), runs("print(2 * 21)"), answer("42 EUR")
+        calls(
+            call("rate", {"currency": "EUR"}, call_id="call_rate"),
+            call("code_interpreter", {"code": "pieces = 21"}, call_id="call_code", index=1),
+        ),
+        runs("print(2 * pieces)"),
+        answer("42 EUR"),
     )
-    done = await Runner.run(agent_of(client, rate), "21?", run_config=QUIET)
+    done = await Runner.run(agent_of(client, rate), "What are 21 worth?", run_config=QUIET)
     assert done.final_output == "42 EUR"
-    assert [message["role"] for message in house.model.asked[-1].json["messages"]] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-        "tool",
-    ]
+    messages = house.model.asked[-1].json["messages"]
+    assert [message["role"] for message in messages[2:]] == ["assistant", "tool", "tool", "assistant", "tool"]
+    assert messages[3]["content"] == "2 EUR"
+    assert messages[-1]["content"] == "42"
+
+
+async def streamed(agent: Agent) -> Any:
+    run = Runner.run_streamed(agent, "Square", run_config=QUIET)
+    async for _ in run.stream_events():
+        pass
+    return run.final_output
+
+
+async def test_what_fails(house: House, client: AsyncOpenAI) -> None:
+    house.model.script(*squares.lost_sandbox())
+    assert await streamed(agent_of(client)) == squares.LOST
+    house.model.script(*squares.broken_connection())
+    with pytest.raises(openai.APIError, match="broke before its answer was complete"):
+        await streamed(agent_of(client))

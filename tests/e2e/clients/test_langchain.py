@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import openai
 import pytest
 from langchain_core.messages import AIMessageChunk, HumanMessage, messages_from_dict, messages_to_dict
 from langchain_openai import ChatOpenAI
@@ -76,3 +77,12 @@ def test_history_of_what_nobody_keeps(house: House) -> None:
     kept = messages_from_dict(json.loads(json.dumps(messages_to_dict([HumanMessage("Square"), first]))))
     assert model.invoke([*kept, HumanMessage("Add")]).text == squares.SUM
     squares.check(house.model, [squares.FORGOTTEN])
+
+
+def test_what_fails(house: House) -> None:
+    model = model_of(house, output_version="v1")
+    house.model.script(*squares.lost_sandbox())
+    assert streamed(model, "Square").text == squares.LOST
+    house.model.script(*squares.broken_connection())
+    with pytest.raises(openai.APIError, match="broke before its answer was complete"):
+        streamed(model, "Square")

@@ -57,7 +57,7 @@ def test_openai(house: House, package: str) -> None:
 
 def test_the_ai_sdk(house: House) -> None:
     squares.script(house.model, 2)
-    told = json.loads(node(HERE / "ai-sdk.mjs", house.served.url))
+    told = json.loads(node(HERE / "ai-sdk.mjs", house.served.url, "stored"))
     assert told["texts"] == [squares.LINK, squares.SUM, squares.SUM]
     assert told["file"] == squares.FILE.decode()
     assert [part for part in told["parts"] if part.startswith("tool-")][-2:] == ["tool-call", "tool-result"]
@@ -74,6 +74,30 @@ def test_the_ai_sdk_with_a_container_of_its_own(house: House) -> None:
     told = json.loads(node(HERE / "ai-sdk.mjs", house.served.url, "unstored"))
     assert told["texts"] == [squares.LINK, squares.SUM]
     assert house.model.asked[-1].json["messages"][-1]["content"] == squares.ADDED
+
+
+FAILING = [("failing.mjs", "openai"), ("failing.mjs", "openai-next"), ("ai-sdk.mjs",)]
+
+
+def fail(house: House, client: tuple[str, ...]) -> Any:
+    script, *package = client
+    mode = () if package else ("failing",)
+    return json.loads(node(HERE / script, *package, house.served.url, *mode))
+
+
+@pytest.mark.parametrize("client", FAILING, ids="-".join)
+def test_a_call_that_fails(house: House, client: tuple[str, ...]) -> None:
+    house.model.script(*squares.lost_sandbox())
+    told = fail(house, client)
+    assert "error" not in told
+    assert told["text"] == squares.LOST
+    assert ("response.code_interpreter_call.failed" in told["types"]) == (client[0] == "failing.mjs")
+
+
+@pytest.mark.parametrize("client", FAILING, ids="-".join)
+def test_a_model_server_that_breaks(house: House, client: tuple[str, ...]) -> None:
+    house.model.script(*squares.broken_connection())
+    assert "broke before its answer was complete" in fail(house, client)["error"]
 
 
 # --- Codex --------------------------------------------------------------------------------------------

@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
-from pydantic_ai import Agent, CodeExecutionTool, ModelMessage, ModelMessagesTypeAdapter, NativeToolCallPart
+from pydantic_ai import (
+    Agent,
+    CodeExecutionTool,
+    ModelMessage,
+    ModelMessagesTypeAdapter,
+    ModelServerError,
+    NativeToolCallPart,
+)
 from pydantic_ai.capabilities import NativeTool
 from pydantic_ai.models.openai import OpenAIResponsesModel, OpenAIResponsesModelSettings
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -74,3 +81,14 @@ async def test_structured_output_is_a_call_beside_the_interpreter(house: House, 
     house.model.script(runs("print(42)"), answer('{"total":42}'))
     done = await agent_of(client, WITH_IDS, Total).run("6 * 7?")
     assert done.output == Total(total=42)
+
+
+async def test_what_fails(house: House, client: AsyncOpenAI) -> None:
+    agent = agent_of(client, WITH_IDS)
+    house.model.script(*squares.lost_sandbox())
+    async with agent.run_stream("Square") as streamed:
+        assert await streamed.get_output() == squares.LOST
+    house.model.script(*squares.broken_connection())
+    with pytest.raises(ModelServerError, match="broke before its answer was complete"):
+        async with agent.run_stream("Square") as streamed:
+            await streamed.get_output()

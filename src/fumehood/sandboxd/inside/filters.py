@@ -6,6 +6,7 @@ symbol search after the fork.
 
 import ctypes
 import errno
+import functools
 import os
 
 _PR_SET_NO_NEW_PRIVS = 38
@@ -45,21 +46,27 @@ def forbid_new_privileges() -> None:
         raise _error(ctypes.get_errno(), "no_new_privs")
 
 
+@functools.cache
+def prepared(program: bytes) -> tuple[_Program, ctypes.Array[ctypes.c_char]]:
+    """What the kernel is to be given, and the memory that it refers to; asked for before a fork, the child has it."""
+    count, rest = divmod(len(program), _INSTRUCTION)
+    if rest or not 0 < count <= _MOST_INSTRUCTIONS:
+        raise _error(errno.EINVAL, f"seccomp program of {len(program)} bytes")
+    instructions = ctypes.create_string_buffer(program, len(program))
+    return _Program(count, ctypes.addressof(instructions)), instructions
+
+
 def install(program: bytes) -> None:
     """Filters this process and all it will start; raises OSError and then nothing has changed.
 
     no_new_privs must be set already. The kernel insists on it only for callers without CAP_SYS_ADMIN, here
     it is a condition for everyone.
     """
-    count, rest = divmod(len(program), _INSTRUCTION)
-    if rest or not 0 < count <= _MOST_INSTRUCTIONS:
-        raise _error(errno.EINVAL, f"seccomp program of {len(program)} bytes")
+    argument, _ = prepared(program)
     if _SECCOMP_NUMBER is None:
         raise _error(errno.ENOSYS, f"seccomp on {os.uname().machine}")
     if _prctl(_PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) != 1:
         raise _error(errno.EACCES, "seccomp without no_new_privs")
-    buffer = ctypes.create_string_buffer(program, len(program))
-    argument = _Program(count, ctypes.addressof(buffer))
     result = _syscall(_SECCOMP_NUMBER, _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC, argument)
     if result < 0:
         raise _error(ctypes.get_errno(), "seccomp")

@@ -88,24 +88,18 @@ def build(plan: Plan, first: int, disks: list[int]) -> None:
     os.setns(first, NAMESPACES)
     os.unshare(os.CLONE_NEWCGROUP)  # whose root is where this process has just gone
     _raise_loopback()  # needs the proc that shows more than processes
+    _mount_tmpfs(plan)
+    _mount_proc()
     if plan.disk:
         _attach_disk(plan, disks)
     else:
-        _mount_data(plan)
-    _mount_proc()
+        _share_out(layout.WRITABLE, plan.uid)
     syscalls.set_hostname(layout.HOSTNAME)
     _become_user(plan.uid)
 
 
-def _mount_data(plan: Plan) -> None:
-    """One tmpfs, hence one quota of bytes and inodes, seen at every writable place."""
-    _mount_tmpfs(plan)
-    _share_out(layout.WRITABLE, plan.uid)
-
-
 def _attach_disk(plan: Plan, disks: list[int]) -> None:
     """Files lie on a disk of this sandbox's own; shared memory has to be memory, and is charged as such."""
-    _mount_tmpfs(plan)
     _share_out((layout.SHARED_MEMORY,), plan.uid)
     (disk,) = disks
     syscalls.attach_mount(disk, layout.STAGING)
@@ -114,6 +108,7 @@ def _attach_disk(plan: Plan, disks: list[int]) -> None:
 
 
 def _mount_tmpfs(plan: Plan) -> None:
+    """One, hence one quota of bytes and inodes, for every writable place."""
     options = f"size={plan.data_bytes},nr_inodes={plan.data_inodes},mode=0755"
     syscalls.mount("data", layout.STAGING, "tmpfs", _MOUNT_FLAGS, options)
 
@@ -130,11 +125,17 @@ def _share_out(targets: Iterable[str], uid: int) -> None:
 
 
 def _mount_proc() -> None:
-    # The kernel grants a new proc only where an old one is in full view, so the old one goes last.
-    staging = layout.STAGING
-    syscalls.mount("proc", staging, "proc", _MOUNT_FLAGS | syscalls.MS_NOEXEC, "subset=pid")
-    syscalls.unmount("/proc", syscalls.MNT_DETACH)
-    syscalls.mount(staging, "/proc", None, syscalls.MS_MOVE)
+    """The kernel grants a new proc only where an old one is in full view. That goes last, and with the staging place.
+
+    Each time something is unmounted the kernel waits until no processor can still see it: so all goes at once.
+    """
+    old, new = f"{layout.STAGING}/old", f"{layout.STAGING}/new"
+    os.mkdir(old)
+    os.mkdir(new)
+    syscalls.mount("proc", new, "proc", _MOUNT_FLAGS | syscalls.MS_NOEXEC, "subset=pid")
+    syscalls.mount("/proc", old, None, syscalls.MS_MOVE)
+    syscalls.mount(new, "/proc", None, syscalls.MS_MOVE)
+    os.rmdir(new)
 
 
 def _put(path: str, text: bytes) -> None:

@@ -84,7 +84,7 @@ def _call(what: str, number: int, *arguments: _Argument) -> int:
         raise OSError(f"{what}: not known on {os.uname().machine}")
     result: int = _libc.syscall(
         ctypes.c_long(number),
-        *(ctypes.c_long(item) if isinstance(item, int) else item for item in arguments),
+        *[ctypes.c_long(item) if isinstance(item, int) else item for item in arguments],
     )
     if result < 0:
         raise _failed(what)
@@ -92,18 +92,17 @@ def _call(what: str, number: int, *arguments: _Argument) -> int:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    if _libc.mount(
-        os.fsencode(source),
-        os.fsencode(target),
-        None if kind is None else kind.encode(),
-        flags,
-        None if options is None else os.fsencode(options),
-    ):
+    if _libc.mount(_encoded(source), _encoded(target), _encoded(kind), flags, _encoded(options)):
         raise _failed(f"mount {kind or 'bind'} on {target}")
 
 
+def _encoded(text: str | None) -> bytes | None:
+    """As os.fsencode, which is three functions, and a sandbox's start copies the code of each."""
+    return None if text is None else text.encode("utf-8", "surrogateescape")
+
+
 def unmount(target: str, flags: int = 0) -> None:
-    if _libc.umount2(os.fsencode(target), flags):
+    if _libc.umount2(_encoded(target), flags):
         raise _failed(f"umount {target}")
 
 
@@ -144,8 +143,9 @@ def prctl(option: int, value: int = 0, third: int = 0) -> None:
 
 def drop_all_capabilities() -> None:
     """Leave the calling process without any capability and without a way to regain one by exec."""
+    drop = _libc.prctl
     for capability in range(64):
-        if _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+        if drop(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break  # past the kernel's last capability
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     header = struct.pack("=II", _CAPABILITY_VERSION_3, 0)

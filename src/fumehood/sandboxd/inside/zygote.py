@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from fumehood.sandboxd.inside import (
     children,
+    filters,
     interpreter,
     jail,
     layout,
@@ -113,6 +114,7 @@ def run(control: socket.socket, link: socket.socket, program: bytes, request: di
     zygote = Zygote(control, link, program, jail.Plan(**request["common"]), prepared)
     renew_secrets()
     interpreter.cached()
+    filters.prepared(program)
     preload.freeze(for_many=thorough)
     if memory is not None:
         memory.settle()

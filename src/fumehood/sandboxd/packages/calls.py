@@ -17,9 +17,8 @@ async def install_for(execution: Execution, packages: SandboxPackages) -> tuple[
     loop = asyncio.get_running_loop()
     began = loop.time()
     work = asyncio.ensure_future(packages.install(execution.requirements, execution.note))
-    woken = asyncio.ensure_future(execution.wake.wait())
     try:
-        await asyncio.wait({work, woken, execution.lost}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, execution.wake, execution.lost}, return_when=asyncio.FIRST_COMPLETED)
         if execution.lost.done():
             return "lost", f"The sandbox was lost: {execution.lost.result()}."
         if not work.done():
@@ -30,9 +29,8 @@ async def install_for(execution: Execution, packages: SandboxPackages) -> tuple[
     except SandboxGone as error:
         return "lost", error.message
     finally:
-        for task in (work, woken):
-            task.cancel()
-        await asyncio.gather(work, woken, return_exceptions=True)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
         execution.install_seconds = loop.time() - began
     execution.begin()  # the time that the code has begins here
     return None

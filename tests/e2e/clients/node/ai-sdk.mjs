@@ -1,10 +1,10 @@
-// Turns with the AI SDK: blocking, streamed after `previousResponseId`, and with the history given back; or, told
-// "unstored", two turns of which nothing is kept but the container.
-// usage: node ai-sdk.mjs BASE_URL [unstored]; prints what came back, as JSON.
+// Turns with the AI SDK. stored: blocking, streamed after `previousResponseId`, and with the history given back;
+// unstored: two turns of which nothing is kept but the container; failing: one streamed turn in which something fails.
+// usage: node ai-sdk.mjs BASE_URL stored|unstored|failing; prints what came back, as JSON.
 import { createOpenAI } from "@ai-sdk/openai";
 import { generateText, streamText } from "ai";
 
-const [baseURL, unstored] = process.argv.slice(2);
+const [baseURL, mode] = process.argv.slice(2);
 globalThis.AI_SDK_LOG_WARNINGS = false;
 const openai = createOpenAI({ baseURL, apiKey: "none" });
 const interpreter = (settings) => ({ code_interpreter: openai.tools.codeInterpreter(settings) });
@@ -32,7 +32,7 @@ async function stored() {
   return { texts: [first.text, text, third.text], parts, results, file: await file.text() };
 }
 
-async function onlyTheContainer() {
+async function unstored() {
   const providerOptions = { openai: { store: false } };
   const first = await generateText({ ...common, messages: [square], providerOptions });
   const container = first.toolCalls[0].input.containerId;
@@ -41,4 +41,15 @@ async function onlyTheContainer() {
   return { texts: [first.text, second.text] };
 }
 
-console.log(JSON.stringify(unstored ? await onlyTheContainer() : await stored()));
+async function failing() {
+  const told = { text: "", types: [] };
+  const turn = streamText({ ...common, prompt: "Square", onError: () => {} });
+  for await (const part of turn.stream) {
+    if (part.type === "error") told.error = part.error.message;
+    if (part.type === "text-delta") told.text += part.text;
+    told.types.push(part.type);
+  }
+  return told;
+}
+
+console.log(JSON.stringify(await { stored, unstored, failing }[mode]()));

@@ -1,0 +1,18 @@
+// One streamed turn with the OpenAI SDK in which something fails.
+// usage: node failing.mjs PACKAGE BASE_URL; prints what came back, as JSON.
+const [name, baseURL] = process.argv.slice(2);
+const { default: OpenAI } = await import(name);
+
+const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0, timeout: 60_000 });
+const tools = [{ type: "code_interpreter", container: { type: "auto" } }];
+const told = { text: "", types: [] };
+try {
+  const stream = await client.responses.create({ model: "scripted", input: "Square", tools, stream: true });
+  for await (const event of stream) {
+    if (event.type === "response.output_text.delta") told.text += event.delta;
+    told.types.push(event.type);
+  }
+} catch (error) {
+  told.error = error.message;
+}
+console.log(JSON.stringify(told));

@@ -1,0 +1,123 @@
+"""Odd model servers as a client of the gateway meets them; imports the engine, the models and the gateway."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from fumehood.engine.loop import LoopLimits
+from fumehood.engine.runs import EngineRuns
+from fumehood.models.registry import open_models
+from fumehood.models.settings import ModelSettings
+from fumehood.testing import FakeClock, MemoryStore
+from tests.support import chat_server, responses_server
+from tests.support.chat_server import CUT, Answer, Asked, ChatServer, chunk, document, error, says, stream
+from tests.support.clocks import Waits
+from tests.support.gateway import Served, serving_gateway
+from tests.support.sse import parse
+
+
+@asynccontextmanager
+async def gateway(
+    *answers: Answer, backend: Any = "chat_completions", **settings: Any
+) -> AsyncGenerator[tuple[Served, ChatServer]]:
+    """One whose model server answers with these, and that server."""
+    async with chat_server.chat_server(*answers) as server:
+        entry = ModelSettings(base_url=server.url, backend=backend, **settings)
+        models = open_models([entry], Waits(), {})
+        clock = FakeClock()
+        store = MemoryStore(clock)
+        runs = EngineRuns(models, [], store, clock, limits=LoopLimits(characters=50_000))
+        async with serving_gateway(runs=runs, store=store) as served:
+            yield served, server
+        await models.close()
+
+
+def flood() -> Answer:
+    """Words for as long as anybody listens."""
+
+    async def answer(_: Asked, writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+        try:
+            while True:
+                writer.write(chunk({"content": "and on "}) * 100)
+                await writer.drain()
+        except ConnectionError:
+            return False
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "words", "text"),
+    [
+        (lambda: document(b'{"error":"oh"}'), "failed: oh", ""),
+        (lambda: stream(asyncio.Event()), "was silent for 0.1 seconds", ""),
+        (lambda: stream(chunk({"content": "Hel"}), CUT), "broke before its answer", "Hel"),
+        (lambda: stream(chunk({"content": "Hel"}), asyncio.Event()), "was silent for 0.1", "Hel"),
+        (flood, "wrote without end", "and on and on "),
+    ],
+    ids=["an error and 200", "silent", "cut off", "stuck", "flood"],
+)
+async def test_what_came_then_the_error_then_failed(
+    answer: Callable[[], Answer], words: str, text: str
+) -> None:
+    async with gateway(answer(), read_timeout=0.1, retries=0) as (served, _):
+        events = parse((await served.create(stream=True)).body)
+        assert [kind for kind, _ in events[-2:]] == ["error", "response.failed"]
+        failed = events[-1][1]["response"]
+        assert failed["status"] == "failed"
+        assert words in failed["error"]["message"] == events[-2][1]["error"]["message"]
+        written = "".join(event["delta"] for kind, event in events if kind == "response.output_text.delta")
+        assert written.startswith(text)
+        kept = (await served.ask("GET", f"/v1/responses/{failed['id']}")).json
+        assert (kept["status"], kept["output"]) == ("failed", failed["output"])
+
+
+async def test_before_anything_came_it_is_a_status() -> None:
+    busy = error("429 Too Many", {"error": {"message": "later"}}, headers={"Retry-After": "600"})
+    async with gateway(busy, document(b'{"error":"oh"}')) as (served, _):
+        answer = await served.create()
+        assert answer.error == (429, "rate_limit_exceeded", None)
+        assert answer.headers["retry-after"] == "600"
+        assert (await served.create()).error == (502, "server_error", None)
+
+
+async def test_down_then_good_is_good() -> None:
+    down = error("503 Unavailable", {})
+    async with gateway(down, chat_server.hang_up(), stream(says("Hel", "lo"))) as (served, _):
+        answer = await served.create(stream=True)
+    assert parse(answer.body)[-1][1]["response"]["output"][0]["content"][0]["text"] == "Hello"
+
+
+async def test_sealed_reasoning_and_summaries_through_the_gateway() -> None:
+    """Shown to those who ask for it, kept for the next turn in any case, and given back under the server's own id."""
+    reasoning = {
+        "type": "reasoning",
+        "id": "rs_theirs",
+        "summary": [{"type": "summary_text", "text": "gist"}],
+    }
+    first = stream(
+        responses_server.created(),
+        responses_server.done(0, **reasoning, encrypted_content="gAAA"),
+        responses_server.message("Hi", index=1),
+        responses_server.ended(),
+    )
+    more = [stream(responses_server.says("on"))] * 3
+    async with gateway(first, first, *more, backend="responses") as (served, server):
+        shown = await served.create(stream=True, include=["reasoning.encrypted_content"])
+        response = parse(shown.body)[-1][1]["response"]
+        assert response["output"][0]["encrypted_content"].endswith(":gAAA")
+        assert response["output"][0]["summary"] == reasoning["summary"]
+        assert b"msg_theirs" not in shown.body
+        assert b"resp_theirs" not in shown.body
+        hidden = parse((await served.create(stream=True)).body)[-1][1]["response"]
+        assert "encrypted_content" not in hidden["output"][0]
+        again = {"role": "user", "content": "on"}
+        await served.create(stream=True, input=[again], previous_response_id=hidden["id"])
+        await served.create(stream=True, input=[*response["output"], again], store=False)
+        await served.create(stream=True, input=[*hidden["output"], again])
+    for asked in server.asked[2:]:
+        assert asked.json["input"][-3] == reasoning | {"encrypted_content": "gAAA"}
