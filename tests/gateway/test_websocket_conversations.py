@@ -16,7 +16,15 @@ from fumehood.engine.runs import EngineRuns
 from fumehood.gateway import websocket
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.errors import ModelUnreachable
-from fumehood.testing import FakeClock, MemoryStore, ScriptedModel, ScriptedModels, calls, says
+from fumehood.testing import (
+    FakeClock,
+    MemoryStore,
+    PlainSealer,
+    ScriptedModel,
+    ScriptedModels,
+    calls,
+    says,
+)
 from tests.support.gateway import Served, serving_gateway
 from tests.support.tools import Echo
 from tests.support.websocket import Socket, connected, refused
@@ -46,7 +54,7 @@ class House:
 async def running() -> AsyncIterator[House]:
     clock = FakeClock()
     store, model = MemoryStore(clock), ScriptedModel()
-    runs = EngineRuns(ScriptedModels(model), [Echo()], store, clock)
+    runs = EngineRuns(ScriptedModels(model), [Echo()], store, clock, sealer=PlainSealer())
     async with serving_gateway(runs=runs, store=store, body_bytes=1 << 20) as served:
         yield House(served, model, store)
 
@@ -183,6 +191,43 @@ async def test_a_compacted_window_begins_a_new_chain(house: House) -> None:
         assert await socket.refusal(previous_response_id=old["id"]) == NOT_FOUND
         await socket.turn(previous_response_id=new["id"])
         assert house.told() == [["message"] * 4, ["message"]]
+
+
+async def test_a_sealed_compaction_begins_a_new_chain(house: House) -> None:
+    house.model.expect(says("one"), says("In short: one."), says("two"), says("three"))
+    question = {"type": "message", "role": "user", "content": "Remember one."}
+    async with house.socket() as socket:
+        old = await socket.turn(input=[question])
+        compacted = await house.served.ask(
+            "POST", "/v1/responses/compact", {"model": "scripted", "input": [question, *old["output"]]}
+        )
+        assert compacted.json["object"] == "response.compaction"
+        window = [*compacted.json["output"], {"type": "message", "role": "user", "content": "Go on."}]
+        new = await socket.turn(input=window)
+        assert new["previous_response_id"] is None
+        assert await socket.refusal(previous_response_id=old["id"]) == NOT_FOUND
+        assert (await socket.turn(previous_response_id=new["id"]))["status"] == "completed"
+    assert any("In short: one." in str(entry.raw) for entry in entries(house))
+
+
+async def test_what_was_compacted_on_the_way_is_held_no_longer(house: House) -> None:
+    long = "so much to say " * 2000
+    house.model.expect(says("one"), says("In short."), says("two"), says("three"), says("four"))
+    async with house.socket() as socket:
+        first = await socket.turn(input=long)
+        second = await socket.turn(
+            previous_response_id=first["id"],
+            context_management=[{"type": "compaction", "compact_threshold": 5000}],
+        )
+        assert [item["type"] for item in second["output"]] == ["compaction", "message"]
+        third = await socket.turn(previous_response_id=second["id"])
+        assert third["output"][0]["content"][0]["text"] == "three"
+        assert (await socket.turn(previous_response_id=third["id"]))["status"] == "completed"
+
+
+def entries(house: House) -> list[Entry]:
+    """All that the model was shown last."""
+    return [entry for segment in house.model.requests[-1].segments for entry in segment.entries]
 
 
 # --- lanes and forks ----------------------------------------------------------------------------------

@@ -288,6 +288,7 @@ class _Connection:
         self._left = True
         if self._closing is not None:
             self._closing.cancel()
+            await asyncio.gather(self._closing, return_exceptions=True)
         for lane in self._lanes.values():
             lane.waiting.clear()
             if lane.following is not None:
@@ -400,6 +401,8 @@ class _Connection:
             held = None if previous is None else self._held.get(previous)
             # A key may have been revoked since it opened the connection.
             caller = await self._sockets.identify(self._handshake)
+            if caller.key:
+                exchange.noted["key"] = caller.key
             run, response = await self._sockets.responses.make(
                 exchange, caller, request, partial(self._follow, exchange, lane), held and held.past
             )
