@@ -40,8 +40,9 @@ async def test_what_is_kept_on_top_of_it_has_all_of_it() -> None:
         engine = Engine(model)
         first = await ended(engine, None)
         second = await ended(engine, first.conversation(), previous_response_id=first.id, store=True)
-    [kept] = await engine.store.conversation("", second.id) or ()
-    assert [entry.turn for entry in kept.entries] == [0, 0, 0, 1]
+    kept = await engine.store.conversation("", second.id)
+    assert kept is not None
+    assert [[entry.turn for entry in segment.entries] for segment in kept] == [[0, 0, 0, 1]]
 
 
 async def test_what_comes_before_a_compaction_is_not_held() -> None:

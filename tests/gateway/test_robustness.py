@@ -126,7 +126,7 @@ async def watched(directory: Path, *answers: Any) -> AsyncGenerator[Watched]:
         settings = {
             "models": [{"match": "*", "base_url": chat.url}],
             "providers": {"code_interpreter": {"enabled": False}},
-            "limits": {"concurrent": 2000},
+            "limits": {"concurrent_total": 2000},
         }
         gateway = await asyncio.to_thread(served.start, directory, settings)
         try:
