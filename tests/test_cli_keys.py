@@ -161,13 +161,3 @@ def test_keys_are_made_and_revoked_beside_a_gateway(tmp_path: Path) -> None:
     assert listed(*config)[0]["id"] in output
     for word in (secret, newest, "fh-wrong", secret[-12:]):
         assert word not in output
-
-
-def test_with_keys_other_machines_may_come(tmp_path: Path) -> None:
-    config = {**NO_CODE, "storage": {"url": f"sqlite:///{tmp_path}/gateway.db"}}
-    (tmp_path / "keys.json").write_text(json.dumps(config))
-    secret = keys("create", "--config", str(tmp_path / "keys.json")).out
-    with served.serving(tmp_path, {**NO_CODE, "server": {"host": "0.0.0.0"}}) as running:
-        url = f"http://127.0.0.1:{running.url.rpartition(':')[2]}/models"
-        assert ask(url, secret)[0] == 200
-        assert ask(url, None)[0] == 401

@@ -105,6 +105,16 @@ def test_a_place_that_others_can_reach_is_not_opened_by_a_setting_alone(host: st
             {f"{SETTINGS}SANDBOX_URL": "http://127.0.0.1:1", f"{SETTINGS}SANDBOX_TOKEN_ENV": "NO_SUCH_TOKEN"},
             "sandbox_token_env names the variable NO_SUCH_TOKEN, which holds nothing",
         ),
+        (
+            [],
+            {"FUMEHOOD_SERVER__CORS_ORIGINS": "*"},
+            "without keys, * would let every web page run code here",
+        ),
+        (
+            [],
+            {"FUMEHOOD_SERVER__CORS_ORIGINS": "https://app.example/"},
+            "server.cors_origins: an origin is written as browsers do",
+        ),
         # Specification 003, US4-2 and FR-016.
         (
             [],

@@ -116,7 +116,7 @@ def test_variables_of_others_are_left_alone() -> None:
     [
         ("server: {prot: 1}", "there is no setting server.prot; did you mean port?"),
         ("servr: {}", "there is no setting servr; did you mean server?"),
-        ("server: {zzz: 1}", "there is no setting server.zzz; there are host, port, hosts, grace."),
+        ("server: {zzz: 1}", "there is no setting server.zzz; there are host, port, hosts, cors_origins, grace."),
         ("server: {port: 70000}", "server.port: expected int <= 65535."),
         ("server: {port: x}", "server.port: expected int, got str."),
         ("server: 3", "server: expected object, got int."),

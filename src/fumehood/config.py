@@ -26,6 +26,7 @@ type LogLevel = Literal["debug", "info", "warning", "error"]
 PREFIX = "FUMEHOOD_"
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SQLITE = "sqlite:///"
+_ORIGIN = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 
 
 class Misconfigured(ValueError):
@@ -39,12 +40,14 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class ServerSettings(_Section, frozen=True):
     """
     hosts: names by which clients may call the server besides localhost and addresses.
+    cors_origins: web pages that may ask it, as browsers write their origins; `*` for all.
     grace: seconds that running responses have to end when the server is stopped.
     """
 
     host: str = "127.0.0.1"
     port: Port = 8080
     hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
     grace: Annotated[float, Meta(ge=0, le=3600)] = 30.0
 
     @property
@@ -158,6 +161,7 @@ class LimitSettings(_Section, frozen=True):
     requests_per_minute, concurrent, containers_per_tenant, body_bytes: what each key may do, unless it was made with
         other limits; `concurrent` are responses in the making at once.
     concurrent_total: the same of everybody together.
+    body_bytes_total: the bodies of all requests that are worked on, together.
     turns, response_seconds: how often the model may be asked for one response, and how long that may take.
     behind_events, behind_seconds: how far a reader of a stream may fall behind, and for how long.
     """
@@ -167,6 +171,7 @@ class LimitSettings(_Section, frozen=True):
     concurrent_total: Positive = 512
     containers_per_tenant: Positive = 50
     body_bytes: Positive = 32 << 20
+    body_bytes_total: Positive = 512 << 20
     turns: Positive = 64
     response_seconds: Seconds = 1800.0
     behind_events: Positive = 10_000
@@ -315,6 +320,9 @@ def _problems(config: Config) -> Iterator[str]:
     for number, model in enumerate(config.models):
         for problem in _variable_problems("api_key_env", model.api_key_env):
             yield f"models[{number}].{problem}"
+    for origin in config.server.cors_origins:
+        if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+            yield "server.cors_origins: an origin is written as browsers do, e.g. https://app.example; or *."
     interpreter = config.providers.code_interpreter
     if interpreter.enabled:
         for problem in _interpreter_problems(interpreter.settings):

@@ -111,10 +111,16 @@ class Run(Protocol):
 
 class Runs(Protocol):
     async def start(
-        self, request: CreateResponse, caller: Caller, past: Sequence[Segment] | None = None
+        self,
+        request: CreateResponse,
+        caller: Caller,
+        response_id: str | None = None,
+        *,
+        past: Sequence[Segment] | None = None,
     ) -> Run:
         """Check everything that can be checked, then begin. Raises ApiError; then nothing was begun.
 
+        response_id: the id of the response, where somebody had to know it before.
         past: the conversation that is continued, from whoever holds one that the store does not keep; without it
             the store is asked for `previous_response_id`.
         """
@@ -369,6 +375,14 @@ class Lease:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class IdempotencyClaim:
+    """Which response a request has become; the digest is of its body."""
+
+    digest: bytes
+    response_id: str
+
+
 class Fenced(Exception):
     """Somebody else has taken over this response, or ended it."""
 
@@ -439,6 +453,18 @@ class Store(Protocol):
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
         """Those of these blobs that no file of any container refers to."""
+        ...
+
+    async def claim(
+        self, tenant: str, key: str, claim: IdempotencyClaim, seconds: float
+    ) -> IdempotencyClaim | None:
+        """For so many seconds the tenant's idempotency key stands for this request; None. If it stands for one
+        already, that one, and nothing is changed.
+        """
+        ...
+
+    async def release(self, tenant: str, key: str, response_id: str) -> None:
+        """The key stands for nothing any more, if it stood for this response."""
         ...
 
     async def put_key(self, key: ApiKey) -> None: ...

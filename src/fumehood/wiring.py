@@ -19,6 +19,7 @@ from fumehood.gateway.app import Gateway
 from fumehood.gateway.auth import Callers, Everybody, KeyHolders
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import Metrics
+from fumehood.gateway.origins import ANY, Origins
 from fumehood.gateway.request_log import RequestLines, RequestLog, to_logging
 from fumehood.gateway.server import Server
 from fumehood.interfaces import (
@@ -109,6 +110,12 @@ async def assembled(
     async with AsyncExitStack() as stack:
         store = await _store(config, stack)
         callers = await _callers(config, store, clock, stack)
+        keyless = not isinstance(callers, KeyHolders) or callers.open
+        if keyless and ANY in config.server.cors_origins:
+            raise Misconfigured(
+                "server.cors_origins: without keys, * would let every web page run code here: name the origins, or "
+                "make a key with `fumehood keys create`."
+            )
         blobs = DiskBlobs(Path(config.storage.blobs))
         try:
             models = open_models(config.models, clock, environ)
@@ -135,6 +142,7 @@ async def assembled(
             models=models,
             containers=containers,
             callers=callers,
+            origins=Origins(config.server.cors_origins),
             metrics=metrics,
             log=log,
             limits=Limits(
@@ -144,12 +152,13 @@ async def assembled(
                     body_bytes=limits.body_bytes,
                 ),
                 total=limits.concurrent_total,
+                body_bytes_total=limits.body_bytes_total,
                 monotonic=clock.monotonic,
             ),
             always_include=(OUTPUTS,) if always else (),
             show_metrics=config.telemetry.metrics,
         )
-        yield Assembled(gateway, runs, not isinstance(callers, KeyHolders) or callers.open)
+        yield Assembled(gateway, runs, keyless)
 
 
 def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
@@ -173,11 +182,16 @@ class _CountedModels:
     def __init__(self, models: Models, metrics: Metrics) -> None:
         self._models = models
         self._metrics = metrics
+        self._counted: dict[ModelBackend, ModelBackend] = {}
         self.cards = models.cards
         self.close = models.close
 
     def backend(self, model: str) -> ModelBackend:
-        return _CountedBackend(self._models.backend(model), self._metrics)
+        backend = self._models.backend(model)
+        counted = self._counted.get(backend)
+        if counted is None:
+            counted = self._counted[backend] = _CountedBackend(backend, self._metrics)
+        return counted
 
 
 class _CountedBackend:

@@ -13,7 +13,10 @@ from tests.support.served import Model, Served
 
 @dataclass(frozen=True)
 class House:
-    """strict: a client that refuses whatever its own types do not know; client: one as most people have."""
+    """strict: a client that refuses whatever its own types do not know; client: one as most people have.
+
+    The model is `scripted`; `far` and `far-direct` are models of another gateway, which asks the same scripted one.
+    """
 
     served: Served
     model: Model
@@ -23,10 +26,11 @@ class House:
 
 @pytest.fixture(scope="session")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    directory = tmp_path_factory.mktemp("gateway")
+    directory, elsewhere = tmp_path_factory.mktemp("gateway"), tmp_path_factory.mktemp("far")
     with (
         Model() as model,
-        served.serving(directory, settings_for(model)) as running,
+        served.serving(elsewhere, settings_without_code(model)) as far,
+        served.serving(directory, settings_before(far, model)) as running,
         client_of(running, strict=True) as strict,
         client_of(running) as client,
     ):
@@ -46,9 +50,23 @@ def client_of(running: Served, *, strict: bool = False) -> OpenAI:
 def settings_for(model: Model, **interpreter: object) -> dict[str, object]:
     limits = "enforced" if has_cgroups() else "best-effort"
     return {
-        "models": [{"match": "scripted*", "base_url": model.url}, {"match": "direct", "backend": "direct"}],
+        "models": models_of(model),
         "providers": {"code_interpreter": {"settings": {"sandbox_limits": limits, **interpreter}}},
     }
+
+
+def models_of(model: Model) -> list[dict[str, str]]:
+    return [{"match": "scripted*", "base_url": model.url}, {"match": "direct", "backend": "direct"}]
+
+
+def settings_before(far: Served, model: Model) -> dict[str, object]:
+    """With the models of another gateway too."""
+    behind = {"backend": "responses", "base_url": far.url}
+    further = [
+        {"match": "far", "name": "scripted", **behind},
+        {"match": "far-direct", "name": "direct", **behind},
+    ]
+    return {**settings_for(model), "models": [*models_of(model), *further]}
 
 
 def settings_without_code(model: Model) -> dict[str, object]:

@@ -6,6 +6,7 @@ case also sees what the gateway passed on.
 
 import asyncio
 import base64
+import importlib.util
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
@@ -53,6 +54,11 @@ def case(name: str) -> Callable[[Case], Case]:
         return function
 
     return add
+
+
+def socket_case(name: str) -> Callable[[Case], Case]:
+    served = importlib.util.find_spec("fumehood.gateway.websocket") is not None
+    return case(f"WebSocket: {name}") if served else lambda function: function
 
 
 def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
@@ -224,9 +230,13 @@ async def previous_response_id(wire: Wire) -> None:
 @case("previous_response_id of nothing")
 async def unknown_previous_response_id(wire: Wire) -> None:
     for stream in (False, True):
-        status, error = await wire.refused(input="x", previous_response_id="resp_nothing", stream=stream)
-        assert status in (400, 404)
-        assert (error["code"], error["param"]) == ("previous_response_not_found", "previous_response_id")
+        check_not_found(await wire.refused(input="x", previous_response_id="resp_nothing", stream=stream))
+
+
+def check_not_found(refused: tuple[int, Any]) -> None:
+    status, error = refused
+    assert status in (400, 404)
+    assert (error["code"], error["param"]) == ("previous_response_not_found", "previous_response_id")
 
 
 # --- compaction ---------------------------------------------------------------------------------------
@@ -250,6 +260,73 @@ async def compact_without_model(wire: Wire) -> None:
     status, body = await wire.ask("POST", "/responses/compact", {"input": "x"})
     assert status in (400, 422)
     assert body["error"]["param"] == "model"
+
+
+# --- WebSocket ----------------------------------------------------------------------------------------
+
+
+@socket_case("response")
+async def socket_response(wire: Wire) -> None:
+    async with wire.socket() as socket:
+        response = await socket.create(input=[said("user", "Say hello.")])
+    assert response["status"] == "completed"
+    assert text_of(response) == "user: Say hello."
+
+
+@socket_case("several in sequence")
+async def socket_sequence(wire: Wire) -> None:
+    async with wire.socket() as socket:
+        for text in ("One.", "Two.", "Three."):
+            assert text_of(await socket.create(input=text, store=False)) == f"user: {text}"
+
+
+@socket_case("continuation")
+async def socket_continuation(wire: Wire) -> None:
+    async with wire.socket() as socket:
+        first = await socket.create(input="My name is Alice.", store=False)
+        second = await socket.create(input="And mine?", store=False, previous_response_id=first["id"])
+    assert text_of(second) == f"user: My name is Alice. | assistant: {text_of(first)} | user: And mine?"
+
+
+@socket_case("reconnect with store: false")
+async def socket_reconnect(wire: Wire) -> None:
+    async with wire.socket() as socket:
+        first = await socket.create(input="My name is Alice.", store=False)
+    async with wire.socket() as socket:
+        check_not_found(await socket.refused(input="And?", store=False, previous_response_id=first["id"]))
+        again = [said("user", "My name is Alice."), *first["output"], said("user", "And?")]
+        assert text_of(await socket.create(input=again, store=False)).endswith("user: And?")
+
+
+@socket_case("unknown previous id")
+async def socket_unknown_previous(wire: Wire) -> None:
+    async with wire.socket() as socket:
+        check_not_found(await socket.refused(input="x", previous_response_id="resp_nothing"))
+        assert text_of(await socket.create(input="Still here?")) == "user: Still here?"
+
+
+@socket_case("failed continuation evicts")
+async def socket_eviction(wire: Wire) -> None:
+    stray = {"type": "function_call_output", "call_id": "call_nobody", "output": "x"}
+    async with wire.socket() as socket:
+        first = await socket.create(input="My name is Alice.", store=False)
+        status, _ = await socket.refused(input=[stray], store=False, previous_response_id=first["id"])
+        assert status == 400
+        check_not_found(await socket.refused(input="And?", store=False, previous_response_id=first["id"]))
+
+
+@socket_case("compaction starts a new chain")
+async def socket_compaction(wire: Wire) -> None:
+    async with wire.socket() as socket:
+        first = await socket.create(input="My name is Alice.", store=False)
+        past = [said("user", "My name is Alice."), *first["output"]]
+        _, compacted = await wire.ask("POST", "/responses/compact", {"model": "scripted", "input": past})
+        window = [*compacted["output"], said("user", "What is my name?")]
+        second = await socket.create(input=window, store=False)
+        assert second["previous_response_id"] is None
+        third = await socket.create(input="Sure?", store=False, previous_response_id=second["id"])
+        assert "Alice" in text_of(third)
+        assert text_of(third).endswith(f"assistant: {text_of(second)} | user: Sure?")
 
 
 # --- running them -------------------------------------------------------------------------------------

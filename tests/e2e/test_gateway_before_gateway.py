@@ -1,14 +1,11 @@
 """A gateway whose model is another gateway: both sides of the Responses API are ours; imports the support."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from openai import OpenAI
 
-from tests.e2e.conftest import House, client_of, settings_for
-from tests.support import served
+from tests.e2e.conftest import House
 from tests.support.chat_server import DONE, chunk, stream
 from tests.support.served import USAGE, answer, call, runs
 
@@ -16,18 +13,7 @@ INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 OUTPUTS: Any = ["code_interpreter_call.outputs"]
 
 
-@pytest.fixture(scope="module")
-def front(house: House, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    """A client of a gateway that has its own sandboxes and asks the house for its model."""
-    settings = settings_for(house.model, sandbox_pool=1) | {
-        "models": [{"match": "far", "backend": "responses", "base_url": house.served.url, "name": "scripted"}]
-    }
-    directory = tmp_path_factory.mktemp("front")
-    with served.serving(directory, settings) as running, client_of(running, strict=True) as client:
-        yield client
-
-
-def test_a_streamed_turn_with_code_and_the_next_one(house: House, front: OpenAI) -> None:
+def test_a_streamed_turn_with_code_and_the_next_one(house: House) -> None:
     code = "n = 6 * 7\nprint(n)"
     house.model.script(
         stream(
@@ -39,7 +25,7 @@ def test_a_streamed_turn_with_code_and_the_next_one(house: House, front: OpenAI)
         ),
         answer("It is ", "42."),
     )
-    with front.responses.create(
+    with house.strict.responses.create(
         model="far", input="6 * 7?", tools=[INTERPRETER], include=OUTPUTS, stream=True
     ) as events:
         seen: list[Any] = list(events)
@@ -54,7 +40,7 @@ def test_a_streamed_turn_with_code_and_the_next_one(house: House, front: OpenAI)
     assert message.content[0].text == "It is 42."
     assert response.usage.total_tokens == 2 * 18
     house.model.script(runs("print(n + 1)"), answer("43."))
-    after: Any = front.responses.create(
+    after: Any = house.strict.responses.create(
         model="far",
         input="And one more?",
         previous_response_id=response.id,
@@ -77,14 +63,22 @@ def test_a_streamed_turn_with_code_and_the_next_one(house: House, front: OpenAI)
     assert "42" in told[2]["content"]
 
 
-def test_what_goes_wrong_behind_is_told_in_front(house: House, front: OpenAI) -> None:
+def test_a_model_that_is_none_behind(house: House) -> None:
+    answer = house.strict.responses.create(
+        model="far-direct", input="```\nprint(6 * 7)\n```", tools=[INTERPRETER]
+    )
+    assert [item.type for item in answer.output] == ["code_interpreter_call", "message"]
+    assert answer.output_text.startswith("42")
+
+
+def test_what_goes_wrong_behind_is_told_in_front(house: House) -> None:
     house.model.script(stream(chunk({"content": "Hel"})))
     seen: list[Any] = []
     with (
-        front.responses.create(model="far", input="?", stream=True) as events,
+        house.strict.responses.create(model="far", input="?", stream=True) as events,
         pytest.raises(openai.APIError, match="broke before its answer was complete"),
     ):
         seen.extend(events)
-    kept = front.responses.retrieve(seen[0].response.id)
+    kept = house.strict.responses.retrieve(seen[0].response.id)
     assert kept.status == "failed"
     assert kept.output_text == "Hel"

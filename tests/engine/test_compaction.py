@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import Raw
 
 from fumehood.engine.tokens import Tokens, estimate, tokens_of
 from fumehood.interfaces import Caller
@@ -17,7 +18,7 @@ from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import InvalidRequest, ModelError, ModelUnreachable, Unavailable
 from fumehood.protocol.folding import fold
 from fumehood.protocol.items import Compaction, Message
-from fumehood.protocol.models import AnyModelEvent, ModelProfile, ModelRequest
+from fumehood.protocol.models import AnyModelEvent, ItemPassed, ModelProfile, ModelRequest
 from fumehood.protocol.responses import CreateResponse, Usage
 from fumehood.store.sealing import KeyedSealer
 from fumehood.testing import Answer, ScriptedModel, ScriptedTool, calls, says, thinks
@@ -170,6 +171,16 @@ async def test_a_short_conversation_is_left_alone_and_so_is_one_that_cannot_beco
     assert len(model.requests) == 2
 
 
+async def test_a_compaction_of_another_server_is_none() -> None:
+    theirs = ItemPassed(Raw(b'{"type":"compaction","id":"cmp_1","encrypted_content":"theirs"}'), False)
+    async with ScriptedModel([theirs, *says("Hello.")], says("Yes.")) as model:
+        engine = Engine(model)
+        first = await engine.block(input="Hi")
+        assert [type(item).__name__ for item in first.output] == ["Message"]
+        await engine.block(input="Ho", previous_response_id=first.id)
+    assert [text for _, text in texts(model.requests[1])] == ["Hi", "Hello.", "Ho"]
+
+
 async def test_usage_tells_of_summaries_too_and_is_what_counts() -> None:
     told = Usage(input_tokens=990, output_tokens=20, total_tokens=1010)
     async with ScriptedModel(says("y" * 800), says("Nothing."), usage=told) as model:
@@ -298,6 +309,24 @@ async def test_a_server_that_stops_ends_compactions_and_says_so() -> None:
     assert model.aborted == model.requests
     with pytest.raises(Unavailable):
         await compacted(engine, input="Hi")
+
+
+async def test_a_window_of_messages_that_nobody_answered_becomes_short_too() -> None:
+    profile = ModelProfile(context_window=4000)
+    async with ScriptedModel(says("Sum."), says("Yes."), profile=profile) as model:
+        engine = Engine(model)
+        asked = [{"role": "user", "content": f"{number} " + "x" * 1000} for number in range(10)]
+        answer = await compacted(engine, input=asked)
+        await engine.block(input=dumped(*answer.output))
+    assert [text.split()[0] for _, text in texts(model.requests[1])] == ["Summary", "7", "8", "9"]
+
+
+async def test_a_model_that_thinks_without_end_is_not_waited_for() -> None:
+    endless = [*says("A summary.", pieces=1), *thinks("hm " * 50_000, pieces=30), asyncio.Event()]
+    model = ScriptedModel(endless)
+    answer = await compacted(Engine(model), input="Hi")
+    assert len(answer.output) == 1
+    assert model.aborted == model.requests
 
 
 @pytest.mark.parametrize("body", [{"input": "Hi", "model": None}, {}])

@@ -18,7 +18,7 @@ LONG = "so much to say " * 2000
 async def ended(engine: Engine, past: Sequence[Segment] | None, **body: Any) -> EngineRun:
     fields = {"model": "scripted", "input": "Hi", "store": False, **body}
     request = msgspec.json.decode(msgspec.json.encode(fields), type=CreateResponse)
-    run = await engine.runs.start(request, Caller(), past)
+    run = await engine.runs.start(request, Caller(), past=past)
     assert (await run.wait()).status == "completed"
     return run
 

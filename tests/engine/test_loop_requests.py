@@ -13,6 +13,7 @@ from fumehood.protocol.events import ItemAdded
 from fumehood.protocol.items import (
     Message,
 )
+from fumehood.protocol.models import ReasoningEnded
 from fumehood.testing import ScriptedModel, calls, says
 from tests.support.engines import ECHO, FUNCTION, Engine
 from tests.support.streams import types
@@ -113,14 +114,26 @@ async def test_unknown_tools_are_tolerated_and_shown() -> None:
         response = await Engine(model, [Echo()]).block(tools=[*tools, ECHO])
     assert [msgspec.json.decode(tool) for tool in response.tools] == [*tools, {"type": "echo", "shown": True}]
     assert [function.name for function in model.requests[0].functions] == ["echo"]
+    assert [msgspec.json.decode(tool.raw) for tool in model.requests[0].others] == tools
 
 
 async def test_unknown_tools_may_be_allowed() -> None:
-    search = {"type": "web_search"}
+    search, other = {"type": "web_search"}, {"type": "namespace", "name": "n"}
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [search, ECHO]}
     async with ScriptedModel(says("ok")) as model:
-        await Engine(model, [Echo()]).block(tools=[search, ECHO, FUNCTION], tool_choice=allowed)
+        await Engine(model, [Echo()]).block(tools=[search, other, ECHO, FUNCTION], tool_choice=allowed)
     assert [function.name for function in model.requests[0].functions] == ["echo"]
+    assert [tool.type for tool in model.requests[0].others] == ["web_search"]
+
+
+async def test_sealed_reasoning_is_found_again_by_its_id() -> None:
+    async with ScriptedModel([ReasoningEnded("sealed"), *says("a")], says("b")) as model:
+        engine = Engine(model)
+        first = await engine.block()
+        thoughts = msgspec.to_builtins(first.output[0])
+        del thoughts["encrypted_content"]
+        await engine.block(input=[thoughts, {"role": "user", "content": "and?"}])
+    assert b'"sealed"' in model.requests[1].segments[0].entries[0].raw
 
 
 async def test_logprobs_are_asked_for_by_whoever_includes_them() -> None:

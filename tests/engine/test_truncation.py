@@ -15,7 +15,7 @@ from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.models import ModelProfile, ModelRequest, TurnEnded
 from fumehood.protocol.responses import Usage
 from fumehood.testing import ScriptedModel, says
-from tests.support.conversations import call, hosted, message, output, segment, thought
+from tests.support.conversations import entry, hosted, message, segment, thought
 from tests.support.engines import Engine
 
 
@@ -26,13 +26,18 @@ def entries(segments: Sequence[Segment]) -> list[Entry]:
 # --- the cut ------------------------------------------------------------------------------------------
 
 
+def answered(kind: str, call_id: str, length: int) -> Entry:
+    return entry({"type": f"{kind}_output", "call_id": call_id, "output": "done " * length})
+
+
 @st.composite
 def conversations(draw: st.DrawFn) -> list[Segment]:
     """One as the engine has them: calls of a turn are answered by the next request, hosted ones at once."""
     segments: list[Segment] = []
     pending: list[str] = []
+    kind = ""
     for number in range(draw(st.integers(1, 6))):
-        made: list[Entry] = [output(call_id, "done " * draw(st.integers(0, 9))) for call_id in pending]
+        made: list[Entry] = [answered(kind, call_id, draw(st.integers(0, 9))) for call_id in pending]
         if not pending or draw(st.booleans()):
             made.append(message("words " * draw(st.integers(1, 40))))
         if draw(st.integers(0, 5)) == 0:
@@ -42,12 +47,13 @@ def conversations(draw: st.DrawFn) -> list[Segment]:
                 made.append(thought("hm", turn))
             made.append(hosted(f"h{number}.{turn}", "out " * draw(st.integers(0, 20)), turn=turn))
         pending = [f"c{number}.{one}" for one in range(draw(st.integers(0, 2)))]
-        made += [call(call_id, turn=9) for call_id in pending]
+        kind = draw(st.sampled_from(["function_call", "shell_call"]))
+        made += [entry({"type": kind, "call_id": one, "name": "f", "arguments": "{}"}, 9) for one in pending]
         if not pending:
             made.append(message("answer " * draw(st.integers(1, 20)), role="assistant", turn=9))
         segments.append(Segment(tuple(made)))
     segments.append(
-        Segment((*(output(call_id, "done") for call_id in pending), *([] if pending else [message("last")])))
+        Segment((*(answered(kind, one, 1) for one in pending), *([] if pending else [message("last")])))
     )
     return segments
 
@@ -61,9 +67,9 @@ def test_a_shorter_conversation_is_still_one(segments: list[Segment], tokens: in
     before, after = entries(segments), entries(shorter)
     kept = {id(entry) for entry in after}
     assert [entry for entry in before if id(entry) in kept] == after
-    for entry in before:
-        if b'"system"' in entry.raw or b'"developer"' in entry.raw:
-            assert id(entry) in kept
+    for one in before:
+        if b'"system"' in one.raw or b'"developer"' in one.raw:
+            assert id(one) in kept
     # Without those that are pinned, the end of it.
     assert after[-1] is before[-1]
     said = [entry for entry in before if b'"role":"user"' in entry.raw]

@@ -197,6 +197,20 @@ async def test_a_body_comes_in_chunks_or_as_it_is(gateway: Served, header: bytes
     assert bool(gateway.runs.requests) == (status == 200)
 
 
+async def test_whole_answers_come_in_order_and_the_last_one_closes(gateway: Served) -> None:
+    async with gateway.connected() as (reader, writer):
+        one = b"GET %s HTTP/1.1\r\nhost: localhost\r\n%s\r\n"
+        writer.write(one % (b"/healthz", b"") + one % (b"/readyz", b"connection: close\r\n"))
+        found = await reader.read()
+    first, second = re.split(rb"(?<=\})(?=HTTP)", found)
+    assert first.endswith(b'\r\n\r\n{"status":"ok"}')
+    assert second.endswith(b'\r\n\r\n{"status":"ready"}')
+    assert b"content-length: 15\r\n" in first
+    assert b"\r\ndate: " in first
+    assert b"connection: close" not in first
+    assert b"\r\nconnection: close\r\n" in second
+
+
 async def test_a_large_body_is_refused_by_its_length(gateway: Served) -> None:
     async with gateway.connected() as (reader, writer):
         writer.write(

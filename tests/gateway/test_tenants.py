@@ -6,9 +6,7 @@ nobody has thought about here fails a test.
 
 import json
 import re
-import sqlite3
 from collections.abc import AsyncIterator, Callable
-from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -36,6 +34,7 @@ NAMELESS = {
     ("GET", "/healthz"),
     ("GET", "/readyz"),
     ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
 }
 
 type Body = Callable[[Objects], dict[str, Any]]
@@ -171,7 +170,7 @@ async def test_without_a_key_there_is_nothing(house: House, ann: Objects) -> Non
     for method, path in ROUTES:
         path = path.replace("{model:path}", "small")
         answer = await house.served.ask(method, filled(path, ann), {} if method == "POST" else None)
-        if path in ("/healthz", "/readyz"):
+        if path in ("/healthz", "/readyz", "/openapi.json"):
             assert answer.status == 200
         else:
             assert answer.error == (401, "invalid_api_key", None), (method, path)
@@ -191,11 +190,11 @@ async def test_a_body_that_names_what_is_anothers(
         body = {"model": "scripted", "input": "hi", **make(objects)}
         return await (over_websocket(party, body) if method == "GET" else party.ask(method, path, body))
 
-    before = rows(house)
+    before = house.rows()
     foreign, nowhere = await ask(house.ben, ann), await ask(house.ben, invented(ann))
     assert foreign.status in (400, 404)
     assert refusal(foreign, ann) == refusal(nowhere, invented(ann))
-    assert rows(house) == before
+    assert house.rows() == before
     assert (await ask(house.ann, ann)).status == 200
 
 
@@ -217,6 +216,17 @@ async def test_what_a_connection_holds_is_nobody_elses(house: House) -> None:
         not_found = (400, "previous_response_not_found", "previous_response_id")
         assert await ben.refusal(model="scripted", previous_response_id=held["id"]) == not_found
         assert (await ann.turn(model="scripted", previous_response_id=held["id"]))["status"] == "completed"
+
+
+async def test_files_for_a_container_cannot_be_named_yet(house: House, ann: Objects) -> None:
+    """When they can, this belongs into `BODIES`."""
+    answers = [
+        await house.ann.create(
+            tools=[{"type": "code_interpreter", "container": {"type": "auto", "file_ids": [file_id]}}]
+        )
+        for file_id in (ann.file_id, invented(ann).file_id)
+    ]
+    assert [answer.error for answer in answers] == [(400, None, "tools")] * 2
 
 
 async def test_a_call_that_is_given_back_does_not_open_its_container(house: House, ann: Objects) -> None:
@@ -242,17 +252,6 @@ def containers_in(answer: Answer) -> set[str]:
     return {item["container_id"] for item in answer.json["output"] if item["type"] == "code_interpreter_call"}
 
 
-def rows(house: House) -> dict[str, int]:
-    """How much is in every table."""
-    with closing(sqlite3.connect(house.database)) as connection:
-        tables = connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall()
-        return {
-            name: connection.execute(f"SELECT count(*) FROM {name}").fetchone()[0]
-            for (name,) in tables
-            if not name.startswith("sqlite_")
-        }
-
-
 async def test_lists_hold_only_what_is_ones_own(house: House, ann: Objects, ben: Objects) -> None:
     for party, own, other in ((house.ann, ann, ben), (house.ben, ben, ann)):
         for method, path in ROUTES:
@@ -261,6 +260,14 @@ async def test_lists_hold_only_what_is_ones_own(house: House, ann: Objects, ben:
                 assert answer.status == 200, path
                 for foreign in asdict(other).values():
                     assert foreign not in answer.body.decode("latin-1")
+
+
+async def test_an_idempotency_key_of_another_tenant_is_free(house: House) -> None:
+    key = {"idempotency-key": "shared"}
+    mine, other = await house.ann.create(key, input="mine"), await house.ben.create(key, input="other")
+    assert (mine.status, other.status) == (200, 200)
+    assert mine.json["id"] != other.json["id"]
+    assert "idempotent-replayed" not in other.headers
 
 
 async def test_keys_of_one_tenant_share_everything(house: House, ann: Objects) -> None:

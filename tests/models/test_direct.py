@@ -19,7 +19,7 @@ from fumehood.protocol.models import (
 )
 from fumehood.protocol.responses import Usage
 from fumehood.protocol.tools import FunctionSpec
-from tests.support.conversations import hosted, message, segment
+from tests.support.conversations import call, hosted, message, output, segment
 
 INTERPRETER = FunctionSpec(name="code_interpreter", description="", parameters=Raw(b"{}"))
 OTHER = FunctionSpec(name="other", description="", parameters=Raw(b"{}"))
@@ -55,6 +55,12 @@ async def test_a_call() -> None:
     assert 1 < len(arguments) <= 4
     assert isinstance(end, TurnEnded)
     assert end == TurnEnded("calls", Usage(input_tokens=17, output_tokens=5, total_tokens=22))
+
+
+@pytest.mark.parametrize("told", ["42\n", [{"type": "input_text", "text": "42"}]])
+async def test_a_call_that_the_client_has_answered(told: object) -> None:
+    past = request(message("```\nprint(6 * 7)\n```"), call("c", name="code_interpreter"), output("c", told))
+    assert await answer(past) == "42"
 
 
 @pytest.mark.parametrize(

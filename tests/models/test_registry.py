@@ -161,6 +161,11 @@ def test_settings_from_a_file() -> None:
         ({"base_url": "http://x", "headers": {"a b": "c"}}, "'a b' is not a header"),
         ({"base_url": "http://x", "headers": {"a": "c\nd: e"}}, "'a' is not a header"),
         ({"base_url": "http://x", "extra_body": {"messages": []}}, "cannot set `messages`"),
+        (
+            {"base_url": "http://x", "backend": "responses", "extra_body": {"store": True}},
+            "cannot set `store`",
+        ),
+        ({"base_url": "http://x", "pass_tools": ["*"]}, "for the backend `responses` only"),
         ({"base_url": "http://x", "retries": 11}, "<= 10"),
         ({"base_url": "http://x", "read_timeout": 0}, "> 0"),
         ({"base_url": "http://x", "modle": "y"}, "modle"),

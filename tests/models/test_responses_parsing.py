@@ -213,6 +213,12 @@ def test_what_only_the_client_understands_gets_an_id_of_ours(item: dict[str, Any
     assert end == TurnEnded("stop")
 
 
+@pytest.mark.parametrize("kind", ["", "compaction", "a b", "x" * 100])
+def test_items_that_nobody_can_use_are_left_out(kind: str) -> None:
+    """A compaction of the server's own would stand for everything before it, and nobody here could open it."""
+    assert parse(done(0, type=kind, id="cmp_1", encrypted_content="x"), ended()) == [TurnEnded("stop")]
+
+
 # --- how it ends --------------------------------------------------------------------------------------
 
 
@@ -319,6 +325,25 @@ def test_text_at_the_end_of_its_part_or_item_only() -> None:
     assert parse(done(0, **item), ended()) == whole
 
 
+def test_arguments_at_their_end_only() -> None:
+    item = {"type": "function_call", "call_id": "c", "name": "f"}
+    whole = event("response.function_call_arguments.done", output_index=0, arguments='{"x":1}')
+    assert parse(added(0, **item), whole, ended()) == [
+        CallStarted(0, "c", "f"),
+        CallArguments(0, '{"x":1}'),
+        TurnEnded("calls"),
+    ]
+
+
+def test_bytes_that_are_not_utf_8_are_not_passed_on() -> None:
+    passed = done(0, type="web_search_call", id="ws_1", query="\u00e9").replace(b"\xc3\xa9", b"\xe9")
+    told = delta("output_text", 1, "a", logprobs=[{"token": "\u00e9"}]).replace(b"\xc3\xa9", b"\xe9")
+    (item, text, _) = parse(passed, told, ended())
+    assert isinstance(item, ItemPassed)
+    assert json.loads(bytes(item.item))["query"] == "\ufffd"
+    assert text == Text("a", [Raw('{"token":"\ufffd"}'.encode())])
+
+
 def test_events_that_nobody_knows_may_look_as_they_like() -> None:
     odd = [event("response.new.delta", delta={"x": 1}), event("response.other", item=[], text=5)]
     assert parse(created(), *odd, message("a"), ended())[1:] == [Text("a"), TurnEnded("stop")]
@@ -408,7 +433,7 @@ def test_recorded(path: Path) -> None:
         passed = [json.loads(bytes(event.item)) for event in events if isinstance(event, ItemPassed)]
         kinds = [item["type"] for item in finished if item not in calls]
         assert [item["type"] for item in passed] == [
-            kind for kind in kinds if kind not in ("message", "reasoning")
+            kind for kind in kinds if kind not in ("message", "reasoning", "compaction")
         ]
         assert kinds.count("reasoning") == sum(isinstance(event, ReasoningEnded) for event in events)
         theirs = {item.get("id") for item in finished}

@@ -137,6 +137,37 @@ class Wire:
         assert found["error"].keys() == {"message", "type", "param", "code"}
         return status, found["error"]
 
+    @asynccontextmanager
+    async def socket(self) -> AsyncGenerator["Socket"]:
+        async with self.session.ws_connect(self.url + "/responses") as connection:
+            yield Socket(connection)
+
+
+class Socket:
+    """`/responses` over WebSocket: what is sent is a request, what comes back is the events of its response."""
+
+    def __init__(self, connection: aiohttp.ClientWebSocketResponse) -> None:
+        self._connection = connection
+
+    async def create(self, **body: Any) -> Any:
+        """The response, whose events are checked."""
+        events = [event async for event in self._ask(body)]
+        return check_stream(events)
+
+    async def refused(self, **body: Any) -> tuple[int, Any]:
+        (event,) = [event async for event in self._ask(body)]
+        assert event["type"] == "error"
+        assert event["error"].keys() == {"message", "type", "param", "code"}
+        return event["status"], event["error"]
+
+    async def _ask(self, body: Any) -> AsyncGenerator[Any]:
+        await self._connection.send_json({"type": "response.create", "model": "scripted", **body})
+        while True:
+            event = await self._connection.receive_json()
+            yield event
+            if event["type"] in (*CLOSING, "error"):
+                return
+
 
 @asynccontextmanager
 async def wire_to(url: str) -> AsyncGenerator[Wire]:

@@ -227,12 +227,17 @@ class ScriptedRuns:
         self.drained: float | None = None
 
     async def start(
-        self, request: CreateResponse, caller: Caller, past: Sequence[Segment] | None = None
+        self,
+        request: CreateResponse,
+        caller: Caller,
+        response_id: str | None = None,
+        *,
+        past: Sequence[Segment] | None = None,
     ) -> ScriptedRun:
         if self.refusal is not None:
             raise self.refusal
         self.requests.append(request)
-        response = Response(id=new_id("resp"), created_at=1, model=request.model or "?")
+        response = Response(id=response_id or new_id("resp"), created_at=1, model=request.model or "?")
         if request.tools:
             response.tools = request.tools
         run = ScriptedRun(response, self.script(response))
@@ -349,8 +354,9 @@ class Served:
             found = {name.lower(): value for name, value in response.headers.items()}
             return Answer(response.status, found, await response.read())
 
-    async def create(self, **request: Any) -> Answer:
-        return await self.ask("POST", "/v1/responses", {"model": "small", "input": "hi", **request})
+    async def create(self, headers: dict[str, str] | None = None, **request: Any) -> Answer:
+        body = {"model": "small", "input": "hi", **request}
+        return await self.ask("POST", "/v1/responses", body, headers=headers or {})
 
     @asynccontextmanager
     async def connected(self) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
@@ -364,14 +370,15 @@ class Served:
 
     @asynccontextmanager
     async def posted(
-        self, **request: Any
+        self, headers: dict[str, str] | None = None, **request: Any
     ) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         """A connection on which a request for a response was just sent."""
         body = json.dumps({"model": "small", "input": "hi", **request}).encode()
+        more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items()).encode()
         async with self.connected() as (reader, writer):
             writer.write(
                 b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-                b"content-length: %d\r\n\r\n%s" % (len(body), body)
+                b"%scontent-length: %d\r\n\r\n%s" % (more, len(body), body)
             )
             yield reader, writer
 

@@ -1,8 +1,9 @@
 """A gateway with keys for two tenants, over the real engine, SQLite and containers; imports fumehood and siblings."""
 
 import json
+import sqlite3
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from fumehood.testing import (
 from fumehood.tools.code_interpreter import CodeInterpreter
 from tests.support.gateway import Answer, Served, serving_gateway
 
-_MANY = 500
+_MANY = 5000
 INTERPRETER = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 
@@ -82,6 +83,26 @@ class House:
     database: Path
     ann: Party
     ben: Party
+    runs: EngineRuns
+    containers: SandboxContainers
+
+    @asynccontextmanager
+    async def restarted(self) -> AsyncGenerator[Party]:
+        """Another gateway over the same store, which remembers nothing of this one; ann as its client."""
+        async with serving_gateway(
+            runs=self.runs, store=self.store, containers=self.containers, callers=self.holders
+        ) as served:
+            yield Party(served, self.ann.secret)
+
+    def rows(self) -> dict[str, int]:
+        """How much is in every table."""
+        with closing(sqlite3.connect(self.database)) as connection:
+            tables = connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall()
+            return {
+                name: connection.execute(f"SELECT count(*) FROM {name}").fetchone()[0]
+                for (name,) in tables
+                if not name.startswith("sqlite_")
+            }
 
     async def another(self, tenant: str | None = None, limits: KeyLimits = USUAL) -> Party:
         secret = await put_key(self.store, tenant, limits)
@@ -119,7 +140,16 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[House]:
             ) as served,
         ):
             yield House(
-                served, store, holders, clock, model, database, Party(served, ann), Party(served, ben)
+                served,
+                store,
+                holders,
+                clock,
+                model,
+                database,
+                Party(served, ann),
+                Party(served, ben),
+                runs,
+                containers,
             )
     finally:
         await containers.close()

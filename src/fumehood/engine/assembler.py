@@ -14,7 +14,7 @@ from fumehood.engine.calls import WrittenCall, WrittenCustomCall, WrittenFunctio
 from fumehood.engine.output import Output
 from fumehood.engine.prose import WrittenMessage, WrittenReasoning
 from fumehood.interfaces import CallContext, CallSession, OfferedTool, ToolResult
-from fumehood.protocol.conversation import Entry, Exchange
+from fumehood.protocol.conversation import COMPACTION, Entry, Exchange
 from fumehood.protocol.events import ItemAdded, ItemDone, StreamEvent, TextDelta
 from fumehood.protocol.items import AuthoredItem, ItemStatus, OutputItem, Phase, ProducedFile
 from fumehood.protocol.models import (
@@ -34,8 +34,7 @@ from fumehood.protocol.models import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Toolbox:
+class Toolbox(msgspec.Struct, frozen=True, kw_only=True):
     """What the model may call: hosted tools, and the client's functions and custom tools, by name."""
 
     hosted: Mapping[str, OfferedTool]
@@ -178,6 +177,8 @@ class Turn:
         return 0
 
     async def _pass_item(self, event: ItemPassed) -> None:
+        if msgspec.json.decode(event.item, type=_Tag).type == COMPACTION:
+            return  # one of another server's stands for nothing here, and nobody could go on after it
         self._close_reasoning()
         await self._close_message("completed")
         self._close_whole_calls()

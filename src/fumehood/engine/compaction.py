@@ -7,11 +7,12 @@ sees the item; it is shown what the item stands for, as ordinary messages.
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import replace
 
 from fumehood.engine.tokens import BYTES_A_TOKEN, Tokens, estimate, tokens_of
 from fumehood.engine.truncation import fitted, is_instruction, role_of
@@ -20,7 +21,7 @@ from fumehood.protocol.conversation import COMPACTION, Entry, Segment
 from fumehood.protocol.errors import InvalidRequest, ModelError
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.items import Compaction, peek
-from fumehood.protocol.models import ModelRequest, Sampling, Text, TurnEnded
+from fumehood.protocol.models import ModelRequest, Sampling, Text, Thought, TurnEnded
 from fumehood.protocol.responses import Usage
 
 USUAL_LIMIT = 128_000  # tokens of a context window that nobody has told
@@ -217,7 +218,7 @@ class Compactor:
     def worth(self, window: Window, turns: Sequence[Segment], limit: int) -> bool:
         """Whether there is enough since the last compaction for another one to gain anything."""
         new = sum(map(tokens_of, [*window.segments[window.opened :], *turns]))
-        new -= sum(map(estimate, _unanswered([*window.segments, *turns])))
+        new -= sum(map(estimate, _unanswered([*window.segments, *turns], limit)))
         return new >= limit // _NEW_SHARE
 
     async def compact(
@@ -239,7 +240,7 @@ class Compactor:
         if self._sealer is None:
             raise InvalidRequest("This server does not compact.", code="unsupported_parameter")
         segments = request.segments
-        open_messages = _unanswered(segments)
+        open_messages = _unanswered(segments, limit)
         summary, usage = await self._summarise(backend, caller, request, window.opened, limit)
         state = _State(messages=_kept(segments, len(open_messages), limit), summary=summary)
         for tool in self._tools:
@@ -252,7 +253,9 @@ class Compactor:
             state.open = [Raw(_GO_ON_RAW)]
         content = _encode(state)
         if len(content) > _LARGEST_STATE:
-            raise InvalidRequest("The instructions and the last message alone are too large to be compacted.")
+            raise InvalidRequest(
+                "The instructions and the last message alone are too large to be compacted.", param="input"
+            )
         sealed = self._sealer.seal(caller.tenant, content)
         opened = _opened(_states.decode(content), len(sealed))
         self._keep((caller.tenant, sealed), opened)
@@ -272,18 +275,30 @@ class Compactor:
             streamed=True,
         )
         segments, _ = await fitted(self._tokens, backend, caller, request, opened)
-        text, usage = "", None
-        async with contextlib.aclosing(backend.stream(replace(request, segments=segments))) as batches:
-            async for batch in batches:
-                text += "".join(event.delta for event in batch if isinstance(event, Text))
-                if isinstance(batch[-1], TurnEnded):
-                    usage = batch[-1].usage
-                if len(text) > longest * 2 * BYTES_A_TOKEN:
-                    break
-        text = text[: longest * BYTES_A_TOKEN].strip()
+        text, usage = await _written(backend, replace(request, segments=segments), longest)
         if not text:
             raise ModelError("The model was asked for a summary of the conversation, and wrote none.")
         return text, usage
+
+
+async def _written(backend: ModelBackend, request: ModelRequest, longest: int) -> tuple[str, Usage | None]:
+    """What the model writes, up to so many tokens; one that writes without end is not listened to for long."""
+    pieces: list[str] = []
+    usage: Usage | None = None
+    left = (longest + _THINKING) * 4 * BYTES_A_TOKEN
+    async with contextlib.aclosing(backend.stream(request)) as batches:
+        async for batch in batches:
+            for event in batch:
+                if isinstance(event, Text):
+                    pieces.append(event.delta)
+                if isinstance(event, Text | Thought):
+                    left -= len(event.delta)
+                elif isinstance(event, TurnEnded):
+                    usage = event.usage
+            left -= len(batch)
+            if left < 0:
+                break
+    return "".join(pieces)[: longest * BYTES_A_TOKEN].strip(), usage
 
 
 def _writing(sampling: Sampling, most: int) -> Sampling:
@@ -331,23 +346,32 @@ def _window(opened: Opened, before: Sequence[Segment], after: Sequence[Segment])
     return Window(segments, len(before) + 1, opened.remembered)
 
 
-def _unanswered(segments: Sequence[Segment]) -> list[Entry]:
-    """The user's messages at the end, oldest first."""
+def _unanswered(segments: Sequence[Segment], limit: int) -> list[Entry]:
+    """The user's messages at the end, oldest first: the last one, and those before it that there is room for."""
+    room = _room(limit)
     found: list[Entry] = []
     for segment in reversed(segments):
         for entry in reversed(segment.entries):
-            if role_of(entry) != "user":
+            room -= estimate(entry)
+            if role_of(entry) != "user" or (found and room < 0):
                 return found[::-1]
             found.append(entry)
     return found[::-1]
 
 
+def _room(limit: int) -> int:
+    """Tokens of what the user said that may be kept."""
+    return min(_MOST_KEPT_TOKENS, limit // _SHARE)
+
+
 def _kept(segments: Sequence[Segment], unanswered: int, limit: int) -> list[Raw]:
     """All instructions, and of the user's messages the latest that there is room for; without those at the end."""
-    room, bytes_left = min(_MOST_KEPT_TOKENS, limit // _SHARE), _LARGEST_STATE // 2
     entries = [entry for segment in segments for entry in segment.entries]
+    answered = entries[: len(entries) - unanswered]
+    room = _room(limit) - sum(map(estimate, entries[len(answered) :]))
+    bytes_left = _LARGEST_STATE // 2
     kept: list[Raw] = []
-    for entry in reversed(entries[: len(entries) - unanswered]):
+    for entry in reversed(answered):
         if is_instruction(entry):
             kept.append(Raw(entry.raw))
         elif role_of(entry) == "user" and entry.raw != _GO_ON_RAW:

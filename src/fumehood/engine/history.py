@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Raw
 
+from fumehood.aside import ITEM, aside
 from fumehood.interfaces import Caller, HostedTool, Store
 from fumehood.protocol.conversation import COMPACTION, Entry, Segment
 from fumehood.protocol.errors import InvalidRequest, PreviousNotFound
@@ -62,21 +63,27 @@ class History:
                 "Missing required parameter: 'input'.", param="input", code="missing_required_parameter"
             )
         if isinstance(request.input, str):
-            return (_user_message(request.input),)
+            return (await aside(len(request.input), _user_message, request.input),)
         raws = request.input or []
         if len(raws) > _MOST_ITEMS:
             raise InvalidRequest(f"At most {_MOST_ITEMS} items can be given.", param="input")
-        items = [peek(raw, f"input[{number}]") for number, raw in enumerate(raws)]
+        size = sum([ITEM + len(raw) for raw in raws])
+        items = await aside(size, _peeked, raws)
         kept = await self._kept(items, caller)
-        entries = tuple(self._entry(item, kept, f"input[{number}]") for number, item in enumerate(items))
-        cut = max((n for n, entry in enumerate(entries, 1) if entry.type == COMPACTION), default=0)
-        _check_calls(entries, () if cut else past, cut)
-        return entries
+        return await aside(size, self._entries, items, kept, past)
 
     async def _kept(self, items: Sequence[Item], caller: Caller) -> Mapping[str, Entry]:
         """What the store knows of items that are referred to, or whose results the client may have left out."""
         ids = [item.id for item in items if item.id and (item.type in _LOOKED_UP or item.type in self._tools)]
         return await self._store.entries(caller.tenant, ids) if ids else {}
+
+    def _entries(
+        self, items: Sequence[Item], kept: Mapping[str, Entry], past: Sequence[Segment]
+    ) -> tuple[Entry, ...]:
+        entries = tuple([self._entry(item, kept, f"input[{number}]") for number, item in enumerate(items)])
+        cut = max((n for n, entry in enumerate(entries, 1) if entry.type == COMPACTION), default=0)
+        _check_calls(entries, () if cut else past, cut)
+        return entries
 
     def _entry(self, item: Item, kept: Mapping[str, Entry], where: str) -> Entry:
         known = kept.get(item.id) if item.id else None
@@ -95,6 +102,10 @@ class History:
             return entry
         exchange = known.exchange if known is not None and known.exchange else tool.recall(entry)
         return msgspec.structs.replace(entry, exchange=exchange)
+
+
+def _peeked(raws: Sequence[Raw]) -> list[Item]:
+    return [peek(raw, f"input[{number}]") for number, raw in enumerate(raws)]
 
 
 class _InputText(msgspec.Struct, tag_field="type", tag="input_text"):

@@ -27,7 +27,7 @@ class LagLimits:
 
 class EventLog:
     """
-    kept: False for a run that nobody will ever subscribe to: events are numbered and dropped.
+    kept: False for a run that nobody will ever subscribe to: events are dropped.
     on_overrun: called once, when a reader is too far behind.
     """
 
@@ -48,14 +48,13 @@ class EventLog:
 
     def extend(self, events: Sequence[StreamEvent]) -> None:
         """Number these, keep them, and wake the readers."""
+        if not self._kept:
+            return
         number = self._next
         for event in events:
             event.sequence_number = number
             number += 1
         self._next = number
-        if not self._kept:
-            self._first = number
-            return
         self._events.extend(events)
         self._wake()
         if len(self._events) > self._limits.events:
@@ -97,13 +96,20 @@ class EventLog:
         """What came from that number on; for readers."""
         if self._overrun or position < self._first:
             raise ServerFault("The events were not read fast enough, and the response was cancelled.")
-        return self._events[position - self._first :] if position > self._first else self._events.copy()
+        if position > self._first or len(self._readers) > 1:
+            return self._events[position - self._first :]
+        events, self._events = self._events, []  # nobody else wants them
+        self._first = self._next
+        self._behind_since = None
+        return events
 
     def over(self, position: int) -> bool:
         return self._closed and position >= self._next
 
-    def forget(self) -> None:
-        """Drop what every reader has taken."""
+    def forget(self, position: int) -> None:
+        """Drop what every reader has taken, now that one has taken all before that number."""
+        if position == self._first:
+            return
         done = min((reader.position for reader in self._readers), default=self._first)
         if done >= self._next:
             self._events.clear()
@@ -148,7 +154,7 @@ class Reader:
         events = self._log.taken(self.position)
         if events:
             self.position += len(events)
-            self._log.forget()
+            self._log.forget(self.position)
         return events
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ of the client's, or a limit is met. Then the response is committed, and only the
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,10 +108,13 @@ class Loop:
         self._incomplete: Literal["max_output_tokens", "content_filter"] | None = None
         self._phase: Literal["new", "turning", "concluding"] = "new"
         self._unwanted = False
+        self._late = False
+        self._first: ModelRequest | None = None
 
     def check(self) -> None:
         """Raises InvalidRequest if the model cannot be shown what it would have to see first."""
-        self._backend.check(self._model_request(1, self._toolbox(1)))
+        self._first = self._model_request(1, self._toolbox(1))
+        self._backend.check(self._first)
 
     def may_be_cancelled(self) -> bool:
         """Whether cancelling the task now ends the turns. A loop that has not begun takes note instead, and one that
@@ -134,19 +136,13 @@ class Loop:
             if self._unwanted:
                 raise asyncio.CancelledError
             if self._prepared.generate:
-                async with asyncio.timeout(self._limits.seconds):
-                    await self._turns()
+                await self._turns_in_time()
             else:
                 self._usage = Usage()
             status = "incomplete" if self._incomplete else "completed"
         except asyncio.CancelledError:
             self._take_back_the_cancellation()
-            status = "cancelled"
-            self._cut_off("the response was cancelled")
-        except TimeoutError:
-            status = "failed"
-            self.failure = ServerFault(f"The response took longer than {self._limits.seconds:g} seconds.")
-            self._cut_off("the response took too long")
+            status = self._cancelled()
         except ApiError as error:
             status = "failed"
             self.failure = error
@@ -170,7 +166,30 @@ class Loop:
             turn.cut_off(reason)
             self._keep(turn)
 
+    def _cancelled(self) -> ResponseStatus:
+        if not self._late:
+            self._cut_off("the response was cancelled")
+            return "cancelled"
+        self.failure = ServerFault(f"The response took longer than {self._limits.seconds:g} seconds.")
+        self._cut_off("the response took too long")
+        return "failed"
+
     # --- turns ---
+
+    async def _turns_in_time(self) -> None:
+        """One timer: `asyncio.timeout` would cost several times as much for telling what is told here anyway."""
+        task = asyncio.current_task()
+
+        def expire() -> None:
+            if self.may_be_cancelled() and task is not None:
+                self._late = True
+                task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(self._limits.seconds, expire)
+        try:
+            await self._turns()
+        finally:
+            timer.cancel()
 
     async def _turns(self) -> None:
         for number in range(1, self._limits.turns + 1):
@@ -200,12 +219,13 @@ class Loop:
             most_hosted=self._hosted_left(),
             one_call=not self._prepared.response.parallel_tool_calls,
         )
-        request = self._model_request(number, toolbox)
+        request = self._first or self._model_request(number, toolbox)
+        self._first = None
         if self._prepared.response.truncation == "auto":
             segments, self._left_out = await fitted(
                 self._tokens, self._backend, self._prepared.caller, request, self._window.opened
             )
-            request = dataclasses.replace(request, segments=segments)
+            request = msgspec.structs.replace(request, segments=segments)
         self._asked = request
         async with contextlib.aclosing(self._backend.stream(request)) as batches:
             async for batch in batches:
@@ -255,7 +275,7 @@ class Loop:
         self._output.emit([ItemAdded(output_index=index, item=item), ItemDone(output_index=index, item=item)])
         self._output.finish(index, item)
         self._entries.append(compacted.entry(number))
-        self._window, self._segments = compacted.window, []
+        self._window, self._segments, self._first = compacted.window, [], None
         if compacted.usage is not None:
             spent = self._compaction_usage
             self._compaction_usage = compacted.usage if spent is None else spent + compacted.usage

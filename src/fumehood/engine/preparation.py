@@ -49,8 +49,7 @@ _MOST_TOOLS = 512
 _SERVICE_TIERS = frozenset({"default", "flex", "scale", "priority", "fast", "ultrafast"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a loop needs, checked.
 
     generate: False if the model is not to be asked: what it will be shown is only made ready to be continued.
@@ -128,9 +127,11 @@ class Preparation:
         past = await self._history.past(request, caller) if held is None else held
         added = Segment(await self._history.input(request, caller, past))
         window = self._compactor.window(caller, past, added)
-        offered = await self._offer(specs, caller, (window.remembered, *window.segments))
-        tools = _Tools.gather(specs, offered)
-        choice = read_choice(request.tool_choice) if request.tool_choice is not None else ToolChoice()
+        tools = _NO_TOOLS
+        if specs:
+            offered = await self._offer(specs, caller, (window.remembered, *window.segments))
+            tools = _Tools.gather(specs, offered)
+        choice = _NO_CHOICE if request.tool_choice is None else read_choice(request.tool_choice)
         functions, chosen = tools.choose(choice)
         return Prepared(
             caller=caller,
@@ -146,9 +147,7 @@ class Preparation:
             compaction=compaction,
             toolbox=tools.toolbox(functions),
             functions=functions,
-            others=[
-                spec for spec in specs if spec.type not in self._tools and spec.type not in _CLIENT_TOOLS
-            ],
+            others=[spec for spec in specs if self._is_other(spec, choice)],
             choice=chosen,
             sampling=_sampling(request),
         )
@@ -170,6 +169,14 @@ class Preparation:
                     "This server does not compact.", param=where, code="unsupported_parameter"
                 )
         return found
+
+    def _is_other(self, spec: ToolSpec, choice: ToolChoice) -> bool:
+        """Whether it is nobody's here, and the model may use it; what is forced leaves the others in sight."""
+        if spec.type in self._tools or spec.type in _CLIENT_TOOLS:
+            return False
+        if choice.only is None or (choice.mode == "required" and len(choice.only) == 1):
+            return True
+        return any(kind == spec.type and name in (None, spec.name) for kind, name in choice.only)
 
     async def _offer(
         self, specs: Sequence[ToolSpec], caller: Caller, past: Sequence[Segment]
@@ -336,6 +343,10 @@ class _Tools:
             functions=frozenset(names - self.hosted.keys() - self.customs),
             customs=self.customs & names,
         )
+
+
+_NO_TOOLS = _Tools.gather([], [])
+_NO_CHOICE = ToolChoice()
 
 
 def _spec_of(function: FunctionTool) -> FunctionSpec:

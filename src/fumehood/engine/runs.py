@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+from fumehood.aside import ITEM, aside
 from fumehood.engine.compaction import USUAL_LIMIT, Compactor
 from fumehood.engine.history import History
 from fumehood.engine.log import EventLog, LagLimits
@@ -108,14 +109,20 @@ class EngineRuns:
         self._preparation = Preparation(history, self._compactor, by_type, disabled_tools, clock)
 
     async def start(
-        self, request: CreateResponse, caller: Caller, past: Sequence[Segment] | None = None
+        self,
+        request: CreateResponse,
+        caller: Caller,
+        response_id: str | None = None,
+        *,
+        past: Sequence[Segment] | None = None,
     ) -> EngineRun:
         prepared = await self._preparation.prepare(request, caller, past)
+        if response_id is not None:
+            prepared.response.id = response_id
         backend = self._models.backend(prepared.response.model)
         if backend.profile(prepared.response.model).counts and _must_fit(prepared):
             await check_length(self._tokens, backend, caller, prepared.first_request())
-        self._refuse_when_draining()
-        return self._begin(prepared, backend)
+        return await self._begin(prepared, backend)
 
     async def count(self, request: CreateResponse, caller: Caller) -> InputTokens:
         prepared, backend, shown = await self._shown(request, caller)
@@ -160,14 +167,14 @@ class EngineRuns:
         prepared = await self._preparation.prepare(request, caller)
         backend = self._models.backend(prepared.response.model)
         shown = prepared.first_request()
-        backend.check(shown)
+        await aside(_unrendered(prepared), backend.check, shown)
         return prepared, backend, shown
 
     def _refuse_when_draining(self) -> None:
         if self._draining:
             raise Unavailable("The server is shutting down; try again.", retry_after=1.0)
 
-    def _begin(self, prepared: Prepared, backend: ModelBackend) -> EngineRun:
+    async def _begin(self, prepared: Prepared, backend: ModelBackend) -> EngineRun:
         log = EventLog(
             kept=prepared.streamed,
             limits=self._lag,
@@ -177,7 +184,8 @@ class EngineRuns:
         loop = Loop(
             prepared, backend, self._store, self._clock, log, self._limits, self._tokens, self._compactor
         )
-        loop.check()
+        await aside(_unrendered(prepared), loop.check)
+        self._refuse_when_draining()
         run = EngineRun(prepared.response.id, log, loop)
         self._running.add(run)
         run.task.add_done_callback(lambda _: self._running.discard(run))
@@ -213,6 +221,12 @@ class EngineRuns:
             await asyncio.wait(tasks)
         if self._renewing is not None:
             self._renewing.cancel()
+
+
+def _unrendered(prepared: Prepared) -> int:
+    """About how many bytes the model server has not been told of yet."""
+    new = [segment for segment in prepared.window.segments if not segment.renderings]
+    return sum([ITEM + len(entry.raw) for segment in new for entry in segment.entries])
 
 
 def _must_fit(prepared: Prepared) -> bool:

@@ -5,9 +5,9 @@ many turns, so that the model server's cache of the prompt holds.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
+from msgspec.structs import replace
 
 from fumehood.engine.tokens import Tokens, estimate, tokens_of
 from fumehood.interfaces import Caller, ModelBackend
@@ -17,8 +17,6 @@ from fumehood.protocol.models import ModelRequest
 
 _STEPS = 4  # a step is this part of the room
 _LEAST_ANSWER = 1024  # tokens that are kept free where the client says no number
-_CALLS = frozenset({"function_call", "custom_tool_call"})
-_OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output"})
 
 
 class _Tag(msgspec.Struct):
@@ -162,23 +160,26 @@ def _splits(entries: Sequence[tuple[int, Entry]]) -> list[bool]:
     call, is torn from what it belongs to.
     """
     splits = [True] * len(entries)
-    calls: dict[str | None, int] = {}
+    calls: dict[str, int] = {}
     before: tuple[int, Entry] | None = None
     for place, (number, entry) in enumerate(entries):
         if before is not None:
             same_turn = entry.turn > 0 and (before[0], before[1].turn) == (number, entry.turn)
             splits[place] = not same_turn and before[1].type != "reasoning"
         before = (number, entry)
-        if entry.type in _CALLS:
-            calls[_call_id(entry)] = place
-        elif entry.type in _OUTPUTS:
+        call_id = _call_id(entry)
+        if entry.type.endswith("_output"):
             # Its call is here, or is left out already, and then the result goes too.
-            start = calls.get(_call_id(entry), -1) + 1
+            start = calls.get(call_id or entry.id or "", -1) + 1
             splits[start : place + 1] = [False] * (place + 1 - start)
+        elif call_id:
+            calls[call_id] = place
     return splits
 
 
 def _call_id(entry: Entry) -> str | None:
+    if entry.type == "message" or entry.exchange is not None:
+        return None
     try:
         return _tags.decode(entry.raw).call_id
     except (msgspec.DecodeError, UnicodeError, RecursionError):

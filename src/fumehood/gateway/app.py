@@ -11,10 +11,12 @@ from starlette.routing import compile_path
 
 from fumehood.gateway.auth import Callers, Everybody, identified
 from fumehood.gateway.containers import ContainerFiles
-from fumehood.gateway.exchange import Exchange
+from fumehood.gateway.exchange import Exchange, encode
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import CONTENT_TYPE, Metrics
 from fumehood.gateway.models import ModelCards
+from fumehood.gateway.openapi import PUBLIC, document
+from fumehood.gateway.origins import Origins
 from fumehood.gateway.request_log import RequestLog, to_logging
 from fumehood.gateway.responses import Responses
 from fumehood.gateway.sse import SILENCE
@@ -22,6 +24,7 @@ from fumehood.gateway.websocket import Handshake, Sockets
 from fumehood.interfaces import Caller, Containers, Models, Runs, Store
 from fumehood.protocol.errors import (
     ApiError,
+    Conflict,
     InvalidRequest,
     NotAuthenticated,
     NotFound,
@@ -32,8 +35,6 @@ from fumehood.serving.exchange import CallerLeft, Receive, Scope, Send
 
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
-# What those who watch over the server ask, and who have no keys.
-PUBLIC = frozenset({"/healthz", "/readyz"})
 NOBODY = Caller()
 _SOCKET_PATH = "/v1/responses"
 
@@ -53,6 +54,7 @@ class MethodNotAllowed(ApiError):
 class Gateway:
     """An ASGI application, for `server.Server`: WebSockets need its protocol.
 
+    origins: the web pages that may ask.
     always_include: what every response shows, asked for or not.
     unready: why this gateway cannot serve now, None if it can.
     silence: seconds after which a stream that has nothing to say shows that it is alive.
@@ -69,16 +71,19 @@ class Gateway:
         metrics: Metrics | None = None,
         log: RequestLog = to_logging,
         limits: Limits | None = None,
+        origins: Origins | None = None,
         always_include: Collection[str] = (),
         unready: Callable[[], str | None] = lambda: None,
         silence: float = SILENCE,
         show_metrics: bool = True,
     ) -> None:
         self.metrics = metrics or Metrics()
+        self.origins = origins or Origins()
         self._callers = callers or Everybody()
         self._log = log
+        self._described: bytes | None = None
         self._unready = unready
-        responses = Responses(
+        responses = self._responses = Responses(
             runs,
             store,
             self.metrics,
@@ -107,6 +112,7 @@ class Gateway:
             ("GET", "/v1/containers/{container_id}/files/{file_id}/content", files.content),
             ("GET", "/healthz", self._health),
             ("GET", "/readyz", self._readiness),
+            ("GET", "/openapi.json", self._description),
             *([("GET", "/metrics", self._figures)] if show_metrics else []),
         )
         self._socket_place = self._routes.at(_SOCKET_PATH)
@@ -127,6 +133,12 @@ class Gateway:
                 raise NotFound(
                     f"There is no WebSocket at {exchange.path[:200]}; there is one at {_SOCKET_PATH}."
                 )
+            if b"origin" in exchange.headers:
+                exchange.extra += self.origins.headers(exchange)
+                if self.origins.is_asked(exchange):
+                    methods = "" if place is None else ", ".join(sorted(place.handlers))
+                    await self.origins.answer(exchange, methods)
+                    return
             caller = NOBODY if place is not None and place.path in PUBLIC else await self._identify(exchange)
             await _handler(place, exchange)(exchange, caller)
         except ApiError as error:
@@ -156,6 +168,8 @@ class Gateway:
             exchange.extra.append((b"allow", error.allowed.encode()))
         elif isinstance(error, NotAuthenticated):
             exchange.extra.append((b"www-authenticate", b"Bearer"))
+        elif isinstance(error, Conflict) and error.retry_after is None:
+            exchange.extra.append((b"x-should-retry", b"false"))  # OpenAI's SDKs would repeat it
         await exchange.refuse(error)
 
     def _tell(self, exchange: Exchange, place: "_Place | None") -> None:
@@ -187,6 +201,12 @@ class Gateway:
         if (reason := self._unready()) is not None:
             raise Unavailable(reason)
         await exchange.answer_json({"status": "ready"})
+
+    async def _description(self, exchange: Exchange, caller: Caller) -> None:
+        del caller
+        if self._described is None:
+            self._described = encode(document(self.routes))
+        await exchange.answer(self._described)
 
     async def _figures(self, exchange: Exchange, caller: Caller) -> None:
         del caller

@@ -16,7 +16,18 @@ import msgspec
 from fumehood import __version__
 from fumehood.gateway.request_log import Field
 from fumehood.protocol.errors import ApiError, BodyTooLarge, InvalidRequest, to_body
-from fumehood.serving.exchange import JSON, BareExchange, BodyExceeds, Headers, Receive, Scope, Send
+from fumehood.serving.exchange import (
+    JSON,
+    SHORTCUT,
+    BareExchange,
+    BodyExceeds,
+    Headers,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    Shortcut,
+)
 
 VERSION = (b"fumehood-version", __version__.encode())
 _PATIENCE = 30.0  # seconds for the next piece of a body
@@ -43,7 +54,15 @@ class Exchange(BareExchange):
     """
 
     __slots__ = (
-        *("_query", "began", "extra", "last_sent", "noted", "path", "request_id", "status"),
+        "_query",
+        "_shortcut",
+        "began",
+        "extra",
+        "last_sent",
+        "noted",
+        "path",
+        "request_id",
+        "status",
         "transfer_fault",
     )
 
@@ -60,6 +79,7 @@ class Exchange(BareExchange):
             scope["headers"]
         )
         self._query: list[tuple[str, str]] | None = None
+        self._shortcut: Shortcut | None = scope.get(SHORTCUT)
 
     @property
     def started(self) -> bool:
@@ -83,19 +103,36 @@ class Exchange(BareExchange):
         names = (name, f"{name}[]")
         return [value for key, value in self._query if key in names]
 
-    async def body(self, limit: int) -> bytes:
-        """All of it; BodyTooLarge as soon as it is known to be, CallerLeft if it breaks off, BodyTooSlow."""
+    async def body(self, limit: int, take: Callable[[int], None]) -> bytes:
+        """All of it; BodyTooLarge as soon as it is known to be, CallerLeft if it breaks off, BodyTooSlow.
+
+        take: told of the bytes of a body in several pieces, as they come; it may raise.
+        """
         pieces: list[bytes] = []
         try:
-            async with asyncio.timeout(_PATIENCE) as patience:
-                async for piece in self.pieces(limit):
-                    pieces.append(piece)
-                    patience.reschedule(asyncio.get_running_loop().time() + _PATIENCE)
-        except TimeoutError:
-            raise BodyTooSlow(f"Nothing of the body came for {_PATIENCE:g} seconds.") from None
+            left = self.check_length(limit)
+            while self._unread:
+                piece = self.taken(await self._next_message(), left)
+                left -= len(piece)
+                if self._unread or pieces:
+                    take(len(piece))
+                pieces.append(piece)
         except BodyExceeds:
             raise BodyTooLarge(f"The body is larger than {limit} bytes.") from None
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def _next_message(self) -> Message:
+        """Mostly it came with the head, and then no timer is set; raises BodyTooSlow."""
+        receiving = cast("Coroutine[Any, Any, Message]", self._receive())
+        try:
+            obstacle = receiving.send(None)
+        except StopIteration as ready:
+            return ready.value
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                return await _rest_of(receiving, obstacle)
+        except TimeoutError:
+            raise BodyTooSlow(f"Nothing of the body came for {_PATIENCE:g} seconds.") from None
 
     # ---- the answer -------------------------------------------------------------------------------------------
 
@@ -106,13 +143,15 @@ class Exchange(BareExchange):
     @override
     async def begin(self, status: int, headers: Headers) -> None:
         self.status = status
-        headers += (
+        await super().begin(status, headers + self._usual_headers())
+
+    def _usual_headers(self) -> Headers:
+        return [
             VERSION,
             (b"x-request-id", self.request_id.encode()),
             (b"openai-processing-ms", b"%d" % (self.elapsed() * 1000)),
             *self.extra,
-        )
-        await super().begin(status, headers)
+        ]
 
     @override
     async def send(self, body: bytes | bytearray, *, more: bool = True) -> None:
@@ -123,6 +162,9 @@ class Exchange(BareExchange):
         """As `send`, for whoever cannot wait. What it gives has to be awaited before anything else is sent; mostly that
         is nothing.
         """
+        if self._shortcut is not None and self._shortcut.send(body):
+            self.last_sent = perf_counter()
+            return None
         sending = cast(
             "Coroutine[Any, Any, None]",
             self._send({"type": "http.response.body", "body": body, "more_body": True}),
@@ -135,7 +177,12 @@ class Exchange(BareExchange):
         return _rest_of(sending, obstacle)
 
     async def answer(self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = JSON) -> None:
-        await self.begin(status, [content_type, (b"content-length", b"%d" % len(body))])
+        headers = [content_type, (b"content-length", b"%d" % len(body))]
+        shortcut = self._shortcut
+        if shortcut is not None and shortcut.answer(status, headers + self._usual_headers(), body):
+            self.status = status
+            return
+        await self.begin(status, headers)
         await self.send(body, more=False)
 
     async def answer_json(self, value: object, status: int = 200) -> None:
@@ -222,7 +269,7 @@ class Vigil:
 
 
 @types.coroutine
-def _rest_of(begun: Coroutine[Any, Any, None], obstacle: object) -> Generator[object, object, None]:
+def _rest_of[T](begun: Coroutine[Any, Any, T], obstacle: object) -> Generator[object, object, T]:
     """What is left of a coroutine that was begun by hand, and waits for something."""
     try:
         while True:
@@ -232,5 +279,5 @@ def _rest_of(begun: Coroutine[Any, Any, None], obstacle: object) -> Generator[ob
                 obstacle = begun.throw(error)
             else:
                 obstacle = begun.send(found)
-    except StopIteration:
-        return
+    except StopIteration as end:
+        return end.value

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from math import ceil
 from time import monotonic
 from types import TracebackType
+from typing import Self
 
 from fumehood.interfaces import Caller
-from fumehood.protocol.errors import RateLimited
+from fumehood.protocol.errors import RateLimited, Unavailable
 from fumehood.protocol.keys import KeyLimits
 
 BODY_BYTES = 32 << 20
 TOTAL = 512
+BODY_BYTES_TOTAL = 512 << 20
 
 
 @dataclass(slots=True)
@@ -38,6 +40,8 @@ class Limits:
     usual: what a key may do for which nothing else was said. Where no keys are needed everybody is one caller, for
         whom `concurrent` has no meaning.
     total: how many responses may be in the making at once, whoever asked for them.
+    body_bytes_total: how large the bodies of all requests that are worked on may be together. A body that comes in one
+        piece does not count: every connection may hold that much anyway.
     """
 
     def __init__(
@@ -45,10 +49,13 @@ class Limits:
         usual: KeyLimits | None = None,
         *,
         total: int = TOTAL,
+        body_bytes_total: int = BODY_BYTES_TOTAL,
         monotonic: Callable[[], float] = monotonic,
     ) -> None:
         self._usual = usual or KeyLimits()
         self._total = total
+        self._body_bytes_total = body_bytes_total
+        self._held = 0
         self._running = 0
         self._monotonic = monotonic
         self._accounts: dict[str, _Account] = {}
@@ -96,6 +103,18 @@ class Limits:
             )
         return _Running(self, account)
 
+    def place(self) -> "Place":
+        """For `with`, while a request is read and worked on."""
+        return Place(self)
+
+    def hold(self, size: int) -> None:
+        """So many bytes more of bodies, or less; raises Unavailable."""
+        if self._held + size > self._body_bytes_total:
+            raise Unavailable(
+                "This server has as many large requests as it can hold; try again soon.", retry_after=1.0
+            )
+        self._held += size
+
     def enter(self, account: _Account) -> None:
         account.running += 1
         self._running += 1
@@ -117,6 +136,29 @@ class Limits:
                 filled_at=self._monotonic(),
             )
         return account
+
+
+class Place:
+    """What one request holds; it is given back at the end."""
+
+    __slots__ = ("_held", "_limits")
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._held = 0
+
+    def take(self, size: int) -> None:
+        """Raises Unavailable."""
+        self._limits.hold(size)
+        self._held += size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._limits.hold(-self._held)
 
 
 class _Running:

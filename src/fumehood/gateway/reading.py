@@ -1,9 +1,11 @@
 """Decodes request bodies, and says in OpenAI's words what is wrong with one; imports msgspec and `protocol`."""
 
 import re
+from collections.abc import Callable
 
 import msgspec
 
+from fumehood.aside import aside
 from fumehood.gateway.exchange import Exchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.folding import INCLUDABLE
@@ -13,21 +15,31 @@ _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _GOT = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`")
 _ABSENT = re.compile(r"^Object missing required field `([^`]*)`")
 
+_NUL = rb"\u0000"  # JSON knows no other way to write one
+
 _requests = msgspec.json.Decoder(CreateResponse)
 
 
-async def read_request(exchange: Exchange, limit: int) -> CreateResponse:
-    """The body of POST /v1/responses; raises InvalidRequest, BodyTooLarge."""
+async def read_request(
+    exchange: Exchange, limit: int, take: Callable[[int], None]
+) -> tuple[CreateResponse, bytes]:
+    """The body of POST /v1/responses, read and as it came; raises InvalidRequest, BodyTooLarge, Unavailable.
+
+    take: see `Exchange.body`.
+    """
     check_json(exchange)
-    request = decode(_requests, await exchange.body(limit))
-    check_request(request)
+    body = await exchange.body(limit, take)
+    return await aside(len(body), decode_request, body), body
+
+
+def decode_request(body: bytes) -> CreateResponse:
+    """Raises InvalidRequest."""
+    request = decode(_requests, body)
+    if request.include:
+        check_include(request.include)
+    if _NUL in body:
+        _check_texts(request)
     return request
-
-
-def check_request(request: CreateResponse) -> None:
-    """What types alone do not tell; raises InvalidRequest."""
-    check_include(request.include or ())
-    _check_texts(request)
 
 
 def check_json(exchange: Exchange) -> None:

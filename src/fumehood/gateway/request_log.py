@@ -18,6 +18,7 @@ type RequestLog = Callable[[int, Mapping[str, Field]], None]
 
 _PATIENCE = 0.05  # seconds that a line may wait for others
 _MOST = 200  # characters of one field
+_SHORT = 600  # of a line of usual fields
 
 logger = logging.getLogger("fumehood.gateway.requests")
 
@@ -72,14 +73,21 @@ def _json(when: str, level: str, fields: Mapping[str, Field]) -> str:
 
 
 def _text(when: str, level: str, fields: Mapping[str, Field]) -> str:
-    shown = " ".join([f"{name}={_shown(value)}" for name, value in fields.items() if value is not None])
+    """So that no line can pretend to be two, nor a field to be another. Mostly one look at the whole line is enough."""
+    told = [f"{name}={value}" for name, value in fields.items() if value is not None]
+    shown = " ".join(told)
+    if len(shown) > _SHORT or not _is_plain(shown) or shown.count(" ") >= len(told):
+        shown = " ".join([f"{name}={_shown(value)}" for name, value in fields.items() if value is not None])
     return f"{when} {level:7} request {shown}\n"
 
 
+def _is_plain(text: str) -> bool:
+    return text.isascii() and text.isprintable() and '"' not in text
+
+
 def _shown(value: Field) -> str:
-    """So that no line can pretend to be two, nor a field to be another."""
     if not isinstance(value, str):
         return str(value)
-    if value.isascii() and value.isprintable() and " " not in value and '"' not in value:
+    if _is_plain(value) and " " not in value:
         return value[:_MOST]
     return ascii(value[:_MOST])

@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 
+from fumehood.aside import aside
 from fumehood.gateway.exchange import Exchange, Vigil
-from fumehood.gateway.limits import Limits
+from fumehood.gateway.limits import Limits, Place
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.reading import check_include, read_request
+from fumehood.gateway.repeats import Asked, Repeats, checked_key, digest_of
 from fumehood.gateway.shown import shown
 from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
@@ -44,10 +46,21 @@ class Responses:
         self._limits = limits
         self._always = frozenset(always)
         self._silence = silence
+        self._repeats = Repeats(runs, store, limits, metrics, silence)
 
     async def create(self, exchange: Exchange, caller: Caller) -> None:
-        request = await self._read(exchange, caller)
-        await self._make(exchange, caller, request, partial(self._stream, exchange))
+        with self._limits.place() as place:
+            request, body = await self._read(exchange, caller, place)
+            include = self._always.union(request.include or ())
+            header = exchange.headers.get(b"idempotency-key")
+            if header is not None:
+                digest = await aside(len(body), digest_of, body)
+                del body  # it may be large, and the run long
+                asked = Asked(caller, checked_key(header), digest, request, include)
+                self._note(exchange, await self._repeats.answer(exchange, asked))
+                return
+            del body
+            await self._make(exchange, caller, request, partial(self._stream, exchange))
 
     def message_bytes(self, caller: Caller) -> int:
         """The largest request that may come as a message."""
@@ -68,11 +81,11 @@ class Responses:
         exchange.noted["model"] = request.model
         return await self._make(exchange, caller, request, follow, past)
 
-    async def _read(self, exchange: Exchange, caller: Caller) -> CreateResponse:
+    async def _read(self, exchange: Exchange, caller: Caller, place: Place) -> tuple[CreateResponse, bytes]:
         self._limits.count(caller, exchange.extra)
-        request = await read_request(exchange, self._limits.body_bytes(caller))
+        request, body = await read_request(exchange, self._limits.body_bytes(caller), place.take)
         exchange.noted["model"] = request.model
-        return request
+        return request, body
 
     async def _make(
         self,
@@ -83,10 +96,12 @@ class Responses:
         past: Sequence[Segment] | None = None,
     ) -> tuple[Run, Response | None]:
         with self._limits.running(caller):
-            run = await self._runs.start(request, caller, past)
+            run = await self._runs.start(request, caller, past=past)
             exchange.noted["response_id"] = run.id
             response = await self._answer(exchange, run, request, follow)
         self._note(exchange, response)
+        if response is not None:
+            self._metrics.ended(response)
         return run, response
 
     async def _answer(
@@ -122,30 +137,36 @@ class Responses:
         exchange.noted["outcome"] = response.status
         if response.usage is not None:
             self._note_usage(exchange, response.usage)
-        self._metrics.ended(response)
 
     def _note_usage(self, exchange: Exchange, usage: Usage) -> None:
         exchange.noted["input_tokens"] = usage.input_tokens
         exchange.noted["output_tokens"] = usage.output_tokens
 
     async def count(self, exchange: Exchange, caller: Caller) -> None:
-        request = await self._read(exchange, caller)
-        await exchange.answer_json(await self._runs.count(request, caller))
+        with self._limits.place() as place:
+            request, _ = await self._read(exchange, caller, place)
+            await exchange.answer_json(await self._runs.count(request, caller))
 
     async def compact(self, exchange: Exchange, caller: Caller) -> None:
-        request = await self._read(exchange, caller)
-        with self._limits.running(caller):
-            task = asyncio.ensure_future(self._runs.compact(request, caller))
-            with Vigil(exchange, lambda: _stop(task)) as vigil:
-                try:
-                    compacted = await task
-                except asyncio.CancelledError:
-                    if vigil.left:
-                        raise CallerLeft from None
-                    raise
+        with self._limits.place() as place:
+            request, _ = await self._read(exchange, caller, place)
+            with self._limits.running(caller):
+                compacted = await self._compacted(exchange, caller, request)
         self._note_usage(exchange, compacted.usage)
         self._metrics.used(compacted.usage)
         await exchange.answer_json(compacted)
+
+    async def _compacted(
+        self, exchange: Exchange, caller: Caller, request: CreateResponse
+    ) -> CompactedResponse:
+        task = asyncio.ensure_future(self._runs.compact(request, caller))
+        with Vigil(exchange, lambda: _stop(task)) as vigil:
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if vigil.left:
+                    raise CallerLeft from None
+                raise
 
     async def get(self, exchange: Exchange, caller: Caller) -> None:
         include = self._include(exchange)

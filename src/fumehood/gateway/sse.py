@@ -32,14 +32,14 @@ from fumehood.protocol.responses import Response, ResponseError
 SILENCE = 15.0
 DONE = b"data: [DONE]\n\n"
 GONE = "the client has gone"
-_SIGN_OF_LIFE = b": still here\n\n"
-_HEADERS: tuple[tuple[bytes, bytes], ...] = (
+SIGN_OF_LIFE = b": still here\n\n"
+HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-transform"),
     (b"x-accel-buffering", b"no"),
 )
 _END = b"\n\n"
-_TERMINAL = (Completed, Failed, Incomplete)
+TERMINAL = (Completed, Failed, Incomplete)
 # Only these can hold what the client did not ask for, or bytes that somebody else has written.
 DELICATE = (ItemEvent, ResponseEvent, TextDone, PartDone)
 # A line break between two tokens of JSON is as good as a space; inside a string there is none.
@@ -113,9 +113,9 @@ async def stream(
 
     A client that goes away takes its run with it.
     """
-    await exchange.begin(200, [*_HEADERS])
+    await exchange.begin(200, [*HEADERS])
     following = Following(exchange, run, include, _SSE)
-    with Vigil(exchange, following.leave, sign_of_life=_SIGN_OF_LIFE, every=silence):
+    with Vigil(exchange, following.leave, sign_of_life=SIGN_OF_LIFE, every=silence):
         await following.to_the_end()
     return following.sent, following.response
 
@@ -189,7 +189,7 @@ class Following:
         last = events[-1]
         self.sent += len(events)
         self._last = last.sequence_number
-        if isinstance(last, _TERMINAL):
+        if isinstance(last, TERMINAL):
             self.response = last.response
             self._end(body)
             return

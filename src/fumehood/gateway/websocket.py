@@ -19,7 +19,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from fumehood.gateway.auth import check_origin
 from fumehood.gateway.exchange import VERSION, Exchange, encode
-from fumehood.gateway.reading import check_request, decode
+from fumehood.gateway.reading import decode, decode_request
 from fumehood.gateway.responses import Responses
 from fumehood.gateway.sse import DELICATE, Following
 from fumehood.interfaces import Caller, Run
@@ -34,7 +34,7 @@ from fumehood.protocol.errors import (
 )
 from fumehood.protocol.events import StreamEvent, TextDelta
 from fumehood.protocol.folding import project
-from fumehood.protocol.responses import CreateResponse, Response
+from fumehood.protocol.responses import Response
 from fumehood.serving.exchange import Receive, Scope, Send
 from fumehood.serving.websocket import SHUTDOWN
 
@@ -95,7 +95,6 @@ class _Refusal(msgspec.Struct, kw_only=True, tag_field="type", tag="error"):
 
 _envelopes = msgspec.json.Decoder(_Envelope)
 _steers = msgspec.json.Decoder(_Steer)
-_requests = msgspec.json.Decoder(CreateResponse)
 _encode_into = msgspec.json.Encoder().encode_into
 
 
@@ -395,8 +394,7 @@ class _Connection:
     async def _respond(self, exchange: Exchange, lane: _Lane, previous: str | None, text: str) -> None:
         failed = True
         try:
-            request = decode(_requests, text.encode())
-            check_request(request)
+            request = decode_request(text.encode())
             request.stream = True
             held = None if previous is None else self._held.get(previous)
             # A key may have been revoked since it opened the connection.

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from fumehood.models.think_tags import ThinkTags
 from fumehood.models.upstream_errors import UpstreamErrors
 from fumehood.protocol.errors import ModelError
 from fumehood.protocol.models import AnyModelEvent
@@ -18,6 +19,7 @@ LONGEST_LINE = 1 << 25  # and the longest answer that is not streamed
 LONGEST_ANSWER = 1 << 29  # in all, whatever it says or does not say
 MOST_TOKENS = 1 << 48  # that are believed
 
+_LONGEST_ODD = 1 << 21  # bytes that are worth the slow way of reading what is not quite JSON
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -69,6 +71,7 @@ class AnswerParser[Told](ABC):
         self._data: list[bytes] = []  # lines of an event that goes on over several
         self._heard = False
         self._is_over = False
+        self._tags: ThinkTags | None = None  # where reasoning may be part of the text, until that is known
 
     @property
     def closing(self) -> bool:
@@ -122,7 +125,7 @@ class AnswerParser[Told](ABC):
         if cut < len(piece):
             self._hold(piece[cut:])
         self._read(block, events)
-        return events
+        return events if self._tags is None else self._sifted(events)
 
     def finish(self) -> list[AnyModelEvent]:
         """The body is over: the rest, and the end of the turn if it may be one."""
@@ -142,6 +145,14 @@ class AnswerParser[Told](ABC):
                 self.failure = self._errors.broke()
             else:
                 self.failure = self._errors.unreadable("its answer is empty, or not an answer to this")
+        return self._sifted(events)
+
+    def _sifted(self, events: list[AnyModelEvent]) -> list[AnyModelEvent]:
+        if self._tags is None:
+            return events
+        events = self._tags.sift(events)
+        if self._tags.over:
+            self._tags = None
         return events
 
     def _begin(self, piece: bytes) -> bytes:
@@ -215,6 +226,8 @@ class AnswerParser[Told](ABC):
 
 def _loosely[Told](payload: bytes, decoder: msgspec.json.Decoder[Told]) -> Told:
     """What can be read of it; raises ValueError."""
+    if len(payload) > _LONGEST_ODD:
+        raise ValueError("it is too long for something that is not quite JSON")
     value = json.loads(
         payload.decode(errors="replace"), parse_float=_finite, parse_int=_finite, parse_constant=_nothing
     )

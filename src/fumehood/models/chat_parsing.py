@@ -122,7 +122,7 @@ class ChatParser(AnswerParser[_Chunk]):
         self._is_going = False
         self._repeated: Callable[[str], AnyModelEvent] = Text
         self._trials = _TRIALS if in_runs else 0
-        self._tags: ThinkTags | None = ThinkTags()
+        self._tags = ThinkTags()
 
     @property
     def closing(self) -> bool:
@@ -131,20 +131,6 @@ class ChatParser(AnswerParser[_Chunk]):
     @property
     def _may_end(self) -> bool:
         return self._reason is not None or (self._is_document and self._heard)
-
-    def feed(self, piece: bytes) -> list[AnyModelEvent]:
-        return self._sifted(super().feed(piece))
-
-    def finish(self) -> list[AnyModelEvent]:
-        return self._sifted(super().finish())
-
-    def _sifted(self, events: list[AnyModelEvent]) -> list[AnyModelEvent]:
-        if self._tags is None:
-            return events
-        events = self._tags.sift(events)
-        if self._tags.over:
-            self._tags = None
-        return events
 
     def _read(self, block: bytes, events: list[AnyModelEvent]) -> None:
         """Complete lines: those that repeat in runs, the others one by one."""

@@ -6,7 +6,7 @@ first there.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -171,6 +171,8 @@ class _Rendering:
         self._dialect = dialect
         self._carry = carry
         self._pieces: list[_Turn | _ChatMessage] = []
+        self._callers: dict[str, _Turn] = {}
+        self._pending = {result.call_id: result for result in carry.results}
 
     def render(self, entries: Sequence[Entry]) -> tuple[bytes, bytes]:
         """The messages, and what is left to the next segment; raises InvalidRequest."""
@@ -253,6 +255,7 @@ class _Rendering:
             arguments = shown_arguments(call.arguments)
         turn = self._turn(entry.turn)
         turn.calls[call.call_id] = _ChatFunction(call.name, arguments)
+        self._callers[call.call_id] = turn
         if call.status in ("in_progress", "incomplete"):
             turn.optional.add(call.call_id)
 
@@ -262,30 +265,31 @@ class _Rendering:
         text, shown = split(output.output)
         if self._answer(output.call_id, text, shown):
             return
-        for result in self._carry.results:
-            if result.call_id == output.call_id:
-                result.content = text
-                self._carry.shown = [*self._carry.shown, *shown]
-                return
+        result = self._pending.get(output.call_id)
+        if result is not None:
+            result.content = text
+            self._carry.shown += shown
+            return
         raise InvalidRequest(
             f"No tool call found for function call output with call_id {clean_name(output.call_id)}.",
             param="input",
         )
 
     def _answer(self, call_id: str, text: str, shown: Sequence[ChatPart] = ()) -> bool:
-        for turn in self._turns():
-            if call_id in turn.calls:
-                turn.results[call_id] = text
-                turn.shown += shown
-                turn.answered = True
-                return True
-        return False
+        turn = self._callers.get(call_id)
+        if turn is None:
+            return False
+        turn.results[call_id] = text
+        turn.shown += shown
+        turn.answered = True
+        return True
 
     def _take_foreign(self, entry: Entry) -> None:
         match read_foreign(entry):
             case Call() as call:
                 turn = self._turn(entry.turn)
                 turn.calls[call.call_id] = _ChatFunction(call.name, shown_arguments(call.arguments))
+                self._callers[call.call_id] = turn
                 turn.optional.add(call.call_id)
             case Result() as result:
                 self._answer(result.call_id, result.text)
@@ -297,6 +301,7 @@ class _Rendering:
     def _take_exchange(self, entry: Entry, exchange: Exchange) -> None:
         turn = self._turn(entry.turn)
         turn.calls[exchange.call_id] = _ChatFunction(exchange.name, shown_arguments(exchange.arguments))
+        self._callers[exchange.call_id] = turn
         turn.results[exchange.call_id] = exchange.output
         if self._dialect.takes_images:
             turn.shown += pictures(exchange.images)
@@ -316,9 +321,6 @@ class _Rendering:
         turn = _Turn(number)
         self._pieces.append(turn)
         return turn
-
-    def _turns(self) -> Iterator[_Turn]:
-        return (piece for piece in reversed(self._pieces) if isinstance(piece, _Turn))
 
 
 def _finish(turn: _Turn, replay_reasoning: bool, messages: list[bytes]) -> _Carry:

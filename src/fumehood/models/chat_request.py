@@ -27,6 +27,8 @@ _TEMPLATE = ("chat_template", "chat_template_kwargs", "add_special_tokens")
 
 type Fields = dict[str, object]
 
+_PLAIN = Sampling()
+
 
 class _Function(msgspec.Struct):
     name: str
@@ -83,6 +85,8 @@ class RequestWriter:
         return b"".join([b'{"messages":[', self.messages(request), b"],", tail[1:]])
 
     def _add_sampling(self, fields: Fields, sampling: Sampling) -> None:
+        if sampling == _PLAIN:
+            return
         for name in _PASSED_ON:
             value = getattr(sampling, name)
             if value is not None:

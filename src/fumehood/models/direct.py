@@ -53,6 +53,10 @@ class _Message(msgspec.Struct):
     content: str | list[_Part] | None = None
 
 
+class _Output(msgspec.Struct):
+    output: str | list[_Part] | None = None
+
+
 class DirectModel:
     """A `ModelBackend` that calls `code_interpreter` with the user's own code and repeats what it printed."""
 
@@ -111,11 +115,23 @@ def _latest(segments: Sequence[Segment]) -> tuple[str, list[Exchange]]:
         if entry.exchange is not None:
             if entry.exchange.name == _FUNCTION:
                 exchanges.append(entry.exchange)
+        elif entry.type == "function_call_output":
+            exchanges.append(_answered(entry))
         elif entry.type == "message":
             text = _user_text(entry)
             if text is not None:
                 return text, exchanges[::-1]
     return "", exchanges[::-1]
+
+
+def _answered(entry: Entry) -> Exchange:
+    """A call that the client itself has answered, as a gateway before this one does."""
+    try:
+        output = msgspec.json.decode(entry.raw, type=_Output).output
+    except msgspec.DecodeError:
+        output = None
+    text = output if isinstance(output, str) else "\n".join(part.text or "" for part in output or ())
+    return Exchange(call_id="", name=_FUNCTION, arguments="{}", output=text)
 
 
 def _backwards(segments: Sequence[Segment]) -> Iterator[Entry]:

@@ -14,10 +14,10 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
-from functools import cached_property
-from typing import NamedTuple, cast
+from collections.abc import Callable, Coroutine, Mapping
+from functools import cached_property, partial
+from types import TracebackType
+from typing import Any, NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -27,7 +27,7 @@ _KEEP_ALIVE_SECONDS = 4.0
 _MOST_CONNECTIONS = 1024
 _MOST_IDLE = 256  # of one server
 _LONGEST_HEAD = 1 << 16
-_HIGH_WATER = 1 << 20
+_HIGH_WATER = 1 << 17  # all of it is parsed at once, and nothing else gets done meanwhile
 _ONE_WRITE = 1 << 17  # up to here a copy is cheaper than a second packet
 _DRAIN_SECONDS = 1.0
 
@@ -258,21 +258,43 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpAnswer:
-    """An answer whose body is still coming.
+    """An answer whose body is still coming; a context manager, which asks for it.
 
     complete: set it where nothing of interest is to come: then the end of the body is waited for, for a moment, and
         the connection lives on.
     """
 
-    def __init__(self, connection: _Connection) -> None:
-        self._connection = connection
+    def __init__(
+        self, asking: Coroutine[Any, Any, _Connection], give_back: Callable[[_Connection], None]
+    ) -> None:
+        self._asking = asking
+        self._give_back = give_back
+        self._connection: _Connection | None = None
+        self.status = 0
+        self.complete = False
+
+    async def __aenter__(self) -> Self:
+        connection = self._connection = await self._asking
         self.status = connection.status
         self.read = connection.read
-        self.complete = False
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        connection = self._connection
+        if connection is None:
+            return
+        try:
+            if self.complete and not connection.complete:
+                await _drained(connection)
+        finally:
+            self._give_back(connection)
 
     def header(self, name: str) -> str:
         """Empty if there is none."""
-        return self._connection.headers.get(name.lower().encode(), b"").decode("latin-1")
+        headers = self._connection.headers if self._connection is not None else {}
+        return headers.get(name.lower().encode(), b"").decode("latin-1")
 
 
 class HttpClient:
@@ -295,28 +317,20 @@ class HttpClient:
     def _tls(self) -> ssl.SSLContext:
         return ssl.create_default_context()
 
-    @asynccontextmanager
-    async def request(
+    def request(
         self,
         address: Address,
         path: str,
         headers: bytes,
         patience: Patience,
         body: bytes | None = None,
-    ) -> AsyncGenerator[HttpAnswer]:
-        """A POST with that body, or a GET; its answer, whatever its status. Raises HttpTrouble. Leaving it before its
-        end closes the connection, which is how a server learns that nobody wants the rest.
+    ) -> HttpAnswer:
+        """A POST with that body, or a GET; its answer, whatever its status. Entering it raises HttpTrouble. Leaving it
+        before its end closes the connection, which is how a server learns that nobody wants the rest.
         """
         head = _head(address, path, headers, body)
-        connection = await self._answering(address, head, body or b"", patience)
-        del head, body  # an answer takes longer than the request should be kept
-        answer = HttpAnswer(connection)
-        try:
-            yield answer
-        finally:
-            if answer.complete and not connection.complete:
-                await _drained(connection)
-            self._give_back(address, connection)
+        asking = self._answering(address, head, body or b"", patience)
+        return HttpAnswer(asking, partial(self._give_back, address))
 
     async def _answering(self, address: Address, head: bytes, body: bytes, patience: Patience) -> _Connection:
         """A connection on which the head of the answer has come."""

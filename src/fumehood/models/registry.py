@@ -50,7 +50,7 @@ class Rule:
     listing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def fits(self, model: str) -> bool:
-        return fnmatchcase(model, self.match)
+        return self.match == "*" or fnmatchcase(model, self.match)
 
 
 class Registry:
@@ -88,7 +88,10 @@ class Registry:
             await self._upstream.close()
 
     def _rule(self, model: str) -> Rule | None:
-        return next((rule for rule in self._rules if rule.fits(model)), None)
+        for rule in self._rules:
+            if rule.fits(model):
+                return rule
+        return None
 
     async def _cards_of(self, rule: Rule) -> Sequence[ModelCard]:
         own = [] if rule.name is None else [ModelCard(id=rule.name, created=self._started, owned_by=_OWNER)]

@@ -4,6 +4,7 @@ Items are told apart by their place in the output, since some servers change an 
 the server's ids is passed on but those of calls, by which results are matched.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,6 +15,7 @@ from msgspec import Raw
 from fumehood.models.answers import LONGEST_ANSWER, LONGEST_LINE, AnswerParser, arguments_of, tokens
 from fumehood.models.sealed import Origin
 from fumehood.models.upstream_errors import UpstreamErrors
+from fumehood.protocol.conversation import COMPACTION
 from fumehood.protocol.errors import ModelError
 from fumehood.protocol.ids import LONGEST_ID, new_id
 from fumehood.protocol.items import Phase, UrlCitation
@@ -36,7 +38,8 @@ from fumehood.protocol.models import (
 from fumehood.protocol.responses import InputTokensDetails, OutputTokensDetails, Usage
 
 _MOST_CALLS = 128
-_LONGEST_PREFIX = 8
+_PREFIX = re.compile(r"([a-z]{1,8})_")
+_TYPE = re.compile(r"[a-z][a-z_:.-]{0,63}")
 _PHASES: Mapping[str | None, Phase] = {"commentary": "commentary", "final_answer": "final_answer"}
 # What a client has to answer although it is none of its functions and custom tools.
 _FOR_CLIENTS = frozenset({"apply_patch_call", "local_shell_call", "computer_call", "mcp_approval_request"})
@@ -213,12 +216,18 @@ class ResponsesParser(AnswerParser[_Told]):
     def _text_delta(self, told: _Told, events: list[AnyModelEvent]) -> None:
         if told.delta:
             self._said.add(_place(told))
-            events.append(Text(told.delta, told.logprobs) if told.logprobs else Text(told.delta))
+            events.append(_text(told, told.delta) if told.logprobs else Text(told.delta))
 
     def _arguments_delta(self, told: _Told, events: list[AnyModelEvent]) -> None:
         call = self._calls.get(_place(told))
         if call is not None and told.delta:
             _write(call, told.delta, events)
+
+    def _arguments_said(self, told: _Told, events: list[AnyModelEvent]) -> None:
+        call = self._calls.get(_place(told))
+        whole = arguments_of(told.arguments) or told.input
+        if call is not None and not call.written and whole:
+            _write(call, whole, events)
 
     def _rarer_delta(self, told: _Told, events: list[AnyModelEvent]) -> None:
         if told.delta:
@@ -278,16 +287,16 @@ class ResponsesParser(AnswerParser[_Told]):
         elif item.is_plain_call:
             whole = item.input if item.type == "custom_tool_call" else arguments_of(item.arguments)
             self._end_call(place, whole or "", events)
-        else:
+        elif _TYPE.fullmatch(item.type) and item.type != COMPACTION:
             events.append(ItemPassed(self._renamed(raw), item.awaits_client))
 
     def _renamed(self, raw: Raw) -> Raw:
         """The item under an id of ours, of the same kind as the server's."""
         fields = _objects.decode(raw)
         theirs = msgspec.json.decode(fields.get("id", _NOTHING))
-        prefix = theirs.partition("_")[0] if isinstance(theirs, str) and "_" in theirs else "item"
-        fields["id"] = Raw(msgspec.json.encode(self._make_id(prefix[:_LONGEST_PREFIX])))
-        return Raw(msgspec.json.encode(fields))
+        found = _PREFIX.match(theirs) if isinstance(theirs, str) else None
+        fields["id"] = Raw(msgspec.json.encode(self._make_id(found[1] if found else "item")))
+        return _readable(Raw(msgspec.json.encode(fields)))
 
     # ---- calls ------------------------------------------------------------------------------------------------
 
@@ -357,6 +366,8 @@ class ResponsesParser(AnswerParser[_Told]):
         "response.output_text.delta": _text_delta,
         "response.function_call_arguments.delta": _arguments_delta,
         "response.custom_tool_call_input.delta": _arguments_delta,
+        "response.function_call_arguments.done": _arguments_said,
+        "response.custom_tool_call_input.done": _arguments_said,
         "response.reasoning_text.delta": _rarer_delta,
         "response.reasoning_summary_text.delta": _rarer_delta,
         "response.refusal.delta": _rarer_delta,
@@ -388,11 +399,21 @@ def _place(told: _Told, item: _Item | None = None) -> _Place:
     return told.item_id if item is None else item.id
 
 
+def _text(told: _Told | _Part, text: str) -> Text:
+    return Text(text, [*map(_readable, told.logprobs or ())])
+
+
+def _readable(raw: Raw) -> Raw:
+    """What is passed on without being looked at is UTF-8 at least."""
+    written = bytes(raw)
+    return raw if written.isascii() else Raw(written.decode(errors="replace").encode())
+
+
 def _piece(told: _Told, text: str) -> AnyModelEvent:
     """What an event of a part says, by the kind of the part."""
     kind = told.type
     if kind.startswith("response.output_text"):
-        return Text(text, told.logprobs or [])
+        return _text(told, text)
     if kind.startswith("response.refusal"):
         return Refused(text)
     if kind.startswith("response.reasoning_summary"):
@@ -415,7 +436,7 @@ def _say(content: str | list[_Part] | None, events: list[AnyModelEvent]) -> None
         content = [_Part(type="output_text", text=content)]
     for part in content or ():
         if part.text:
-            events.append(Text(part.text, part.logprobs or []))
+            events.append(_text(part, part.text))
         if part.refusal:
             events.append(Refused(part.refusal))
         events += _citations(part.annotations or ())

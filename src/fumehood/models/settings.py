@@ -96,6 +96,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name, value in [*self.headers.items(), (self.api_key_header, "")]:
             if not _TOKEN.fullmatch(name) or not _is_header_value(value):
                 raise ValueError(f"{name!r} is not a header that can be sent")
+        if self.backend == "chat_completions" and (self.pass_tools or not self.encrypted_reasoning):
+            raise ValueError("pass_tools and encrypted_reasoning are for the backend `responses` only")
         for name in _OURS[self.backend]:
             if name in self.extra_body:
                 raise ValueError(f"extra_body cannot set `{name}`")

@@ -1,10 +1,10 @@
 """Requests to model servers, and what goes wrong with them as ModelError; imports siblings and `protocol`."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from types import TracebackType
+from typing import Self
 
 from fumehood.models.http_client import (
     Address,
@@ -32,8 +32,7 @@ class Upstream:
     async def close(self) -> None:
         await self._client.close()
 
-    @asynccontextmanager
-    async def request(
+    def request(
         self,
         address: Address,
         path: str,
@@ -42,29 +41,43 @@ class Upstream:
         errors: UpstreamErrors,
         *,
         body: bytes | None = None,
-    ) -> AsyncGenerator["Answer"]:
-        """A POST with that body, or a GET; the answer, if it is a success. Raises ModelError. Leaving it before its
-        end tells the server to stop.
+    ) -> "Answer":
+        """A POST with that body, or a GET; the answer, if it is a success. Its block raises ModelError; left
+        before its end, it tells the server to stop.
         """
-        try:
-            async with self._client.request(address, path, headers, patience, body) as response:
-                del body
-                answer = Answer(response)
-                if response.status != 200:
-                    raise await _refusal(answer, errors)
-                if response.header("content-encoding") not in ("", "identity"):
-                    raise errors.unreadable("its answer is compressed, which was not asked for")
-                yield answer
-        except HttpTrouble as trouble:
-            raise _translated(trouble, patience, errors) from trouble
+        return Answer(self._client.request(address, path, headers, patience, body), patience, errors)
 
 
 class Answer:
-    """The body of an answer, as it comes. What it raises is translated where it was asked for."""
+    """The body of an answer, as it comes; a context manager, which asks for it and translates its troubles."""
 
-    def __init__(self, response: HttpAnswer) -> None:
+    def __init__(self, response: HttpAnswer, patience: Patience, errors: UpstreamErrors) -> None:
         self.response = response
-        self.read = response.read
+        self._patience = patience
+        self._errors = errors
+
+    async def __aenter__(self) -> Self:
+        try:
+            response = await self.response.__aenter__()
+        except HttpTrouble as trouble:
+            raise _translated(trouble, self._patience, self._errors) from trouble
+        try:
+            self.read = response.read
+            if response.status != 200:
+                raise await _refusal(self, self._errors)
+            if response.header("content-encoding") not in ("", "identity"):
+                raise self._errors.unreadable("its answer is compressed, which was not asked for")
+        except BaseException:
+            await response.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.response.__aexit__(kind, error, trace)
+        if isinstance(error, HttpTrouble):
+            raise _translated(error, self._patience, self._errors) from error
 
     async def read_rest(self, seconds: float) -> bytes:
         """The next piece where the body may as well be over: nothing if nothing comes in time, or ever."""

@@ -1,10 +1,15 @@
 """Identifiers with OpenAI's prefixes, never longer than 64 characters; imports the standard library."""
 
-import secrets
+import os
+import time
 
 LONGEST_ID = 64
 
 
 def new_id(prefix: str) -> str:
-    """`resp` gives `resp_` and 48 hexadecimal digits that nobody can guess."""
-    return f"{prefix}_{secrets.token_hex(24)}"
+    """`resp` gives `resp_` and 48 hexadecimal digits, of which nobody can guess 34.
+
+    The others tell the time, to about a millisecond: what is made together stands together in every index, so that a
+    database has to write one page where it would have to write many.
+    """
+    return f"{prefix}_{time.time_ns() >> 20:014x}{os.urandom(17).hex()}"

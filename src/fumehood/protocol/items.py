@@ -178,7 +178,6 @@ class _Tag(msgspec.Struct):
     role: str | None = None
 
 
-_tags = msgspec.json.Decoder(_Tag)
 _anything = msgspec.json.Decoder()
 
 
@@ -188,8 +187,8 @@ def peek(raw: bytes | Raw, where: str) -> Item:
     An item with a role and no type is a message, as in OpenAI's easy form; one with an id alone refers to another.
     """
     try:
-        _anything.decode(raw)  # Raw is not looked at closely: lone surrogates and the like are found here
-        tag = _tags.decode(raw)
+        # Raw is not looked at closely: lone surrogates and the like are found here.
+        tag = msgspec.convert(_anything.decode(raw), _Tag)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise InvalidRequest(f"{where} is not a valid item: {error}", param=where) from None
     kind = tag.type or ("message" if tag.role else "item_reference" if tag.id else None)

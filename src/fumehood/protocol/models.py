@@ -5,7 +5,6 @@ more of messages and reasoning than their text say it by further events; those t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -35,8 +34,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelRequest:
+class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One turn.
 
     model: the name that the client used; a backend may know it by another.
@@ -54,7 +52,7 @@ class ModelRequest:
     others: Sequence[ToolSpec] = ()
     choice: Literal["none", "auto", "required"] | FunctionSpec = "auto"
     parallel_calls: bool = True
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = Sampling()
     streamed: bool = True
 
 

@@ -175,7 +175,8 @@ class Response(msgspec.Struct, kw_only=True):
     store: bool = True
     temperature: float = 1.0
     text: TextConfig = TextConfig(format=TextFormat())
-    tool_choice: Raw = Raw(b'"auto"')
+    # A factory, since a schema cannot show such a default.
+    tool_choice: Raw = msgspec.field(default_factory=lambda: Raw(b'"auto"'))
     tools: list[Raw] = []
     top_logprobs: int = 0
     top_p: float = 1.0

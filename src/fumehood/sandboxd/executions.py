@@ -57,9 +57,8 @@ class Execution:
         self.log: list[AnyOutput] = []
         self.claimed_end: asyncio.Future[_EndBody] = asyncio.get_running_loop().create_future()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.wake: asyncio.Future[None] = (
-            asyncio.get_running_loop().create_future()
-        )  # when the deadline is now
+        # Done when the deadline has moved to now.
+        self.wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.interrupted_by_caller = False
         self.on_end: Callable[[End], None] | None = None
         self.install_seconds: float | None = None

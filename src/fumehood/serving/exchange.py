@@ -2,16 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
 type Scope = MutableMapping[str, Any]
-type Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+type Message = MutableMapping[str, Any]
+type Receive = Callable[[], Awaitable[Message]]
 type Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 type Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 type Headers = list[tuple[bytes, bytes]]
 
 JSON = (b"content-type", b"application/json")
+# Where in its scope a request finds its Shortcut, if its server has one.
+SHORTCUT = "fumehood.shortcut"
 _LINGER_SECONDS = 2.0
 _LINGER_BYTES = 64 << 20
 _MOST_PARAMETERS = 32
@@ -23,6 +26,18 @@ class CallerLeft(Exception):
 
 class BodyExceeds(Exception):
     """More came, or was announced, than was to be read."""
+
+
+class Shortcut(Protocol):
+    """What ASGI has no words for. Both say False if they cannot do it now, and then nothing was sent."""
+
+    def answer(self, status: int, headers: Headers, body: bytes) -> bool:
+        """A whole answer at once."""
+        ...
+
+    def send(self, body: bytes | bytearray) -> bool:
+        """A piece of an answer of unknown length."""
+        ...
 
 
 class BareExchange:
@@ -60,20 +75,28 @@ class BareExchange:
 
     async def pieces(self, limit: int) -> AsyncGenerator[bytes]:
         """The body as it comes; BodyExceeds as soon as it is known to, CallerLeft if it breaks off."""
-        if self._length() > limit:
-            raise BodyExceeds
-        taken = 0
+        left = self.check_length(limit)
         while self._unread:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise CallerLeft
-            self._unread = message.get("more_body", False)
-            piece: bytes = message.get("body", b"")
-            taken += len(piece)
-            if taken > limit:
-                raise BodyExceeds
+            piece = self.taken(await self._receive(), left)
+            left -= len(piece)
             if piece:
                 yield piece
+
+    def check_length(self, limit: int) -> int:
+        """The limit of a body that was not announced to be longer; raises BodyExceeds."""
+        if self._length() > limit:
+            raise BodyExceeds
+        return limit
+
+    def taken(self, message: Message, left: int) -> bytes:
+        """The piece of a body that a message brought; raises BodyExceeds, CallerLeft."""
+        if message["type"] == "http.disconnect":
+            raise CallerLeft
+        self._unread = message.get("more_body", False)
+        piece: bytes = message.get("body", b"")
+        if len(piece) > left:
+            raise BodyExceeds
+        return piece
 
     async def until_left(self) -> None:
         """Return when the caller has gone away; only after the body was read."""

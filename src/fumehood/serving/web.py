@@ -6,12 +6,12 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, override
+from typing import Any, cast, override
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from fumehood.serving.exchange import Application
+from fumehood.serving.exchange import SHORTCUT, Application, Headers
 
 type Refusal = Callable[[int, str], bytes]
 
@@ -22,6 +22,7 @@ _HEADER_COUNT = 256
 # A reader for whom answers wait takes at least this much in this time, or is gone.
 _STALL_SECONDS = 60.0
 _STALL_BYTES = 64 << 10
+_ONE_PACKET = 64 << 10  # of an answer that is copied to be sent at once
 _LAST_ANSWERS = 5.0  # seconds for connections to end after everything else has
 _LAST_WORDS = 1.0  # and for their requests after that
 
@@ -200,8 +201,6 @@ class _Protocol(HttpToolsProtocol):
         self._expect_head()
 
     def _expect_head(self) -> None:
-        self._in_head = True
-        self._head_bytes = 0
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(_HEADER_SECONDS, self.transport.close)
 
@@ -214,6 +213,7 @@ class _Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._in_head and not self.transport.is_closing():
+            self._expect_head()  # the rest of it: mostly all of it came at once
             self._head_bytes += len(data)
             if self._head_bytes > _HEADER_BYTES:
                 self.send_400_response("The head of the request is too large.")
@@ -221,7 +221,8 @@ class _Protocol(HttpToolsProtocol):
     @override
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._expect_head()
+        self._in_head = True
+        self._head_bytes = 0
 
     @override
     def on_headers_complete(self) -> None:
@@ -230,6 +231,7 @@ class _Protocol(HttpToolsProtocol):
         if len(self.headers) > _HEADER_COUNT:
             raise ValueError("too many headers")
         super().on_headers_complete()
+        cast("dict[str, object]", self.scope)[SHORTCUT] = _Shortcut(self.cycle)
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
@@ -271,6 +273,41 @@ class _Protocol(HttpToolsProtocol):
         logger.debug("What came was refused before it was a request: %s", reason)
         self.transport.write(b"HTTP/1.1 %s\r\nconnection: close\r\n%s" % (head, self.refusal(status, reason)))
         self.transport.close()
+
+
+class _Shortcut:
+    """See `Shortcut`: as uvicorn's `send` would, but for the looks at what is known to be well-formed."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def answer(self, status: int, headers: Headers, body: bytes) -> bool:
+        """In one packet, which takes half of what two take."""
+        cycle = self._cycle
+        if cycle.response_started or cycle.disconnected or cycle.flow.write_paused:
+            return False
+        if len(body) > _ONE_PACKET or cycle.scope["method"] == "HEAD":
+            return False
+        lines = b"".join([b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)])
+        closing = b"" if cycle.keep_alive else b"connection: close\r\n"
+        cycle.response_started = cycle.response_complete = True
+        cycle.transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[status], lines, closing, body))
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
+        return True
+
+    def send(self, body: bytes | bytearray) -> bool:
+        cycle = self._cycle
+        if not cycle.chunked_encoding or cycle.response_complete or not body:
+            return False
+        if cycle.flow.write_paused or cycle.disconnected:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
 
 def render_refusal(headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:

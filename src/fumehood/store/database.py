@@ -1,18 +1,20 @@
 """An SQLite file behind threads: one that writes in groups, some that read; imports the standard library and siblings.
 
-A job is a function of a connection. Whatever waits when the writer is free becomes one transaction with one sync of
-the disk. If that fails, each job is tried alone, so that a bad one does not take its neighbours with it.
+A job is a function of a connection. Whatever waits when the disk is free becomes one transaction with one sync of it.
+If that fails, each job is tried alone, so that a bad one does not take its neighbours with it.
 """
 
 import asyncio
 import fcntl
+import math
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from fumehood.protocol.errors import Unavailable
 from fumehood.store.migrations import StoreRefused, is_current, migrate
@@ -20,6 +22,10 @@ from fumehood.store.migrations import StoreRefused, is_current, migrate
 _READERS = 2
 _LARGEST_GROUP = 256
 _BUSY_SECONDS = 10.0
+_BUSY_PAUSE = 0.01
+_MOST_BYTES = 256 << 10  # that one transaction may write on the event loop
+_MOST_STEPS = 20_000  # of SQLite's machine in one statement there: about a millisecond
+UNBOUNDED = math.inf
 _PAGE_CACHE_KIB = 16 << 10
 _LARGEST_IDLE_LOG = 64 << 20
 
@@ -29,10 +35,11 @@ type Work[T] = Callable[[sqlite3.Connection], T]
 class Job[T]:
     """One piece of work, and who waits for it.
 
+    size: about how many bytes it writes.
     applied: whether what it did is in the database, as the jobs after it see it; for them alone to look at.
     """
 
-    __slots__ = ("_error", "_on_done", "_result", "_waiter", "_work", "applied")
+    __slots__ = ("_error", "_on_done", "_result", "_waiter", "_work", "applied", "size")
     _result: T
 
     def __init__(
@@ -40,7 +47,9 @@ class Job[T]:
         work: Work[T],
         waiter: asyncio.Future[T] | None = None,
         on_done: Callable[[T], None] | None = None,
+        size: float = UNBOUNDED,
     ) -> None:
+        self.size = size
         self._work = work
         self._waiter = waiter
         self._on_done = on_done
@@ -78,78 +87,164 @@ def _for_callers(error: BaseException) -> BaseException:
     return error
 
 
-class _Worker:
-    """A thread and its connection."""
+def _run(connection: sqlite3.Connection, begin: Work[object], jobs: Sequence[Job[object]]) -> None:
+    """All in one transaction, or each in its own."""
+    try:
+        _apply(connection, begin, jobs)
+        _commit(connection, jobs)
+    except Exception as error:
+        if len(jobs) == 1:
+            jobs[0].fail(error)
+            return
+        for job in jobs:
+            _run(connection, begin, [job])
+
+
+def _apply(connection: sqlite3.Connection, begin: Work[object], jobs: Sequence[Job[object]]) -> None:
+    try:
+        begin(connection)
+        for job in jobs:
+            job.run(connection)
+    except BaseException:
+        _roll_back(connection, jobs)
+        raise
+
+
+def _commit(connection: sqlite3.Connection, jobs: Sequence[Job[object]]) -> None:
+    try:
+        connection.execute("COMMIT")
+    except BaseException:
+        _roll_back(connection, jobs)
+        raise
+
+
+def _roll_back(connection: sqlite3.Connection, jobs: Sequence[Job[object]]) -> None:
+    for job in jobs:
+        job.undo()
+    with suppress(sqlite3.Error):
+        connection.rollback()
+
+
+def _begin_reading(connection: sqlite3.Connection) -> None:
+    connection.execute("BEGIN")
+
+
+def _begin_writing(connection: sqlite3.Connection) -> None:
+    connection.execute("BEGIN IMMEDIATE")
+
+
+def _begin_writing_patiently(connection: sqlite3.Connection) -> None:
+    """Another process may be writing, if only to repair something."""
+    until = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            return _begin_writing(connection)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+        time.sleep(_BUSY_PAUSE)
+
+
+class _Reader:
+    """A thread that reads, one job after another."""
 
     def __init__(
         self,
-        name: str,
         connection: sqlite3.Connection,
-        begin: str,
         jobs: "SimpleQueue[Job[object] | None]",
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._connection = connection
-        self._begin = begin
         self._jobs = jobs
         self._loop = loop
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="store-reader", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
         self._thread.join()
 
     def _serve(self) -> None:
-        going_on = True
-        while going_on:
-            group, going_on = self._take()
-            if group:
-                self._run(group)
-                with suppress(RuntimeError):  # the loop ended without closing us
-                    self._loop.call_soon_threadsafe(_deliver, group)
+        while (job := self._jobs.get()) is not None:
+            _run(self._connection, _begin_reading, [job])
+            with suppress(RuntimeError):  # the loop ended without closing us
+                self._loop.call_soon_threadsafe(job.deliver)
         self._connection.close()
 
-    def _take(self) -> tuple[list[Job[object]], bool]:
-        """What there is, at least one; and whether more may come."""
-        group: list[Job[object]] = []
-        job = self._jobs.get()
-        while job is not None:
-            group.append(job)
-            if len(group) == _LARGEST_GROUP:
-                return group, True
-            try:
-                job = self._jobs.get_nowait()
-            except Empty:
-                return group, True
-        return group, False
 
-    def _run(self, group: Sequence[Job[object]]) -> None:
-        try:
-            self._transact(group)
-        except Exception as error:
-            if len(group) == 1:
-                group[0].fail(error)
-                return
-            for job in group:
-                self._run([job])
+class _Writer:
+    """The one connection that writes. While a thread waits for the disk, jobs gather for the next transaction.
 
-    def _transact(self, group: Sequence[Job[object]]) -> None:
+    Small jobs are done on the event loop: in memory that takes less than handing them over, and the thread has only to
+    commit. What is not small, or turns out not to be, or fails, is the thread's.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, loop: asyncio.AbstractEventLoop) -> None:
+        self._connection = connection
+        self._loop = loop
+        self._waiting: list[Job[object]] = []
+        self._busy = False
+        self._closing = False
+        self._groups = SimpleQueue[tuple[list[Job[object]], bool] | None]()
+        here = threading.get_ident()
+        connection.execute("PRAGMA busy_timeout = 0")  # nobody waits for a lock on the event loop
+        connection.set_progress_handler(lambda: threading.get_ident() == here, _MOST_STEPS)
+        self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
+        self._thread.start()
+
+    def post(self, job: Job[object]) -> None:
+        self._waiting.append(job)
+        if not self._busy:
+            self._busy = True
+            self._loop.call_soon(self._begin)  # and not at once: there may be more
+
+    def close(self) -> None:
+        """The thread ends when everything is done."""
+        self._closing = True
+        if not self._busy:
+            self._groups.put(None)
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _begin(self) -> None:
+        jobs, self._waiting = self._waiting[:_LARGEST_GROUP], self._waiting[_LARGEST_GROUP:]
+        self._groups.put((jobs, self._apply_here(jobs)))
+
+    def _apply_here(self, jobs: Sequence[Job[object]]) -> bool:
+        if sum(job.size for job in jobs) > _MOST_BYTES:
+            return False
         try:
-            self._connection.execute(self._begin)
-            for job in group:
-                job.run(self._connection)
-            self._connection.execute("COMMIT")
-        except BaseException:
-            for job in group:
-                job.undo()
+            _apply(self._connection, _begin_writing, jobs)
+        except Exception:  # the thread will find out what it is
+            return False
+        return True
+
+    def _end(self, jobs: Sequence[Job[object]]) -> None:
+        for job in jobs:
+            job.deliver()
+        if self._waiting:
+            self._begin()
+        elif self._closing:
+            self._groups.put(None)
+        else:
+            self._busy = False
+
+    # ---- in the thread ----------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while (group := self._groups.get()) is not None:
+            jobs, applied = group
+            self._settle(jobs, applied)
+            with suppress(RuntimeError):  # the loop ended without closing us
+                self._loop.call_soon_threadsafe(self._end, jobs)
+        self._connection.close()
+
+    def _settle(self, jobs: Sequence[Job[object]], applied: bool) -> None:
+        if applied:
             with suppress(sqlite3.Error):
-                self._connection.rollback()
-            raise
-
-
-def _deliver(group: Sequence[Job[object]]) -> None:
-    for job in group:
-        job.deliver()
+                _commit(self._connection, jobs)
+                return
+        _run(self._connection, _begin_writing_patiently, jobs)
 
 
 class Database:
@@ -160,12 +255,9 @@ class Database:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._lock = lock
-        self._writes = SimpleQueue[Job[object] | None]()
         self._reads = SimpleQueue[Job[object] | None]()
-        self._writer = _Worker("store-writer", writer, "BEGIN IMMEDIATE", self._writes, self._loop)
-        self._readers = [
-            _Worker("store-reader", connection, "BEGIN", self._reads, self._loop) for connection in readers
-        ]
+        self._writer = _Writer(writer, self._loop)
+        self._readers = [_Reader(connection, self._reads, self._loop) for connection in readers]
         self.closed = False
 
     @classmethod
@@ -175,15 +267,18 @@ class Database:
         """
         return cls(*await asyncio.to_thread(_open, path, shared))
 
-    def write[T](self, work: Work[T], on_done: Callable[[T], None] | None = None) -> asyncio.Future[T]:
+    def write[T](
+        self, work: Work[T], on_done: Callable[[T], None] | None = None, size: float = UNBOUNDED
+    ) -> asyncio.Future[T]:
+        """`size`: about how many bytes are written."""
         waiter: asyncio.Future[T] = self._loop.create_future()
-        self.post(Job(work, waiter, on_done))
+        self.post(Job(work, waiter, on_done, size))
         return waiter
 
     def post[T](self, job: Job[T]) -> None:
         """A write that nobody waits for, or that brings its own waiter."""
         self.check()
-        self._writes.put(job)  # pyright: ignore[reportArgumentType]
+        self._writer.post(job)  # pyright: ignore[reportArgumentType]
 
     def read[T](self, work: Work[T], on_done: Callable[[T], None] | None = None) -> asyncio.Future[T]:
         self.check()
@@ -198,13 +293,13 @@ class Database:
         self.closed = True
         for _ in self._readers:
             self._reads.put(None)
-        self._writes.put(None)
+        self._writer.close()
         await asyncio.to_thread(self._join)
 
     def _join(self) -> None:
         # The writer last: the last connection to close folds the log into the file.
-        for worker in (*self._readers, self._writer):
-            worker.join()
+        for thread in (*self._readers, self._writer):
+            thread.join()
         if self._lock is not None:
             os.close(self._lock)
 

@@ -112,6 +112,17 @@ MIGRATIONS: Sequence[Migration] = (
             revoked_at REAL,
             record BLOB NOT NULL
         );
+
+        -- What requests with an Idempotency-Key have become; they expire by julianday().
+        CREATE TABLE claims (
+            tenant TEXT NOT NULL,
+            key TEXT NOT NULL,
+            digest BLOB NOT NULL,
+            response TEXT NOT NULL,
+            expires REAL NOT NULL,
+            PRIMARY KEY (tenant, key)
+        ) WITHOUT ROWID;
+        CREATE INDEX claims_by_expiry ON claims (expires);
         """
     ),
 )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from fumehood.interfaces import IdempotencyClaim
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Exchange
 from fumehood.protocol.items import AuthoredItem, OutputItem
@@ -42,11 +43,16 @@ class Head(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a response ended. `foreign` are the numbers of those output items that stay the bytes they came as."""
+    """How a response ended.
+
+    foreign: the numbers of those output items that stay the bytes they came as.
+    weight: about how many bytes all of it is.
+    """
 
     head: Head
     entries: Sequence[Entry]
     foreign: Collection[int]
+    weight: int
 
 
 class Base(NamedTuple):
@@ -70,7 +76,8 @@ def head_of(tenant: str, response: Response) -> Head:
 
 def ending_of(tenant: str, response: Response, entries: Sequence[Entry]) -> Ending:
     foreign = [number for number, item in enumerate(response.output) if isinstance(item, msgspec.Raw)]
-    return Ending(head_of(tenant, response), tuple(entries), foreign)
+    head = head_of(tenant, response)
+    return Ending(head, tuple(entries), foreign, len(head.body) + sum(entry.weight for entry in entries))
 
 
 # --- leases -------------------------------------------------------------------------------------------
@@ -123,7 +130,7 @@ def recover(db: sqlite3.Connection, only_owner: str | None) -> list[str]:
 
 def end_begun(db: sqlite3.Connection, ending: Ending) -> Place | None:
     """The end of a response that `begin` has written; where its items are, if it has any."""
-    head, entries, _ = ending
+    head, entries = ending.head, ending.entries
     thread, start = db.execute("SELECT thread, start_pos FROM responses WHERE id = ?", (head.id,)).fetchone()
     place = _append(db, ending, Base(thread, start))
     db.execute(
@@ -382,6 +389,29 @@ def files(db: sqlite3.Connection, container_id: str) -> list[ContainerFileRecord
 def unused_blobs(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
     used = "SELECT 1 FROM files WHERE blob = ? LIMIT 1"
     return [name for name in names if db.execute(used, (name,)).fetchone() is None]
+
+
+# --- claims -------------------------------------------------------------------------------------------
+
+
+def claim(
+    db: sqlite3.Connection, tenant: str, key: str, wanted: IdempotencyClaim, seconds: float
+) -> IdempotencyClaim | None:
+    db.execute("DELETE FROM claims WHERE expires <= julianday('now')")
+    found = db.execute(
+        "SELECT digest, response FROM claims WHERE tenant = ? AND key = ?", (tenant, key)
+    ).fetchone()
+    if found is not None:
+        return IdempotencyClaim(*found)
+    db.execute(
+        "INSERT INTO claims (tenant, key, digest, response, expires) VALUES (?, ?, ?, ?, julianday('now', ?))",
+        (tenant, key, wanted.digest, wanted.response_id, f"{seconds} seconds"),
+    )
+    return None
+
+
+def release(db: sqlite3.Connection, tenant: str, key: str, response_id: str) -> None:
+    db.execute("DELETE FROM claims WHERE tenant = ? AND key = ? AND response = ?", (tenant, key, response_id))
 
 
 # --- keys ---------------------------------------------------------------------------------------------

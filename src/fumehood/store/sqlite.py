@@ -14,7 +14,7 @@ from typing import Self
 
 import msgspec
 
-from fumehood.interfaces import Fenced, Lease
+from fumehood.interfaces import Fenced, IdempotencyClaim, Lease
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import Unavailable
@@ -102,11 +102,12 @@ class SqliteStore:
         self._database.check()
         response = msgspec.structs.replace(response, output=[])
 
+        head = rows.head_of(tenant, response)
+
         def work(db: sqlite3.Connection) -> None:
-            head = rows.head_of(tenant, response)
             rows.begin(db, head, self._owner, _FIRST_EPOCH, self._lease_seconds)
 
-        job = Job(work)
+        job = Job(work, size=len(head.body))
         self._running[response.id] = _Begun(tenant, response, job)
         self._write_soon(response.id, job)
         return Lease(response.id, _FIRST_EPOCH)
@@ -147,7 +148,7 @@ class SqliteStore:
 
         beginning = self._unwritten.pop(response_id, None)
         try:
-            ended = await self._database.write(work, remember)
+            ended = await self._database.write(work, remember, ending.weight)
         except sqlite3.IntegrityError:  # there is one of that id
             raise Fenced(response_id) from None
         except Unavailable:
@@ -226,6 +227,16 @@ class SqliteStore:
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
         return await self._database.read(lambda db: rows.unused_blobs(db, names))
+
+    # --- claims ---------------------------------------------------------------------------------------
+
+    async def claim(
+        self, tenant: str, key: str, claim: IdempotencyClaim, seconds: float
+    ) -> IdempotencyClaim | None:
+        return await self._database.write(lambda db: rows.claim(db, tenant, key, claim, seconds))
+
+    async def release(self, tenant: str, key: str, response_id: str) -> None:
+        await self._database.write(lambda db: rows.release(db, tenant, key, response_id))
 
     # --- keys -----------------------------------------------------------------------------------------
 

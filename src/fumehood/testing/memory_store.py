@@ -7,7 +7,7 @@ from typing import Self
 
 import msgspec
 
-from fumehood.interfaces import Clock, Fenced, Lease
+from fumehood.interfaces import Clock, Fenced, IdempotencyClaim, Lease
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import Unavailable
@@ -64,6 +64,9 @@ class _Data:
     responses: dict[str, _Row] = field(default_factory=dict[str, _Row])
     containers: dict[str, ContainerRecord] = field(default_factory=dict[str, ContainerRecord])
     files: dict[str, ContainerFileRecord] = field(default_factory=dict[str, ContainerFileRecord])
+    claims: dict[tuple[str, str], tuple[IdempotencyClaim, float]] = field(
+        default_factory=dict[tuple[str, str], tuple[IdempotencyClaim, float]]
+    )
     keys: dict[str, ApiKey] = field(default_factory=dict[str, ApiKey])
 
 
@@ -199,6 +202,22 @@ class MemoryStore:
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
         used = {record.blob for record in self._open().files.values()}
         return [name for name in names if name not in used]
+
+    # --- claims ---------------------------------------------------------------------------------------
+
+    async def claim(
+        self, tenant: str, key: str, claim: IdempotencyClaim, seconds: float
+    ) -> IdempotencyClaim | None:
+        found = self._open().claims.get((tenant, key))
+        if found is not None and found[1] > self._clock.now():
+            return found[0]
+        self._data.claims[tenant, key] = (claim, self._clock.now() + seconds)
+        return None
+
+    async def release(self, tenant: str, key: str, response_id: str) -> None:
+        found = self._open().claims.get((tenant, key))
+        if found is not None and found[0].response_id == response_id:
+            del self._data.claims[tenant, key]
 
     # --- keys -----------------------------------------------------------------------------------------
 

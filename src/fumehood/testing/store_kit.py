@@ -9,7 +9,7 @@ import asyncio
 import msgspec
 import pytest
 
-from fumehood.interfaces import Fenced
+from fumehood.interfaces import Fenced, IdempotencyClaim
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.conversation import Entry, Exchange
 from fumehood.protocol.errors import Unavailable
@@ -436,6 +436,28 @@ class RecordsKit:
         await store.put_files([], ["cfile_0", "cfile_1", "cfile_3"])
         assert list(await store.files("cntr_0")) == []
         assert list(await store.unused_blobs(["ab" * 32])) == ["ab" * 32]
+
+    async def test_a_claim_stands_until_it_is_released_or_expires(self, subject: StoreSubject) -> None:
+        store = subject.store
+        first, second = (IdempotencyClaim(bytes([number]) * 32, f"resp_{number}") for number in (1, 2))
+        assert await store.claim("a", "key", first, 3600) is None
+        assert await store.claim("a", "key", second, 3600) == first
+        assert await store.claim("b", "key", second, 3600) is None
+        assert await store.claim("a", "other", second, 3600) is None
+        await store.release("a", "key", "resp_2")
+        assert await store.claim("a", "key", second, 3600) == first
+        await store.release("a", "key", "resp_1")
+        assert await store.claim("a", "key", second, 3600) is None
+        assert await store.claim("b", "key", first, 3600) == second
+        assert await store.claim("c", "key", first, 0) is None
+        assert await store.claim("c", "key", second, 3600) is None
+        assert await store.claim("c", "key", first, 3600) == second
+
+    async def test_of_many_claims_at_once_one_is_first(self, subject: StoreSubject) -> None:
+        claims = [IdempotencyClaim(b"", f"resp_{number}") for number in range(10)]
+        found = await asyncio.gather(*(subject.store.claim("a", "key", claim, 60) for claim in claims))
+        (winner,) = [claim for claim, before in zip(claims, found, strict=True) if before is None]
+        assert all(before in (None, winner) for before in found)
 
     async def test_keys(self, subject: StoreSubject) -> None:
         store = subject.store

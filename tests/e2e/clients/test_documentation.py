@@ -5,13 +5,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.clients.test_node import HERE, INSTALLED, NODE
 from tests.e2e.conftest import House
-from tests.support import squares
+from tests.support import npm, squares
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "clients.md").read_text()
@@ -28,12 +28,10 @@ def examples(language: str) -> list[str]:
     return [code for _, kind, code in EXAMPLES if kind == language]
 
 
-def check(house: House, codes: list[str], command: list[str], cwd: Path | None = None) -> None:
-    """Run them one after another in one process, since what they import takes longer than what they do."""
+def check(house: House, codes: list[str], run: Callable[[], str]) -> None:
+    """Every one of them has the conversation."""
     house.model.script(*squares.turns(1) * len(codes))
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if line != f"squares.csv {squares.FILE!r}"]
+    said = [line for line in run().splitlines() if line != f"squares.csv {squares.FILE!r}"]
     assert said == [squares.LINK, squares.SUM] * len(codes)
     assert house.model.unasked == 0
     for place in range(0, 4 * len(codes), 4):
@@ -46,17 +44,26 @@ def here(house: House, code: str) -> str:
 
 
 def test_python(house: House) -> None:
+    """All in one process, since what they import takes longer than what they do."""
     codes = examples("python")
     program = "\n".join(f"exec({here(house, code)!r}, {{}})" for code in codes)
-    check(house, codes, [sys.executable, "-c", program])
+
+    def run() -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    check(house, codes, run)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not INSTALLED.is_dir(), reason="the clients are installed by `make test-clients`")
+@npm.needed
 def test_javascript(house: House) -> None:
     for code in examples("js"):
-        command = [str(NODE), "--input-type=module", "--eval", here(house, code)]
-        check(house, [code], command, cwd=HERE)
+        options = ("--input-type=module", "--eval", here(house, code))
+        check(house, [code], lambda options=options: npm.node(*options, cwd=npm.HERE))
 
 
 def test_every_client_is_there() -> None:
@@ -76,8 +83,8 @@ def test_every_client_is_there() -> None:
 def test_versions_are_pinned_and_no_registry_is_named() -> None:
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     assert all("==" in requirement for requirement in groups["clients"])
-    wanted: dict[str, str] = json.loads((HERE / "package.json").read_text())["dependencies"]
+    wanted: dict[str, str] = json.loads((npm.HERE / "package.json").read_text())["dependencies"]
     assert all(re.fullmatch(r"(npm:\w+@)?\d+\.\d+\.\d+", version) for version in wanted.values())
-    lock = (HERE / "package-lock.json").read_text()
+    lock = (npm.HERE / "package-lock.json").read_text()
     assert '"resolved"' not in lock
     assert wanted.keys() <= json.loads(lock)["packages"][""]["dependencies"].keys()

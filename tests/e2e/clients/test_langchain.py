@@ -70,13 +70,19 @@ def test_previous_response_id_and_the_file(house: House) -> None:
     squares.check(house.model, [squares.SQUARED] * 2)
 
 
-def test_history_of_what_nobody_keeps(house: House) -> None:
-    model = model_of(house, store=False, output_version="v1")
+@pytest.mark.parametrize("version", ["v0", "responses/v1", "v1"])
+@pytest.mark.parametrize(
+    ("include", "past"),
+    [([], squares.FORGOTTEN), (["code_interpreter_call.outputs"], "kept 3\n")],
+    ids=["bare", "outputs"],
+)
+def test_history_of_what_nobody_keeps(house: House, version: str, include: list[str], past: str) -> None:
+    model = model_of(house, store=False, include=include, output_version=version)
     squares.script(house.model, 1)
     first = model.invoke("Square")
     kept = messages_from_dict(json.loads(json.dumps(messages_to_dict([HumanMessage("Square"), first]))))
     assert model.invoke([*kept, HumanMessage("Add")]).text == squares.SUM
-    squares.check(house.model, [squares.FORGOTTEN])
+    squares.check(house.model, [past])
 
 
 def test_what_fails(house: House) -> None:

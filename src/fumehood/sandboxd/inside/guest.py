@@ -33,11 +33,13 @@ def main(path: str) -> NoReturn:
         sys.exit(f"refused: {layout.DATA} must exist and be writable for uid {os.getuid()}")
     _clear_environment()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as listener:
+        unready = f"{path}.new"
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # of an earlier life of this container
-        listener.bind(path)
-        os.chmod(path, _SOCKET_MODE)
+            os.unlink(unready)  # of an earlier life of this container
+        listener.bind(unready)
+        os.chmod(unready, _SOCKET_MODE)
         listener.listen(1)
+        os.rename(unready, path)  # whoever finds it can connect
         control, _ = listener.accept()
         os.unlink(path)
     bare.main(control.detach())

@@ -1,0 +1,182 @@
+"""The gateway's own description: complete, and kept; imports schemathesis, hypothesis and the support."""
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis import GenerationMode
+from schemathesis.config import GenerationConfig, ProjectConfig, ProjectsConfig, SchemathesisConfig
+
+from fumehood.gateway.app import Gateway
+from fumehood.gateway.openapi import EVENTS, OPERATIONS, document
+from fumehood.protocol.responses import CreateResponse
+from tests.support.gateway import serving_gateway
+from tests.support.tenants import House, Objects, objects_of, two_tenants
+
+_nothing: Any = None
+ROUTES = Gateway(runs=_nothing, store=_nothing, models=_nothing, containers=_nothing).routes
+DOCUMENT = document(ROUTES)
+
+MAKES = {"method": "POST", "path": "/v1/responses"}
+
+
+def bounded(examples: int) -> Any:
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[
+            HealthCheck.function_scoped_fixture,
+            HealthCheck.too_slow,
+            HealthCheck.filter_too_much,
+            HealthCheck.data_too_large,
+        ],
+    )
+
+
+def _schema() -> Any:
+    generation = GenerationConfig(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+    config = SchemathesisConfig(projects=ProjectsConfig(default=ProjectConfig(generation=generation)))
+    return schemathesis.openapi.from_dict(DOCUMENT, config=config)
+
+
+schema = _schema()
+
+
+# --- complete -----------------------------------------------------------------------------------------
+
+
+def test_every_route_is_described_and_no_other() -> None:
+    assert set(OPERATIONS) == set(ROUTES)
+    described = {(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods}
+    assert described == {(method, path.replace(":path", "")) for method, path in ROUTES}
+
+
+def test_every_operation_says_what_its_errors_are() -> None:
+    for methods in DOCUMENT["paths"].values():
+        for operation in methods.values():
+            assert operation["summary"]
+            for status, answer in operation["responses"].items():
+                assert answer["content"]
+                if status != "200":
+                    (content,) = answer["content"].values()
+                    assert content["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+
+
+def test_every_reference_leads_somewhere() -> None:
+    references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(DOCUMENT)))
+    assert references == set(DOCUMENT["components"]["schemas"])
+
+
+def test_it_fits_the_types() -> None:
+    schemas = DOCUMENT["components"]["schemas"]
+    fields = {field.encode_name for field in msgspec.structs.fields(CreateResponse)}
+    assert set(schemas["CreateResponse"]["properties"]) == fields
+    assert set(schemas["Response"]["properties"]) - set(schemas["Response"]["required"]) == {
+        "user",
+        "conversation",
+    }
+    content = DOCUMENT["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
+    told = content["text/event-stream"]["x-event-schema"]["discriminator"]["mapping"]
+    assert set(told) == {kind.__struct_config__.tag for kind in EVENTS}
+    assert {"error", "response.created", "response.completed"} < set(told)
+
+
+async def test_it_is_served() -> None:
+    async with serving_gateway() as served:
+        answer = await served.ask("GET", "/openapi.json")
+    assert answer.json == DOCUMENT
+    async with serving_gateway(show_metrics=False) as served:
+        assert "/metrics" not in (await served.ask("GET", "/openapi.json")).json["paths"]
+
+
+# --- kept ---------------------------------------------------------------------------------------------
+
+
+class Target:
+    """A gateway with keys on a loop of its own, over the real engine and SQLite: what attacks it is blocking code."""
+
+    def __init__(self, directory: Path) -> None:
+        self.house: House | None = None
+        self.objects: Objects | None = None
+        self._directory = directory
+        self._ready = threading.Event()
+        self._done: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        assert self._ready.wait(60)
+
+    async def _serve(self) -> None:
+        self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
+        async with two_tenants(self._directory, body_bytes=100_000) as self.house:
+            self.objects = await objects_of(self.house.ann)
+            self._ready.set()
+            await self._done.wait()
+
+    def close(self) -> None:
+        assert self._loop is not None
+        assert self._done is not None
+        self._loop.call_soon_threadsafe(self._done.set)
+        self._thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    target = Target(tmp_path_factory.mktemp("openapi"))
+    yield target
+    target.close()
+
+
+@schema.include(**MAKES).parametrize()
+@bounded(15)
+def test_requests_for_responses(case: Any, target: Target) -> None:
+    check(case, target)
+
+
+@schema.exclude(**MAKES).parametrize()
+@bounded(5)
+def test_all_other_requests(case: Any, target: Target) -> None:
+    check(case, target)
+
+
+@pytest.mark.slow
+@schema.parametrize()
+@bounded(400)
+def test_very_many_requests(case: Any, target: Target) -> None:
+    check(case, target)
+
+
+def check(case: Any, target: Target) -> None:
+    """What the description allows and what it does not: no answer is a 5xx or one that it does not have."""
+    house, objects = target.house, target.objects
+    assert house is not None
+    assert objects is not None
+    parameters: dict[str, Any] = case.path_parameters or {}
+    for name, value in parameters.items():  # half of the time something that is there
+        if len(str(value)) % 2 and case.method != "DELETE":
+            parameters[name] = getattr(objects, name, "scripted")
+    body: Any = case.body
+    if isinstance(body, dict) and isinstance(cast("dict[str, Any]", body).get("model"), str):
+        body["model"] = "scripted"
+    before = house.rows()
+    headers: dict[str, str] = case.headers or {}
+    answer = case.call(
+        base_url=house.served.base,
+        timeout=30,
+        headers={**headers, "authorization": f"Bearer {house.ann.secret}"},
+    )
+    assert answer.status_code < 500, (case, answer.text)
+    described = case.operation.definition.raw["responses"]
+    assert str(answer.status_code) in described, (answer.status_code, answer.text)
+    if answer.status_code >= 400:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert house.rows() == before, "a request that was refused has left something"

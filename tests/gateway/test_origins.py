@@ -1,0 +1,92 @@
+"""Which web pages may ask, and what their browsers are told; imports the support."""
+
+import pytest
+
+from fumehood.gateway.auth import Everybody, KeyHolders
+from fumehood.gateway.origins import Origins
+from fumehood.testing import FakeClock, MemoryStore
+from tests.support.gateway import Answer, serving_gateway
+from tests.support.tenants import Party, put_key
+
+PAGE = "https://app.example"
+QUESTION = {
+    "origin": PAGE,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization, content-type,x-stainless-lang",
+}
+
+
+def told(answer: Answer) -> dict[str, str]:
+    kept = ("access-control-", "vary")
+    return {name: value for name, value in answer.headers.items() if name.startswith(kept)}
+
+
+async def test_nothing_is_told_unless_origins_were_named() -> None:
+    async with serving_gateway() as served:
+        answer = await served.ask("GET", "/v1/models", headers={"origin": PAGE})
+        question = await served.ask("OPTIONS", "/v1/responses", headers=QUESTION)
+    assert told(answer) == {}
+    assert question.error[:2] == (405, "method_not_allowed")
+    assert told(question) == {}
+
+
+async def test_a_browser_asks_without_a_key() -> None:
+    store = MemoryStore()
+    secret = await put_key(store)
+    async with (
+        KeyHolders(store, FakeClock(), Everybody()) as holders,
+        serving_gateway(callers=holders, origins=Origins((PAGE,))) as served,
+    ):
+        question = await served.ask("OPTIONS", "/v1/responses", headers=QUESTION)
+        assert question.status == 204
+        assert told(question)["access-control-allow-origin"] == PAGE
+        assert told(question)["access-control-allow-methods"] == "POST"
+        assert told(question)["access-control-allow-headers"] == QUESTION["access-control-request-headers"]
+        assert told(question)["vary"] == "origin"
+        assert "access-control-allow-credentials" not in question.headers
+        refused = await served.ask("GET", "/v1/models", headers={"origin": PAGE})
+        assert refused.status == 401  # and the page can read why
+        assert told(refused)["access-control-allow-origin"] == PAGE
+        answer = await Party(served, secret).ask("GET", "/v1/models", origin=PAGE)
+        assert answer.status == 200
+        assert "x-request-id" in told(answer)["access-control-expose-headers"]
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "https://app.example.evil.example", "http://app.example", ""]
+)
+async def test_other_pages_are_told_nothing(origin: str) -> None:
+    async with serving_gateway(origins=Origins((PAGE,))) as served:
+        question = await served.ask("OPTIONS", "/v1/responses", headers={**QUESTION, "origin": origin})
+        answer = await served.ask("GET", "/v1/models", headers={"origin": origin})
+    assert told(question) == {"vary": "origin"}
+    assert told(answer) == {"vary": "origin"}
+
+
+async def test_every_page() -> None:
+    async with serving_gateway(origins=Origins(("*",))) as served:
+        question = await served.ask("OPTIONS", "/v1/nowhere", headers=QUESTION)
+        answer = await served.create(headers={"origin": PAGE}, stream=True)
+    assert told(question)["access-control-allow-origin"] == "*"
+    assert told(question)["access-control-allow-methods"] == ""
+    assert told(answer)["access-control-allow-origin"] == "*"
+    assert "vary" not in told(answer)
+
+
+async def test_what_is_no_question_is_answered_as_ever() -> None:
+    async with serving_gateway(origins=Origins((PAGE,))) as served:
+        plain = await served.ask("OPTIONS", "/v1/responses", headers={"origin": PAGE})
+        strange = await served.ask(
+            "OPTIONS", "/v1/responses", headers={**QUESTION, "access-control-request-headers": "a b;c"}
+        )
+    assert plain.status == 405
+    assert strange.status == 204
+    assert "access-control-allow-headers" not in told(strange)
+
+
+def test_who_may_open_a_socket() -> None:
+    assert Origins().permits(None)
+    assert not Origins().permits(PAGE.encode())
+    assert Origins((PAGE,)).permits(PAGE.encode())
+    assert not Origins((PAGE,)).permits(b"https://evil.example")
+    assert Origins(("*",)).permits(b"https://evil.example")
