@@ -26,6 +26,7 @@ from pathlib import Path
 from benchmarks.harness import census, exchanges, gateways, rows
 from benchmarks.harness.exchanges import Answer, Served, WrongAnswer
 from benchmarks.harness.rawhttp import Client
+from benchmarks.harness.rawsocket import SocketClient
 from benchmarks.harness.rows import Row, Samples
 
 RESULTS = Path(__file__).parent / "results" / "gateway.json"
@@ -163,6 +164,35 @@ async def paced_rows(bench: Bench) -> list[Row]:
     title = f"CPU per streamed event, 50/s × {scale.streams} streams"
     goals = {"p50": 1 / 1.3}
     return [Row("paced", title, "µs", ours, relay, goals, measures=("p50",), note="next goal: 1x")]
+
+
+async def socket_rows(bench: Bench) -> list[Row]:
+    """What an event costs over WebSocket, beside what it costs as a stream."""
+    scale = bench.scale
+    streamed = replace(bench.ours, name="gateway, streamed")
+    with contextlib.closing(SocketClient(bench.ours.client.port)) as client:
+        sides = (replace(bench.ours, name="gateway, WebSocket", client=client), streamed)
+
+        async def burst(served: Served) -> None:
+            await texts(served, scale, stream=True)
+
+        async def one_by_one(served: Served) -> None:
+            await paced(served, scale.streams, scale.paced_chunks)
+
+        share = US / scale.requests / CHUNKS
+        bursts = await in_turns(sides, scale.rounds, burst, share)
+        share = US / scale.streams / scale.paced_chunks
+        pacing = await in_turns(sides, scale.paced_rounds, one_by_one, share)
+    titles = (
+        f"CPU per event over WebSocket, {CHUNKS} in a burst",
+        f"CPU per event over WebSocket, 50/s × {scale.streams} connections",
+    )
+    return [
+        Row(key, title, "µs", ours, reference, {"p50": 1 / 1.5}, measures=("p50",))
+        for key, title, (ours, reference) in zip(
+            ("socket_burst", "socket_paced"), titles, (bursts, pacing), strict=True
+        )
+    ]
 
 
 async def blocking_rows(bench: Bench) -> list[Row]:
@@ -422,6 +452,7 @@ GROUPS: dict[str, Callable[[Bench], Awaitable[list[Row]]]] = {
     "latency": latency_rows,
     "burst": burst_rows,
     "paced": paced_rows,
+    "socket": socket_rows,
     "blocking": blocking_rows,
     "code": code_rows,
     "tools": tool_rows,

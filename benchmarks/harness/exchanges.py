@@ -13,6 +13,7 @@ import msgspec
 
 from benchmarks.harness.model_server import AFTER_THE_TOOL, FUNCTION, code, query, words
 from benchmarks.harness.rawhttp import Client
+from benchmarks.harness.rawsocket import SocketClient
 
 TEXT = "response.output_text.delta"
 CODE = "response.code_interpreter_call_code.delta"
@@ -107,7 +108,7 @@ class Served:
 
     name: str
     pid: int
-    client: Client
+    client: Client | SocketClient
     path: str = "/v1/responses"
 
     async def ask(self, model: str, *, stream: bool, asked: Any = QUESTION, **more: Any) -> Answer:

@@ -113,7 +113,7 @@ class Client:
 
     def __init__(self, *, socket: str | None = None, port: int = 0, token: str | None = None) -> None:
         self._socket = socket
-        self._port = port
+        self.port = port
         self._headers = b"host: localhost\r\ncontent-type: application/json\r\n"
         if token is not None:
             self._headers += f"authorization: Bearer {token}\r\n".encode()
@@ -137,7 +137,7 @@ class Client:
         if self._socket is not None:
             _, connection = await loop.create_unix_connection(Connection, self._socket)
         else:
-            _, connection = await loop.create_connection(Connection, "127.0.0.1", self._port)
+            _, connection = await loop.create_connection(Connection, "127.0.0.1", self.port)
         return connection
 
     def close(self) -> None:

@@ -98,16 +98,31 @@ class Run(Protocol):
         """The response once it is terminal and durable: what its events fold to."""
         ...
 
+    def conversation(self) -> Sequence[Segment]:
+        """Everything that a continuation of this response stands on, once it has ended: as `Store.conversation` gives
+        it, for whoever continues one that the store does not keep.
+        """
+        ...
+
     def cancel(self, reason: str) -> None:
         """End it soon: the model's request is aborted, code is interrupted, what is there is kept."""
         ...
 
 
 class Runs(Protocol):
-    async def start(self, request: CreateResponse, caller: Caller, response_id: str | None = None) -> Run:
+    async def start(
+        self,
+        request: CreateResponse,
+        caller: Caller,
+        response_id: str | None = None,
+        *,
+        past: Sequence[Segment] | None = None,
+    ) -> Run:
         """Check everything that can be checked, then begin. Raises ApiError; then nothing was begun.
 
         response_id: the id of the response, where somebody had to know it before.
+        past: the conversation that is continued, from whoever holds one that the store does not keep; without it
+            the store is asked for `previous_response_id`.
         """
         ...
 

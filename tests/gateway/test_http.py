@@ -146,6 +146,15 @@ async def test_a_compressed_body_is_refused(gateway: Served) -> None:
         ("evil.example", 403),
         ("127.0.0.1.evil.example", 403),
         ("localhost.evil.example:8080", 403),
+        ("[::1]", 200),
+        ("[::1]evil.example", 403),
+        ("[::1]evil.localhost", 403),
+        ("[::1]:80evil.example", 403),
+        ("[evil.example]", 403),
+        ("[::1", 403),
+        ("localhost:80@evil.example", 403),
+        ("localhost:evil", 403),
+        ("::1", 403),
     ],
 )
 async def test_a_name_that_is_not_ours_is_refused(host: str, status: int) -> None:
@@ -154,6 +163,38 @@ async def test_a_name_that_is_not_ours_is_refused(host: str, status: int) -> Non
     async with serving_gateway(callers=Everybody(("known.example",))) as served:
         for _ in range(2):
             assert (await served.ask("GET", "/v1/models", headers={"host": host})).status == status
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (b"transfer-encoding: chunked", 200),
+        (b"transfer-encoding: Chunked ", 200),
+        (b"transfer-encoding: gzip, chunked", 400),
+        (b"transfer-encoding: chunked, chunked", 400),
+        (b"transfer-encoding: gzip\r\ntransfer-encoding: chunked", 400),
+        (b"transfer-encoding: identity\r\ntransfer-encoding: chunked", 400),
+        (b"transfer-encoding: chunked\r\nte: trailers", 200),
+        (b"transfer-encoding: chunked\r\nte: gzip, chunked", 400),
+        (b"transfer-encoding: gzip", 400),
+    ],
+)
+async def test_a_body_comes_in_chunks_or_as_it_is(gateway: Served, header: bytes, status: int) -> None:
+    async with gateway.connected() as (reader, writer):
+        writer.write(
+            b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            + header
+            + b'\r\n\r\n20\r\n{"model": "small", "input": "x"}\r\n0\r\n\r\n'
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 %d " % status), head
+        if status == 400:
+            body = await reader.read()  # and nothing that follows on this connection is a request
+            assert (
+                json.loads(body[body.index(b"{") : body.rindex(b"}") + 1])["error"]["type"]
+                == "invalid_request_error"
+            )
+    assert bool(gateway.runs.requests) == (status == 200)
 
 
 async def test_whole_answers_come_in_order_and_the_last_one_closes(gateway: Served) -> None:
@@ -245,10 +286,10 @@ async def test_a_fault_of_ours_is_a_500_that_tells_nothing_and_is_logged_once(
         ("GET", "/", 404, None),
         ("GET", "/responses", 404, None),
         ("POST", "/v1/responses/", 404, None),
-        ("GET", "/v1/responses", 405, "POST"),
+        ("PUT", "/v1/responses", 405, "GET, POST"),
         ("PUT", "/v1/responses/resp_1", 405, "DELETE, GET"),
         ("POST", "/v1/models", 405, "GET"),
-        ("OPTIONS", "/v1/responses", 405, "POST"),
+        ("OPTIONS", "/v1/responses", 405, "GET, POST"),
         ("GET", "/v1/responses/{response_id}", 404, None),
         ("GET", "/%ff", 404, None),
         ("GET", "/v1/responses/%00", 404, None),

@@ -17,7 +17,8 @@ import pytest_asyncio
 from fumehood.gateway.app import Gateway
 from fumehood.protocol.responses import CreateResponse
 from tests.support.gateway import Answer
-from tests.support.tenants import INTERPRETER, House, Objects, objects_of, two_tenants
+from tests.support.tenants import INTERPRETER, House, Objects, Party, objects_of, two_tenants
+from tests.support.websocket import connected
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -52,6 +53,7 @@ _REQUESTS: dict[str, Body] = {
 # How a body can name something, by the route and the field; its owner is answered.
 BODIES: dict[tuple[str, str], dict[str, Body]] = {
     ("POST", "/v1/responses"): _REQUESTS,
+    ("GET", "/v1/responses"): _REQUESTS,  # over WebSocket
     ("POST", "/v1/responses/input_tokens"): _REQUESTS,
     ("POST", "/v1/responses/compact"): _REQUESTS,
 }
@@ -61,7 +63,16 @@ REFUSED = {"conversation", "prompt", "background"}  # 400 whatever they say, so 
 HARMLESS = {
     *("model", "instructions", "tool_choice", "parallel_tool_calls", "max_tool_calls", "max_output_tokens"),
     *("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_logprobs", "text", "reasoning"),
-    *("include", "metadata", "store", "stream", "stream_options", "truncation", "context_management"),
+    *(
+        "include",
+        "metadata",
+        "store",
+        "stream",
+        "stream_options",
+        "truncation",
+        "context_management",
+        "generate",
+    ),
     *("service_tier", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
 }
 
@@ -176,7 +187,8 @@ async def test_a_body_that_names_what_is_anothers(
     make = BODIES[route][name]
 
     async def ask(party: Any, objects: Objects) -> Answer:
-        return await party.ask(method, path, {"model": "scripted", "input": "hi", **make(objects)})
+        body = {"model": "scripted", "input": "hi", **make(objects)}
+        return await (over_websocket(party, body) if method == "GET" else party.ask(method, path, body))
 
     before = house.rows()
     foreign, nowhere = await ask(house.ben, ann), await ask(house.ben, invented(ann))
@@ -184,6 +196,26 @@ async def test_a_body_that_names_what_is_anothers(
     assert refusal(foreign, ann) == refusal(nowhere, invented(ann))
     assert house.rows() == before
     assert (await ask(house.ann, ann)).status == 200
+
+
+async def over_websocket(party: Party, body: dict[str, Any]) -> Answer:
+    """The answer as it would be over HTTP."""
+    async with connected(party.served.port, additional_headers=party.headers) as socket:
+        await socket.ask(**body)
+        last = (await socket.answer())[-1]
+    shown = {"error": last["error"]} if last["type"] == "error" else last["response"]
+    return Answer(last.get("status", 200), {}, json.dumps(shown).encode())
+
+
+async def test_what_a_connection_holds_is_nobody_elses(house: House) -> None:
+    async with (
+        connected(house.served.port, additional_headers=house.ann.headers) as ann,
+        connected(house.served.port, additional_headers=house.ben.headers) as ben,
+    ):
+        held = await ann.turn(model="scripted")
+        not_found = (400, "previous_response_not_found", "previous_response_id")
+        assert await ben.refusal(model="scripted", previous_response_id=held["id"]) == not_found
+        assert (await ann.turn(model="scripted", previous_response_id=held["id"]))["status"] == "completed"
 
 
 async def test_files_for_a_container_cannot_be_named_yet(house: House, ann: Objects) -> None:
@@ -223,7 +255,7 @@ def containers_in(answer: Answer) -> set[str]:
 async def test_lists_hold_only_what_is_ones_own(house: House, ann: Objects, ben: Objects) -> None:
     for party, own, other in ((house.ann, ann, ben), (house.ben, ben, ann)):
         for method, path in ROUTES:
-            if method == "GET" and (method, path) not in NAMELESS:
+            if method == "GET" and (method, path) not in NAMELESS | set(BODIES):
                 answer = await party.ask(method, filled(path.replace("{model:path}", "small"), own))
                 assert answer.status == 200, path
                 for foreign in asdict(other).values():

@@ -15,7 +15,7 @@ from fumehood.gateway.limits import Limits
 from fumehood.gateway.server import Server
 from fumehood.interfaces import Caller
 from fumehood.protocol.containers import ContainerFileRecord
-from fumehood.protocol.conversation import Entry
+from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import NotFound
 from fumehood.protocol.events import (
     CodeDelta,
@@ -161,6 +161,9 @@ class ScriptedRun:
                 return batch[-1].response
         raise AssertionError("it has no end")
 
+    def conversation(self) -> Sequence[Segment]:
+        return ()
+
     def cancel(self, reason: str) -> None:
         self.cancelled = reason
         ended = msgspec.structs.replace(self.response, status="cancelled")
@@ -224,7 +227,12 @@ class ScriptedRuns:
         self.drained: float | None = None
 
     async def start(
-        self, request: CreateResponse, caller: Caller, response_id: str | None = None
+        self,
+        request: CreateResponse,
+        caller: Caller,
+        response_id: str | None = None,
+        *,
+        past: Sequence[Segment] | None = None,
     ) -> ScriptedRun:
         if self.refusal is not None:
             raise self.refusal

@@ -59,10 +59,12 @@ class Party:
     served: Served
     secret: str
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.secret}"}
+
     async def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
-        return await self.served.ask(
-            method, path, body, headers={"authorization": f"Bearer {self.secret}", **headers}
-        )
+        return await self.served.ask(method, path, body, headers={**self.headers, **headers})
 
     async def create(self, headers: dict[str, str] | None = None, **fields: Any) -> Answer:
         body = {"model": "scripted", "input": "hi", **fields}

@@ -58,7 +58,7 @@ class History:
         self, request: CreateResponse, caller: Caller, past: Sequence[Segment]
     ) -> tuple[Entry, ...]:
         """The items of the request, references resolved; raises InvalidRequest."""
-        if request.input is None and not past:
+        if request.input is None and not past and request.generate is not False:
             raise InvalidRequest(
                 "Missing required parameter: 'input'.", param="input", code="missing_required_parameter"
             )

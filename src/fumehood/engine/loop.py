@@ -135,7 +135,10 @@ class Loop:
             self._phase = "turning"
             if self._unwanted:
                 raise asyncio.CancelledError
-            await self._turns_in_time()
+            if self._prepared.generate:
+                await self._turns_in_time()
+            else:
+                self._usage = Usage()
             status = "incomplete" if self._incomplete else "completed"
         except asyncio.CancelledError:
             self._take_back_the_cancellation()
@@ -357,8 +360,21 @@ class Loop:
             return
         if self.lease is None and response.status == "failed" and not response.output:
             return  # a blocking caller gets an error and no id: there is nothing to come back to
-        entries = (*self._prepared.input.entries, *self._entries)
+        entries = (*self._unkept(), *self._prepared.input.entries, *self._entries)
         await self._store.commit(self.lease, self._prepared.caller.tenant, response, entries)
+
+    def _unkept(self) -> list[Entry]:
+        """What came before and the store does not have: it is kept now, as if it had come in with this request."""
+        if not self._prepared.unkept:
+            return []
+        past = self._prepared.past
+        return [msgspec.structs.replace(entry, turn=0) for segment in past for entry in segment.entries]
+
+    def conversation(self) -> Sequence[Segment]:
+        """Everything from the last compaction up to the end of this response, once it has ended."""
+        whole = (*self._prepared.past, Segment((*self._prepared.input.entries, *self._entries)))
+        compacted = (number for number in reversed(range(len(whole))) if whole[number].compacted >= 0)
+        return whole[next(compacted, 0) :]
 
     def _last_events(self, response: Response) -> Sequence[StreamEvent]:
         if response.status == "completed":

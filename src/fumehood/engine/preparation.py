@@ -52,6 +52,9 @@ _SERVICE_TIERS = frozenset({"default", "flex", "scale", "priority", "fast", "ult
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a loop needs, checked.
 
+    generate: False if the model is not to be asked: what it will be shown is only made ready to be continued.
+    past: the conversation before this request.
+    unkept: whether the store does not have that conversation.
     window: the conversation with what this request adds to it, as far as the model is shown it.
     input: what this request adds.
     compaction: what the request says of it, if it asks for any.
@@ -63,7 +66,10 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     response: Response
     store: bool
     streamed: bool
+    generate: bool
     instructions: str | None
+    past: Sequence[Segment]
+    unkept: bool
     window: Window
     input: Segment
     compaction: CompactionConfig | None
@@ -107,8 +113,10 @@ class Preparation:
         self._disabled = disabled
         self._clock = clock
 
-    async def prepare(self, request: CreateResponse, caller: Caller) -> Prepared:
-        """Raises ApiError."""
+    async def prepare(
+        self, request: CreateResponse, caller: Caller, held: Sequence[Segment] | None = None
+    ) -> Prepared:
+        """Raises ApiError. `held` is the conversation before the request, if the store does not keep it."""
         _refuse_what_is_not_served(request)
         if request.model is None:
             raise InvalidRequest(
@@ -116,7 +124,7 @@ class Preparation:
             )
         specs = _read_tools(request)
         compaction = self._read_compaction(request)
-        past = await self._history.past(request, caller)
+        past = await self._history.past(request, caller) if held is None else held
         added = Segment(await self._history.input(request, caller, past))
         window = self._compactor.window(caller, past, added)
         tools = _NO_TOOLS
@@ -130,7 +138,10 @@ class Preparation:
             response=self._opening(request, specs, choice),
             store=request.store is not False,
             streamed=bool(request.stream),
+            generate=request.generate is not False,
             instructions=_instructions(request),
+            past=past,
+            unkept=held is not None,
             window=window,
             input=added,
             compaction=compaction,

@@ -24,6 +24,7 @@ from fumehood.interfaces import (
     Sealer,
     Store,
 )
+from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import ApiError, ServerFault, Unavailable
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.ids import new_id
@@ -63,6 +64,9 @@ class EngineRun:
         if self._loop.failure is not None and not response.output:
             raise self._loop.failure
         return response
+
+    def conversation(self) -> Sequence[Segment]:
+        return self._loop.conversation()
 
     @property
     def lease(self) -> Lease | None:
@@ -105,9 +109,14 @@ class EngineRuns:
         self._preparation = Preparation(history, self._compactor, by_type, disabled_tools, clock)
 
     async def start(
-        self, request: CreateResponse, caller: Caller, response_id: str | None = None
+        self,
+        request: CreateResponse,
+        caller: Caller,
+        response_id: str | None = None,
+        *,
+        past: Sequence[Segment] | None = None,
     ) -> EngineRun:
-        prepared = await self._preparation.prepare(request, caller)
+        prepared = await self._preparation.prepare(request, caller, past)
         if response_id is not None:
             prepared.response.id = response_id
         backend = self._models.backend(prepared.response.model)

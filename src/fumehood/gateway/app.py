@@ -20,13 +20,23 @@ from fumehood.gateway.origins import Origins
 from fumehood.gateway.request_log import RequestLog, to_logging
 from fumehood.gateway.responses import Responses
 from fumehood.gateway.sse import SILENCE
+from fumehood.gateway.websocket import Handshake, Sockets
 from fumehood.interfaces import Caller, Containers, Models, Runs, Store
-from fumehood.protocol.errors import ApiError, Conflict, NotAuthenticated, NotFound, ServerFault, Unavailable
+from fumehood.protocol.errors import (
+    ApiError,
+    Conflict,
+    InvalidRequest,
+    NotAuthenticated,
+    NotFound,
+    ServerFault,
+    Unavailable,
+)
 from fumehood.serving.exchange import CallerLeft, Receive, Scope, Send
 
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
 NOBODY = Caller()
+_SOCKET_PATH = "/v1/responses"
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +52,7 @@ class MethodNotAllowed(ApiError):
 
 
 class Gateway:
-    """An ASGI application.
+    """An ASGI application, for `server.Server`: WebSockets need its protocol.
 
     origins: the web pages that may ask.
     always_include: what every response shows, asked for or not.
@@ -81,10 +91,14 @@ class Gateway:
             always=always_include,
             silence=silence,
         )
+        sockets = Sockets(
+            responses, self._identify, tell=lambda exchange: self._tell(exchange, self._socket_place)
+        )
         cards = ModelCards(models)
         files = ContainerFiles(containers)
         self._routes = _Routes(
             ("POST", "/v1/responses", responses.create),
+            ("GET", _SOCKET_PATH, sockets.connect),
             ("POST", "/v1/responses/input_tokens", responses.count),
             ("POST", "/v1/responses/compact", responses.compact),
             ("GET", "/v1/responses/{response_id}", responses.get),
@@ -101,6 +115,7 @@ class Gateway:
             ("GET", "/openapi.json", self._description),
             *([("GET", "/metrics", self._figures)] if show_metrics else []),
         )
+        self._socket_place = self._routes.at(_SOCKET_PATH)
 
     @property
     def routes(self) -> list[tuple[str, str]]:
@@ -108,11 +123,16 @@ class Gateway:
         return self._routes.all
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            raise RuntimeError(f"this server does not speak {scope['type']}")
-        exchange = Exchange(scope, receive, send)
+        is_socket = scope["type"] == "websocket"
+        exchange = Handshake(scope, receive, send) if is_socket else Exchange(scope, receive, send)
         place = self._routes.find(exchange)
         try:
+            if exchange.transfer_fault:
+                raise InvalidRequest("A body may come in chunks, and in no other encoding.")
+            if is_socket and place is not self._socket_place:
+                raise NotFound(
+                    f"There is no WebSocket at {exchange.path[:200]}; there is one at {_SOCKET_PATH}."
+                )
             if b"origin" in exchange.headers:
                 exchange.extra += self.origins.headers(exchange)
                 if self.origins.is_asked(exchange):
@@ -141,8 +161,7 @@ class Gateway:
         return caller
 
     async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
-        exchange.noted["error"] = error.wire_code or error.type
-        exchange.noted["param"] = error.param
+        exchange.note_refusal(error)
         if exchange.started:
             raise error
         if isinstance(error, MethodNotAllowed):
@@ -155,6 +174,8 @@ class Gateway:
 
     def _tell(self, exchange: Exchange, place: "_Place | None") -> None:
         route = "(unknown)" if place is None else place.path
+        if exchange.status == 101:  # which takes as long as the client stays
+            route += " (websocket)"
         seconds = exchange.elapsed()
         self.metrics.answered(route, exchange.status, seconds)
         self._log(
@@ -212,6 +233,10 @@ class _Routes:
         self._patterns: list[tuple[Pattern[str], _Place]] = [
             (compile_path(path)[0], place) for path, place in places.items() if "{" in path
         ]
+
+    def at(self, path: str) -> _Place:
+        """The place of a path without parameters."""
+        return self._places[path]
 
     def find(self, exchange: Exchange) -> _Place | None:
         place = self._places.get(exchange.path)

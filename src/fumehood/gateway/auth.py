@@ -7,6 +7,7 @@ whether there are others. What it is told of a request are two headers, so any k
 import asyncio
 import ipaddress
 import logging
+import re
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -20,6 +21,8 @@ LOOK_SECONDS = 2.0
 _SCHEME = b"bearer "
 _NO_KEY = "No API key was given; send one as Authorization: Bearer KEY."
 _WRONG_KEY = "The API key is not known here, or was revoked; `fumehood keys create` makes one."
+
+_AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]*))(?::\d*)?")
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +75,17 @@ class Everybody:
         return False
 
     def _check(self, header: bytes) -> None:
-        host = _without_port(header.decode("latin-1").strip().lower())
-        if host not in self._names and not host.endswith(".localhost") and not _is_address(host):
+        written = header.decode("latin-1").strip().lower()
+        host = _without_port(written)
+        if host is None or not self._is_ours(host):
             raise Forbidden(
-                f"This server is not known by the name {host[:100]!r}; if it should be, add the name to server.hosts."
+                f"This server is not called {written[:100]!r}; if it should be, add the name to server.hosts."
             )
         if len(self._known) < 1000:
             self._known.add(header)
+
+    def _is_ours(self, host: str) -> bool:
+        return host in self._names or host.endswith(".localhost") or _is_address(host)
 
 
 class KeyHolders:
@@ -169,10 +176,19 @@ class KeyHolders:
             return False
 
 
-def _without_port(host: str) -> str:
-    if host.startswith("["):
-        return host.partition("]")[0].removeprefix("[")
-    return host.partition(":")[0]
+def check_origin(origin: bytes | None, host: bytes) -> None:
+    """Raises Forbidden for a web page of another site. A browser asks nobody before it opens a WebSocket, from
+    whatever page; but it says from which, and programs that are no browsers say nothing.
+    """
+    if origin is not None and origin.lower().partition(b"://")[2] != (host.strip().lower() or None):
+        shown = origin.decode("latin-1")[:100]
+        raise Forbidden(f"Web pages of {shown!r} may not connect to this server.")
+
+
+def _without_port(authority: str) -> str | None:
+    """The name or address; None for what is neither, with perhaps a port."""
+    found = _AUTHORITY.fullmatch(authority)
+    return None if found is None else found[1] or found[2] or ""
 
 
 def _is_address(host: str) -> bool:

@@ -50,6 +50,7 @@ class Exchange(BareExchange):
     """
     noted: what the log's line of this request tells besides what every line tells.
     extra: headers of the answer, whatever it will be, besides what every answer has.
+    transfer_fault: whether the body comes, or the answer is wanted, in a way that nobody here will undo.
     """
 
     __slots__ = (
@@ -62,6 +63,7 @@ class Exchange(BareExchange):
         "path",
         "request_id",
         "status",
+        "transfer_fault",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,6 +75,9 @@ class Exchange(BareExchange):
         self.extra: Headers = []
         self.status = 0
         self.last_sent = self.began
+        self.transfer_fault = (b"transfer-encoding" in self.headers or b"te" in self.headers) and _is_coded(
+            scope["headers"]
+        )
         self._query: list[tuple[str, str]] | None = None
         self._shortcut: Shortcut | None = scope.get(SHORTCUT)
 
@@ -183,12 +188,26 @@ class Exchange(BareExchange):
     async def answer_json(self, value: object, status: int = 200) -> None:
         await self.answer(encode(value), status)
 
+    def note_refusal(self, error: ApiError) -> None:
+        """For the log."""
+        self.noted["error"] = error.wire_code or error.type
+        self.noted["param"] = error.param
+
     async def refuse(self, error: ApiError) -> None:
         """Tell what is wrong."""
         headers: Headers = []
         if error.retry_after is not None:
             headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
         await self.end_early(error.status, headers, encode(to_body(error)))
+
+
+def _is_coded(headers: Headers) -> bool:
+    """Whether anything but chunks is said of how bodies are sent, in whichever of several headers."""
+    return any(
+        value.strip().lower() != b"chunked" if name == b"transfer-encoding" else b"chunked" in value.lower()
+        for name, value in headers
+        if name in (b"transfer-encoding", b"te")
+    )
 
 
 class Vigil:

@@ -29,10 +29,11 @@ async def read_request(
     """
     check_json(exchange)
     body = await exchange.body(limit, take)
-    return await aside(len(body), _read, body), body
+    return await aside(len(body), decode_request, body), body
 
 
-def _read(body: bytes) -> CreateResponse:
+def decode_request(body: bytes) -> CreateResponse:
+    """Raises InvalidRequest."""
     request = decode(_requests, body)
     if request.include:
         check_include(request.include)

@@ -1,7 +1,8 @@
 """/v1/responses: make one, blocking or streamed, read it, delete it; imports `interfaces`, `protocol` and siblings."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 
 from fumehood.aside import aside
 from fumehood.gateway.exchange import Exchange, Vigil
@@ -13,10 +14,14 @@ from fumehood.gateway.repeats import Asked, Repeats, checked_key, digest_of
 from fumehood.gateway.shown import shown
 from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
+from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import InvalidRequest, NotFound
 from fumehood.protocol.folding import project_response
 from fumehood.protocol.responses import CompactedResponse, CreateResponse, Deleted, Response, Usage
 from fumehood.serving.exchange import CallerLeft
+
+# Sends a run to its end; how many events that were, and how it ended, None if the client did not stay for it.
+type Follow = Callable[[Run, Collection[str]], Awaitable[tuple[int, Response | None]]]
 
 
 class Responses:
@@ -55,8 +60,26 @@ class Responses:
                 self._note(exchange, await self._repeats.answer(exchange, asked))
                 return
             del body
-            with self._limits.running(caller):
-                await self._make(exchange, caller, request, include)
+            await self._make(exchange, caller, request, partial(self._stream, exchange))
+
+    def message_bytes(self, caller: Caller) -> int:
+        """The largest request that may come as a message."""
+        return self._limits.body_bytes(caller)
+
+    async def make(
+        self,
+        exchange: Exchange,
+        caller: Caller,
+        request: CreateResponse,
+        follow: Follow,
+        past: Sequence[Segment] | None,
+    ) -> tuple[Run, Response | None]:
+        """Make a response of a request that came otherwise, streamed by `follow`; how it ended, None if the client did
+        not stay. `past` is as in `Runs.start`.
+        """
+        self._limits.count(caller, exchange.extra)
+        exchange.noted["model"] = request.model
+        return await self._make(exchange, caller, request, follow, past)
 
     async def _read(self, exchange: Exchange, caller: Caller, place: Place) -> tuple[CreateResponse, bytes]:
         self._limits.count(caller, exchange.extra)
@@ -65,23 +88,41 @@ class Responses:
         return request, body
 
     async def _make(
-        self, exchange: Exchange, caller: Caller, request: CreateResponse, include: Collection[str]
-    ) -> None:
-        run = await self._runs.start(request, caller)
-        exchange.noted["response_id"] = run.id
-        if request.stream:
-            self._metrics.streams += 1
-            try:
-                events, response = await stream(exchange, run, include, self._silence)
-            finally:
-                self._metrics.streams -= 1
-            exchange.noted["events"] = events
-            self._metrics.streamed(events)
-        else:
-            response = await self._wait(exchange, run, include)
+        self,
+        exchange: Exchange,
+        caller: Caller,
+        request: CreateResponse,
+        follow: Follow,
+        past: Sequence[Segment] | None = None,
+    ) -> tuple[Run, Response | None]:
+        with self._limits.running(caller):
+            run = await self._runs.start(request, caller, past=past)
+            exchange.noted["response_id"] = run.id
+            response = await self._answer(exchange, run, request, follow)
         self._note(exchange, response)
         if response is not None:
             self._metrics.ended(response)
+        return run, response
+
+    async def _answer(
+        self, exchange: Exchange, run: Run, request: CreateResponse, follow: Follow
+    ) -> Response | None:
+        include = self._always.union(request.include or ())
+        if not request.stream:
+            return await self._wait(exchange, run, include)
+        self._metrics.streams += 1
+        try:
+            events, response = await follow(run, include)
+        finally:
+            self._metrics.streams -= 1
+        exchange.noted["events"] = events
+        self._metrics.streamed(events)
+        return response
+
+    def _stream(
+        self, exchange: Exchange, run: Run, include: Collection[str]
+    ) -> Awaitable[tuple[int, Response | None]]:
+        return stream(exchange, run, include, self._silence)
 
     async def _wait(self, exchange: Exchange, run: Run, include: Collection[str]) -> Response:
         with Vigil(exchange, lambda: run.cancel(GONE)):

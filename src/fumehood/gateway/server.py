@@ -8,6 +8,7 @@ from fumehood.gateway.app import Gateway
 from fumehood.gateway.exchange import VERSION, encode
 from fumehood.protocol.errors import InvalidRequest, to_body
 from fumehood.serving.web import WebServer, render_refusal
+from fumehood.serving.websocket import socket_protocol
 
 
 class Server(WebServer):
@@ -17,7 +18,7 @@ class Server(WebServer):
     """
 
     def __init__(self, app: Gateway, sock: socket.socket, runs_end: Callable[[], Awaitable[None]]) -> None:
-        super().__init__(app, sock, _refusal)
+        super().__init__(app, sock, _refusal, sockets=socket_protocol(_refusal))
         self._runs_end = runs_end
 
     @override

@@ -1,4 +1,4 @@
-"""Sends the events of a run as server-sent events; imports msgspec, `interfaces`, `protocol` and siblings.
+"""Sends the events of a run, as server-sent events or otherwise; imports msgspec, `interfaces`, `protocol`, siblings.
 
 Every event is whole in one write, and those that are there at once share one. This is the path that every streamed
 token takes: no task is woken, nothing is awaited and nothing projected for an event that does not need it.
@@ -7,6 +7,7 @@ token takes: no task is woken, nothing is awaited and nothing projected for an e
 import asyncio
 import logging
 from collections.abc import Awaitable, Collection, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -40,7 +41,7 @@ HEADERS: tuple[tuple[bytes, bytes], ...] = (
 _END = b"\n\n"
 TERMINAL = (Completed, Failed, Incomplete)
 # Only these can hold what the client did not ask for, or bytes that somebody else has written.
-_DELICATE = (ItemEvent, ResponseEvent, TextDone, PartDone)
+DELICATE = (ItemEvent, ResponseEvent, TextDone, PartDone)
 # A line break between two tokens of JSON is as good as a space; inside a string there is none.
 _ONE_LINE = bytes.maketrans(b"\r\n", b"  ")
 # Some readers take these for the end of a line.
@@ -58,7 +59,7 @@ class _Forms(dict[type[StreamEvent], tuple[bytes, bool]]):
 
     def __missing__(self, kind: type[StreamEvent]) -> tuple[bytes, bool]:
         name = str(kind.__struct_config__.tag)
-        form = self[kind] = (f"event: {name}\ndata: ".encode(), issubclass(kind, _DELICATE))
+        form = self[kind] = (f"event: {name}\ndata: ".encode(), issubclass(kind, DELICATE))
         return form
 
 
@@ -83,6 +84,28 @@ def encode_events(events: Sequence[StreamEvent], include: Collection[str]) -> by
     return buffer
 
 
+class Wire(Protocol):
+    """How events become bytes."""
+
+    def events(self, events: Sequence[StreamEvent], include: Collection[str]) -> bytearray: ...
+
+    def end(self, last: bytearray) -> bytearray:
+        """The last events, with whatever says that nothing more will come."""
+        ...
+
+
+class EventStream:
+    """The `Wire` of server-sent events."""
+
+    events = staticmethod(encode_events)
+
+    def end(self, last: bytearray) -> bytearray:
+        return last + DONE
+
+
+_SSE = EventStream()
+
+
 async def stream(
     exchange: Exchange, run: Run, include: Collection[str], silence: float = SILENCE
 ) -> tuple[int, Response | None]:
@@ -91,24 +114,25 @@ async def stream(
     A client that goes away takes its run with it.
     """
     await exchange.begin(200, [*HEADERS])
-    following = _Following(exchange, run, include)
+    following = Following(exchange, run, include, _SSE)
     with Vigil(exchange, following.leave, sign_of_life=SIGN_OF_LIFE, every=silence):
         await following.to_the_end()
     return following.sent, following.response
 
 
-class _Following:
+class Following:
     """One reader of a run, at whose hands events go out before the run goes on: nobody has to be woken for each.
 
     Only where somebody has to wait, for a slow reader or for the end, does the request's own task take over.
     """
 
-    def __init__(self, exchange: Exchange, run: Run, include: Collection[str]) -> None:
+    def __init__(self, exchange: Exchange, run: Run, include: Collection[str], wire: Wire) -> None:
         self.sent = 0
         self.response: Response | None = None
         self._exchange = exchange
         self._run = run
         self._include = include
+        self._wire = wire
         self._last = -1
         self._opening: Response | None = None
         self._fault: ApiError | None = None
@@ -159,7 +183,7 @@ class _Following:
             if self._reading.over:
                 self._break_off(ServerFault("The response broke off."))
             return
-        body = encode_events(events, self._include)
+        body = self._wire.events(events, self._include)
         if self._opening is None and isinstance(events[0], ResponseEvent):
             self._opening = events[0].response
         last = events[-1]
@@ -189,8 +213,8 @@ class _Following:
             told = ResponseError(code="server_error", message=error.message)
             self.response = msgspec.structs.replace(response, status="failed", error=told)
             events.append(Failed(sequence_number=self._last + 2, response=self.response))
-        return encode_events(events, self._include)
+        return self._wire.events(events, self._include)
 
     def _end(self, body: bytearray) -> None:
-        self._ending = body + DONE
+        self._ending = self._wire.end(body)
         self._turn.set()

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+_ENTRY_OVERHEAD = 512
 COMPACTION = "compaction"
 """The type of an item that stands for everything before it."""
 
@@ -36,6 +37,13 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     raw: bytes
     exchange: Exchange | None = None
 
+    @property
+    def weight(self) -> int:
+        """About how many bytes it takes in memory, with a rendering of it; a guess, for those who bound them."""
+        seen = self.exchange
+        shown = len(seen.arguments) + len(seen.output) + sum(map(len, seen.images)) if seen is not None else 0
+        return _ENTRY_OVERHEAD + 2 * (len(self.raw) + shown)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
@@ -53,3 +61,7 @@ class Segment:
         for place, entry in enumerate(self.entries):
             if entry.type == COMPACTION:
                 object.__setattr__(self, "compacted", place)
+
+    @property
+    def weight(self) -> int:
+        return sum(entry.weight for entry in self.entries)

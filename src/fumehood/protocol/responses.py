@@ -54,6 +54,8 @@ type Share = Annotated[float, Meta(ge=0, le=1)]
 class CreateResponse(msgspec.Struct, kw_only=True):
     """The body of POST /v1/responses. Fields that nobody here knows are tolerated; so is null for any of these.
 
+    generate: false makes the response that a conversation will be continued from, without asking the model.
+
     `input`, `instructions`, `tools`, `tool_choice`, `conversation` and `prompt` stay bytes until their own readers
     look at them.
     """
@@ -80,6 +82,7 @@ class CreateResponse(msgspec.Struct, kw_only=True):
     store: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    generate: bool | None = None
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     context_management: list[Raw] | None = None

@@ -34,10 +34,17 @@ class WebServer:
 
     refusal: the headers and the body of an answer to what never became a request, by status and reason.
     connections: as many as may be open, None for as many as come.
+    sockets: the protocol of WebSockets, None where there are none.
     """
 
     def __init__(
-        self, app: Application, sock: socket.socket, refusal: Refusal, *, connections: int | None = None
+        self,
+        app: Application,
+        sock: socket.socket,
+        refusal: Refusal,
+        *,
+        connections: int | None = None,
+        sockets: type[asyncio.Protocol] | None = None,
     ) -> None:
         self._sock = sock
         self._stop = asyncio.Event()
@@ -47,7 +54,7 @@ class WebServer:
                 app,
                 # uvicorn makes the protocols itself, and passes no settings of ours on
                 http=type("_Bounded", (_Protocol,), {"refusal": staticmethod(refusal), "most": connections}),
-                ws="none",
+                ws=sockets or "none",
                 lifespan="off",
                 interface="asgi3",
                 log_config=None,
@@ -149,6 +156,29 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+class Stalled:
+    """Watches a connection whose reader is behind, and leaves one that takes next to nothing."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._await_reader()
+
+    def _await_reader(self) -> None:
+        self._waiting_bytes = self._transport.get_write_buffer_size()
+        self._timer = self._loop.call_later(_STALL_SECONDS, self._look_at_reader)
+
+    def _look_at_reader(self) -> None:
+        if self._transport.get_write_buffer_size() > self._waiting_bytes - _STALL_BYTES:
+            logger.info("A client that read nothing was left.")
+            self._transport.abort()  # closing would wait for it
+        else:
+            self._await_reader()
+
+    def forget(self) -> None:
+        self._timer.cancel()
+
+
 class _Protocol(HttpToolsProtocol):
     """Bounds what uvicorn does not: connections, the size of a request's head, the time it takes to arrive, and how
     long an answer may wait for a reader that takes nothing.
@@ -157,8 +187,7 @@ class _Protocol(HttpToolsProtocol):
     refusal: Refusal
     most: int | None
     _head_timer: asyncio.TimerHandle | None = None
-    _stall_timer: asyncio.TimerHandle | None = None
-    _waiting_bytes = 0
+    _stalled: Stalled | None = None
     _head_bytes = 0
     _in_head = True
 
@@ -213,28 +242,22 @@ class _Protocol(HttpToolsProtocol):
     @override
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._await_reader()
+        self._stalled = Stalled(self.loop, self.transport)
 
     @override
     def resume_writing(self) -> None:
         self._forget_stall()
         super().resume_writing()
 
-    def _await_reader(self) -> None:
-        self._waiting_bytes = self.transport.get_write_buffer_size()
-        self._stall_timer = self.loop.call_later(_STALL_SECONDS, self._look_at_reader)
-
-    def _look_at_reader(self) -> None:
-        if self.transport.get_write_buffer_size() > self._waiting_bytes - _STALL_BYTES:
-            logger.info("A client that read nothing was left.")
-            self.transport.abort()  # closing would wait for it
-        else:
-            self._await_reader()
-
     def _forget_stall(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
+        if self._stalled is not None:
+            self._stalled.forget()
+            self._stalled = None
+
+    @override
+    def handle_websocket_upgrade(self) -> None:
+        self._forget_stall()
+        super().handle_websocket_upgrade()
 
     @override
     def timeout_keep_alive_handler(self) -> None:

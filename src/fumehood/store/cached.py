@@ -10,9 +10,6 @@ from typing import NamedTuple
 
 from fumehood.protocol.conversation import Entry, Segment
 
-# What an entry weighs besides its bytes, with a rendering of it; a guess, to bound the whole.
-_ENTRY_OVERHEAD = 512
-
 
 class Place(NamedTuple):
     """Where the entries of a response begin; it never means two things."""
@@ -31,7 +28,7 @@ class _Turn:
         self.segment = segment
         self.before = before
         self.users = 0
-        self.weight = sum(map(weight, segment.entries))
+        self.weight = segment.weight
 
     @property
     def end(self) -> int:
@@ -45,13 +42,6 @@ class _Turn:
             turn = turn.before
         segments.reverse()
         return segments
-
-
-def weight(entry: Entry) -> int:
-    """About how many bytes it takes, here and on the disk."""
-    seen = entry.exchange
-    shown = len(seen.arguments) + len(seen.output) + sum(map(len, seen.images)) if seen is not None else 0
-    return _ENTRY_OVERHEAD + 2 * (len(entry.raw) + shown)
 
 
 class CachedConversations:

@@ -18,7 +18,7 @@ from fumehood.protocol.conversation import Entry, Exchange
 from fumehood.protocol.items import AuthoredItem, OutputItem
 from fumehood.protocol.keys import ApiKey
 from fumehood.protocol.responses import INTERRUPTED, Response
-from fumehood.store.cached import Place, weight
+from fumehood.store.cached import Place
 
 # A fork of a fork of …: every level is a step of each read, so a deeper one gets a copy of what it stands on.
 DEEPEST_FORK = 8
@@ -77,7 +77,7 @@ def head_of(tenant: str, response: Response) -> Head:
 def ending_of(tenant: str, response: Response, entries: Sequence[Entry]) -> Ending:
     foreign = [number for number, item in enumerate(response.output) if isinstance(item, msgspec.Raw)]
     head = head_of(tenant, response)
-    return Ending(head, tuple(entries), foreign, len(head.body) + sum(map(weight, entries)))
+    return Ending(head, tuple(entries), foreign, len(head.body) + sum(entry.weight for entry in entries))
 
 
 # --- leases -------------------------------------------------------------------------------------------

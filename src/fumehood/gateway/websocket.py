@@ -1,0 +1,453 @@
+"""WebSocket on /v1/responses: many responses on one connection; imports msgspec, `interfaces`, `protocol`, siblings.
+
+The client sends `response.create`, the server the events that it would send as a stream, one message each. Requests of
+one lane (`stream_id`, or none) are answered one after another, those of different lanes side by side. Of a response
+that is not stored, the connection itself holds what the next one needs to continue it.
+"""
+
+import asyncio
+import logging
+import re
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from fumehood.gateway.auth import check_origin
+from fumehood.gateway.exchange import VERSION, Exchange, encode
+from fumehood.gateway.reading import decode, decode_request
+from fumehood.gateway.responses import Responses
+from fumehood.gateway.sse import DELICATE, Following
+from fumehood.interfaces import Caller, Run
+from fumehood.protocol.conversation import Segment
+from fumehood.protocol.errors import (
+    ApiError,
+    ErrorDetail,
+    InvalidRequest,
+    RateLimited,
+    ServerFault,
+    to_detail,
+)
+from fumehood.protocol.events import StreamEvent, TextDelta
+from fumehood.protocol.folding import project
+from fumehood.protocol.responses import Response
+from fumehood.serving.exchange import Receive, Scope, Send
+from fumehood.serving.websocket import SHUTDOWN
+
+# As OpenAI has them.
+_MOST_AT_ONCE = 16
+_MOST_LANES = 32
+_LANE = re.compile(r"[A-Za-z0-9_.-]{1,256}")
+_MOST_WAITING = 64
+# What conversations that are not stored may weigh: on one connection, and on all of them.
+_HELD_HERE = 64 << 20
+_HELD_IN_ALL = 512 << 20
+_GOING_AWAY = 1001
+
+logger = logging.getLogger(__name__)
+
+
+class UpgradeRequired(ApiError):
+    status = 426
+    type = "invalid_request_error"
+    code = "upgrade_required"
+
+
+# --- what is said -------------------------------------------------------------------------------------
+
+
+class _Envelope(msgspec.Struct):
+    """What has to be known of a message before its turn comes."""
+
+    type: str = ""
+    stream_id: str | None = None
+    previous_response_id: str | None = None
+
+
+class _Steer(msgspec.Struct):
+    previous_response_id: str = ""
+    input: Raw = Raw(b"null")
+
+
+class _SteerError(msgspec.Struct, frozen=True, kw_only=True):
+    code: str = "steering_not_supported"
+    message: str = "This server does not steer responses; send the input with the next response.create."
+    type: str = "invalid_request_error"
+
+
+class _SteerFailed(msgspec.Struct, tag_field="type", tag="response.steer.failed"):
+    steer: _Steer
+    error: _SteerError = _SteerError()
+    sequence_number: int = 0
+
+
+class _Refusal(msgspec.Struct, kw_only=True, tag_field="type", tag="error"):
+    """An error that is the whole answer to a request."""
+
+    status: int
+    error: ErrorDetail
+    stream_id: str | UnsetType = UNSET
+
+
+_envelopes = msgspec.json.Decoder(_Envelope)
+_steers = msgspec.json.Decoder(_Steer)
+_encode_into = msgspec.json.Encoder().encode_into
+
+
+class _Delicate(dict[type[StreamEvent], bool]):
+    def __missing__(self, kind: type[StreamEvent]) -> bool:
+        found = self[kind] = issubclass(kind, DELICATE)
+        return found
+
+
+_delicate = _Delicate()
+
+# The head of a text message of 126 to 65535 bytes, which most are; the length is written when it is known.
+_HEAD = b"\x81\x7e\0\0"
+
+
+class Messages:
+    """The `Wire` of a lane: every event a text message, all of a batch in one piece."""
+
+    def __init__(self, stream_id: str | None = None) -> None:
+        self._stream_id = UNSET if stream_id is None else stream_id
+        self._tail = b"" if stream_id is None else b',"stream_id":%s}' % encode(stream_id)
+
+    def events(self, events: Sequence[StreamEvent], include: Collection[str]) -> bytearray:
+        buffer = bytearray()
+        tail = self._tail
+        for event in events:
+            start = len(buffer)
+            buffer += _HEAD
+            if _delicate[type(event)] or (isinstance(event, TextDelta) and event.logprobs):
+                event = project(event, include)
+            _encode_into(event, buffer, -1)
+            if tail:
+                buffer[-1:] = tail
+            size = len(buffer) - start - 4
+            if 126 <= size < 65536:
+                buffer[start + 2] = size >> 8
+                buffer[start + 3] = size & 255
+            else:
+                buffer[start : start + 4] = _head(size)
+        return buffer
+
+    def end(self, last: bytearray) -> bytearray:
+        return last
+
+    def refusal(self, error: ApiError) -> bytearray:
+        detail = to_detail(error)
+        if detail.code is None:  # there has to be one
+            detail = msgspec.structs.replace(detail, code=detail.type)
+        return text_message(_Refusal(status=error.status, error=detail, stream_id=self._stream_id))
+
+
+def text_message(value: object) -> bytearray:
+    """One text message."""
+    body = encode(value)
+    return bytearray(_head(len(body)) + body)
+
+
+def _head(size: int) -> bytes:
+    if size < 126:
+        return bytes((0x81, size))
+    if size < 65536:
+        return b"\x81\x7e" + size.to_bytes(2)
+    return b"\x81\x7f" + size.to_bytes(8)
+
+
+# --- connections --------------------------------------------------------------------------------------
+
+
+class Handshake(Exchange):
+    """The request by which a connection begins; until it is accepted, it is answered like any other."""
+
+    __slots__ = ("receive", "send_raw")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def answer(part: MutableMapping[str, Any]) -> None:
+            await send({**part, "type": f"websocket.{part['type']}"})
+
+        super().__init__({**scope, "method": "GET"}, receive, answer)
+        self.receive = receive
+        self.send_raw = send
+
+
+class Sockets:
+    """Serves connections.
+
+    identify: tells whose connection it is, as long as it may be anybody's; raises ApiError.
+    tell: takes note of a response that was answered.
+    held: what the conversations that connections hold weigh.
+    """
+
+    def __init__(
+        self,
+        responses: Responses,
+        identify: Callable[[Exchange], Awaitable[Caller]],
+        *,
+        tell: Callable[[Exchange], None],
+    ) -> None:
+        self.responses = responses
+        self.identify = identify
+        self.tell = tell
+        self.held = 0
+
+    async def connect(self, exchange: Exchange, caller: Caller) -> None:
+        if not isinstance(exchange, Handshake):
+            raise UpgradeRequired("This path is for POST, and for GET with an upgrade to WebSocket.")
+        headers = exchange.headers
+        check_origin(headers.get(b"origin"), headers.get(b"host", b""))
+        await exchange.receive()  # that it wants to connect
+        exchange.status = 101
+        identity = (b"x-request-id", exchange.request_id.encode())
+        largest = self.responses.message_bytes(caller)
+        await exchange.send_raw(
+            {"type": "websocket.accept", "headers": [VERSION, identity], "message_bytes": largest}
+        )
+        connection = _Connection(self, exchange, largest)
+        try:
+            await connection.to_the_end()
+        finally:
+            exchange.noted["responses"] = connection.answered
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A conversation that is not stored, up to the end of a response."""
+
+    past: Sequence[Segment]
+    weight: int
+
+
+class _Lane:
+    """Requests that are answered one after another.
+
+    last: the response of this lane that is held, if its last one is.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self.wire = Messages(name)
+        self.waiting: deque[tuple[_Envelope, str]] = deque()
+        self.task: asyncio.Task[None] | None = None
+        self.following: Following | None = None
+        self.last: str | None = None
+
+
+class _Connection:
+    """One client, until it leaves or the server stops."""
+
+    def __init__(self, sockets: Sockets, handshake: Handshake, most_waiting: int) -> None:
+        self.answered = 0
+        self._sockets = sockets
+        self._handshake = handshake
+        self._most_waiting = most_waiting
+        self._receive = handshake.receive
+        self._send = handshake.send_raw
+        self._scope: Scope = {
+            "method": "WEBSOCKET",
+            "path": handshake.path,
+            "query_string": b"",
+            "headers": (),
+        }
+        self._lanes: dict[str | None, _Lane] = {None: _Lane(None)}
+        self._places = asyncio.Semaphore(_MOST_AT_ONCE)
+        self._waiting = 0
+        self._waiting_bytes = 0
+        self._held: dict[str, _Held] = {}  # by the response's id, the oldest first
+        self._weight = 0
+        self._left = False
+        self._closing: asyncio.Task[None] | None = None
+
+    async def to_the_end(self) -> None:
+        try:
+            while (received := await self._receive())["type"] != "websocket.disconnect":
+                if received["type"] == SHUTDOWN:
+                    self._closing = self._closing or asyncio.ensure_future(self._close())
+                else:
+                    await self._take(received)
+        finally:
+            await self._leave()
+
+    async def _close(self) -> None:
+        """After what runs has ended, which it does soon when a server stops."""
+        await self._idle()
+        await self._send({"type": "websocket.close", "code": _GOING_AWAY, "reason": "the server stops"})
+
+    async def _idle(self) -> None:
+        while tasks := [lane.task for lane in self._lanes.values() if lane.task is not None]:
+            await asyncio.wait(tasks)
+
+    async def _leave(self) -> None:
+        """Nobody is there any more: what runs is cancelled, what waits and what is held is forgotten."""
+        self._left = True
+        if self._closing is not None:
+            self._closing.cancel()
+            await asyncio.gather(self._closing, return_exceptions=True)
+        for lane in self._lanes.values():
+            lane.waiting.clear()
+            if lane.following is not None:
+                lane.following.leave()
+        for response_id in tuple(self._held):
+            self._let_go(response_id)
+        await self._idle()
+
+    # ---- messages ---------------------------------------------------------------------------------------------
+
+    async def _take(self, received: MutableMapping[str, Any]) -> None:
+        """Put a request into its lane; what is none, or cannot wait, is answered at once."""
+        wire = self._lanes[None].wire
+        try:
+            text: str | None = received.get("text")
+            if text is None:
+                raise InvalidRequest("A binary message is not understood; send text.", code="invalid_message")
+            envelope = decode(_envelopes, text.encode())
+            if envelope.type == "response.create":
+                lane = self._lane(envelope.stream_id)
+                wire = lane.wire
+                self._enqueue(lane, envelope, text)
+            elif envelope.type == "response.steer":
+                await self._write(text_message(_SteerFailed(decode(_steers, text.encode()))))
+            elif envelope.type != "response.processed":  # which only tells that an answer was read
+                raise InvalidRequest(
+                    f"Unknown type of message: {envelope.type[:100]!r}. Send 'response.create'.",
+                    param="type",
+                    code="unknown_event_type",
+                )
+        except ApiError as error:
+            await self._write(wire.refusal(error))
+
+    def _lane(self, name: str | None) -> _Lane:
+        lane = self._lanes.get(name)
+        if lane is not None:
+            return lane
+        if name is None or _LANE.fullmatch(name) is None:
+            raise InvalidRequest(
+                "'stream_id' must be 1 to 256 letters, digits, underscores, hyphens and periods.",
+                param="stream_id",
+                code="invalid_stream_id",
+            )
+        if len(self._lanes) > _MOST_LANES:
+            raise InvalidRequest(
+                f"This connection has {_MOST_LANES} values of 'stream_id' already; use one of them again, or "
+                "connect once more.",
+                param="stream_id",
+                code="websocket_stream_limit_reached",
+            )
+        lane = self._lanes[name] = _Lane(name)
+        return lane
+
+    def _enqueue(self, lane: _Lane, envelope: _Envelope, text: str) -> None:
+        if self._waiting >= _MOST_WAITING or self._waiting_bytes + len(text) > self._most_waiting:
+            raise RateLimited("Too many requests wait on this connection; read their answers first.")
+        self._waiting += 1
+        self._waiting_bytes += len(text)
+        lane.waiting.append((envelope, text))
+        if lane.task is None:
+            lane.task = asyncio.ensure_future(self._work(lane))
+
+    async def _write(self, messages: bytearray) -> None:
+        await self._send({"type": "websocket.send", "frames": messages})
+
+    async def _pass_on(self, part: MutableMapping[str, Any]) -> None:
+        """A piece of an answer, as an `Exchange` sends it."""
+        await self._send({"type": "websocket.send", "frames": part["body"]})
+
+    # ---- responses --------------------------------------------------------------------------------------------
+
+    async def _work(self, lane: _Lane) -> None:
+        """Answer what waits in the lane."""
+        try:
+            while lane.waiting:
+                async with self._places:
+                    if self._left:
+                        return
+                    envelope, text = lane.waiting.popleft()
+                    self._waiting -= 1
+                    self._waiting_bytes -= len(text)
+                    await self._answer(lane, envelope, text)
+        finally:
+            lane.task = None
+
+    async def _answer(self, lane: _Lane, envelope: _Envelope, text: str) -> None:
+        exchange = Exchange(self._scope, self._receive, self._pass_on)
+        try:
+            await self._respond(exchange, lane, envelope.previous_response_id, text)
+        except ApiError as error:
+            await self._refuse(exchange, lane, error)
+        except Exception:
+            logger.exception("A message could not be answered (%s).", exchange.request_id)
+            await self._refuse(exchange, lane, ServerFault("The server failed; its log says why."))
+        finally:
+            self.answered += 1
+            self._sockets.tell(exchange)
+
+    async def _refuse(self, exchange: Exchange, lane: _Lane, error: ApiError) -> None:
+        exchange.status = error.status
+        exchange.note_refusal(error)
+        await self._write(lane.wire.refusal(error))
+
+    async def _respond(self, exchange: Exchange, lane: _Lane, previous: str | None, text: str) -> None:
+        failed = True
+        try:
+            request = decode_request(text.encode())
+            request.stream = True
+            held = None if previous is None else self._held.get(previous)
+            # A key may have been revoked since it opened the connection.
+            caller = await self._sockets.identify(self._handshake)
+            if caller.key:
+                exchange.noted["key"] = caller.key
+            run, response = await self._sockets.responses.make(
+                exchange, caller, request, partial(self._follow, exchange, lane), held and held.past
+            )
+            failed = response is None or response.status == "failed"
+            if response is not None and not failed:
+                self._hold(lane, run, response, held)
+        finally:
+            # A client that failed to continue a response begins anew, with all that it stands on.
+            if failed and lane.last is not None and lane.last == previous:
+                self._let_go(lane.last)
+
+    async def _follow(
+        self, exchange: Exchange, lane: _Lane, run: Run, include: Collection[str]
+    ) -> tuple[int, Response | None]:
+        exchange.status = 200
+        following = lane.following = Following(exchange, run, include, lane.wire)
+        if self._left:  # while it was begun
+            following.leave()
+        try:
+            await following.to_the_end()
+        finally:
+            lane.following = None
+        return following.sent, following.response
+
+    # ---- what is not stored -----------------------------------------------------------------------------------
+
+    def _hold(self, lane: _Lane, run: Run, response: Response, before: _Held | None) -> None:
+        """The last response of each lane; where that is too much, the oldest give way."""
+        if lane.last is not None:
+            self._let_go(lane.last)
+            lane.last = None
+        if response.store or self._left:
+            return
+        past = run.conversation()
+        if before is not None and len(past) == len(before.past) + 1:
+            held = _Held(past, before.weight + past[-1].weight)
+        else:
+            held = _Held(past, sum(segment.weight for segment in past))
+        lane.last = run.id
+        self._held[run.id] = held
+        self._weight += held.weight
+        self._sockets.held += held.weight
+        while self._held and (self._weight > _HELD_HERE or self._sockets.held > _HELD_IN_ALL):
+            self._let_go(next(iter(self._held)))
+
+    def _let_go(self, response_id: str) -> None:
+        held = self._held.pop(response_id, None)
+        if held is not None:
+            self._weight -= held.weight
+            self._sockets.held -= held.weight

@@ -1,0 +1,54 @@
+"""Code over WebSocket, in a real sandbox, with the OpenAI SDK; imports the support."""
+
+from typing import Any
+
+from openai.resources.responses.responses import ResponsesConnection
+
+from tests.e2e.conftest import House
+from tests.support.served import answer, runs
+
+INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
+OUTPUTS: Any = ["code_interpreter_call.outputs"]
+
+
+def turn(connection: ResponsesConnection, previous: str | None) -> Any:
+    connection.response.create(
+        model="scripted",
+        input="?",
+        store=False,
+        tools=[INTERPRETER],
+        include=OUTPUTS,
+        previous_response_id=previous,
+    )
+    for event in connection:
+        assert event.type not in ("error", "response.failed")
+        if event.type == "response.completed":
+            return event.response
+    raise AssertionError("it did not end")
+
+
+def test_the_next_turn_finds_the_container_though_nothing_is_stored(house: House) -> None:
+    house.model.script(runs("n = 6"), answer("Set."), runs("n * 7"), answer("42."))
+    with house.strict.responses.connect() as connection:
+        first = turn(connection, None)
+        second = turn(connection, first.id)
+    assert first.output[0].container_id == second.output[0].container_id
+    assert second.output[0].outputs[0].logs == "42"
+    assert second.output_text == "42."
+
+
+def test_a_client_that_leaves_interrupts_its_code(house: House) -> None:
+    loop = "import time\nfor n in range(600): time.sleep(0.1)"
+    house.model.script(runs("n = 0"), answer("Set."), runs(loop))
+    with house.client.responses.connect() as connection:
+        first = turn(connection, None)
+        tool: Any = {"type": "code_interpreter", "container": first.output[0].container_id}
+        connection.response.create(model="scripted", input="?", tools=[tool])
+        for event in connection:
+            if event.type == "response.code_interpreter_call.interpreting":
+                break
+    # The sandbox is not ended: it can be used as soon as the code is.
+    house.model.script(runs("print(n < 599)"), answer("ok"))
+    after = house.client.responses.create(model="scripted", input="?", tools=[tool], include=OUTPUTS)
+    ran: Any = after.output[0]
+    assert ran.outputs[0].logs == "True\n"
