@@ -15,6 +15,7 @@ from websockets.frames import CloseCode, Frame, Opcode
 from websockets.streams import StreamReader
 
 from fumehood.gateway.limits import Limits
+from fumehood.gateway.origins import Origins
 from fumehood.gateway.sse import GONE, encode_events
 from fumehood.gateway.websocket import Messages
 from fumehood.interfaces import Caller
@@ -418,6 +419,16 @@ async def test_a_page_of_this_server_may_connect(gateway: Served) -> None:
     origin = {"Origin": f"http://127.0.0.1:{gateway.port}"}
     async with opened(gateway, additional_headers=origin) as socket:
         assert (await socket.turn())["status"] == "completed"
+
+
+async def test_a_page_that_was_named_may_connect() -> None:
+    page = "https://app.example"
+    async with serving_gateway(origins=Origins((page,))) as served:
+        async with opened(served, additional_headers={"Origin": page}) as socket:
+            assert (await socket.turn())["status"] == "completed"
+        with pytest.raises(InvalidStatus):
+            async with opened(served, additional_headers={"Origin": "https://other.example"}):
+                pass
 
 
 HEAD = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"

@@ -92,7 +92,10 @@ class Gateway:
             silence=silence,
         )
         sockets = Sockets(
-            responses, self._identify, tell=lambda exchange: self._tell(exchange, self._socket_place)
+            responses,
+            self._identify,
+            self.origins,
+            tell=lambda exchange: self._tell(exchange, self._socket_place),
         )
         cards = ModelCards(models)
         files = ContainerFiles(containers)

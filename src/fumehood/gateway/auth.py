@@ -176,15 +176,6 @@ class KeyHolders:
             return False
 
 
-def check_origin(origin: bytes | None, host: bytes) -> None:
-    """Raises Forbidden for a web page of another site. A browser asks nobody before it opens a WebSocket, from
-    whatever page; but it says from which, and programs that are no browsers say nothing.
-    """
-    if origin is not None and origin.lower().partition(b"://")[2] != (host.strip().lower() or None):
-        shown = origin.decode("latin-1")[:100]
-        raise Forbidden(f"Web pages of {shown!r} may not connect to this server.")
-
-
 def _without_port(authority: str) -> str | None:
     """The name or address; None for what is neither, with perhaps a port."""
     found = _AUTHORITY.fullmatch(authority)

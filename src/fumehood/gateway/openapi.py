@@ -37,6 +37,7 @@ _ERRORS = {
     408: "The body took too long to arrive.",
     409: "The Idempotency-Key stands for another request, or for a response that is gone.",
     413: "A body larger than a limit allows.",
+    426: "The request asks for no upgrade to WebSocket.",
     429: "The same request may be served later.",
     500: "The server failed.",
     502: "The model server failed.",
@@ -53,6 +54,7 @@ class Operation:
     answer: a type, or the name of a media type.
     errors: statuses besides those that every route may have.
     streams: it makes a response, which may come as events and be asked for with an Idempotency-Key.
+    upgrades: it makes a WebSocket of the connection, and knows no other answer.
     public: nobody needs a key for it.
     """
 
@@ -62,6 +64,7 @@ class Operation:
     query: Sequence[str] = ()
     errors: Sequence[int] = ()
     streams: bool = False
+    upgrades: bool = False
     public: bool = False
 
 
@@ -74,6 +77,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         answer=Response,
         errors=(*_MODEL, 409),
         streams=True,
+    ),
+    ("GET", "/v1/responses"): Operation(
+        summary="Many responses on one connection, by WebSocket.", upgrades=True, errors=(426,)
     ),
     ("POST", "/v1/responses/input_tokens"): Operation(
         summary="How many tokens a request for a response has; nothing is made.",
@@ -214,6 +220,19 @@ def _parameters(path: str, operation: Operation) -> Iterator[Json]:
 
 
 def _answers(operation: Operation, schemas: dict[Any, Json]) -> Iterator[tuple[int, Json]]:
+    if operation.upgrades:
+        yield 101, {"description": operation.summary}
+    else:
+        yield 200, {"description": operation.summary, "content": _content(operation, schemas)}
+    refused = {"application/json": {"schema": schemas[ErrorBody]}}
+    for status in sorted({*_ALWAYS, *operation.errors} - ({401, 403} if operation.public else set())):
+        answer: Json = {"description": _ERRORS[status], "content": refused}
+        if status == 429:
+            answer["headers"] = {"retry-after": {"schema": {"type": "integer"}}}
+        yield status, answer
+
+
+def _content(operation: Operation, schemas: dict[Any, Json]) -> Json:
     content: Json
     if isinstance(operation.answer, str):
         plain = operation.answer.startswith("application/json")
@@ -225,10 +244,4 @@ def _answers(operation: Operation, schemas: dict[Any, Json]) -> Iterator[tuple[i
             "schema": {"type": "string", "description": "Events, each with one of these as its data."},
             "x-event-schema": schemas[events.StreamEvent],
         }
-    yield 200, {"description": operation.summary, "content": content}
-    refused = {"application/json": {"schema": schemas[ErrorBody]}}
-    for status in sorted({*_ALWAYS, *operation.errors} - ({401, 403} if operation.public else set())):
-        answer: Json = {"description": _ERRORS[status], "content": refused}
-        if status == 429:
-            answer["headers"] = {"retry-after": {"schema": {"type": "integer"}}}
-        yield status, answer
+    return content

@@ -1,11 +1,12 @@
 """Which web pages may ask: CORS, off unless origins were named; imports the standard library and siblings.
 
 A browser asks first, without a key, whether a page may send what it wants to send; so that is answered before anybody
-is identified. WebSockets are not asked about first: whoever opens one has to look at `permits` himself.
+is identified. About a WebSocket it does not ask: it only says from which page it is opened.
 """
 
 import re
 
+from fumehood.gateway.auth import Forbidden
 from fumehood.gateway.exchange import Exchange
 from fumehood.serving.exchange import Headers
 
@@ -28,6 +29,18 @@ class Origins:
     def permits(self, origin: bytes | None) -> bool:
         """Whether such a page may ask; programs that are no pages name no origin."""
         return origin is None or self._any or origin in self._allowed
+
+    def check_socket(self, exchange: Exchange) -> None:
+        """Raises Forbidden for a page of another site that was not named. Programs that are no browsers say nothing."""
+        origin, host = exchange.headers.get(b"origin"), exchange.headers.get(b"host", b"").strip().lower()
+        if self.permits(origin) or (
+            host and origin is not None and origin.lower().partition(b"://")[2] == host
+        ):
+            return
+        shown = (origin or b"").decode("latin-1")[:100]
+        raise Forbidden(
+            f"Web pages of {shown!r} may not connect to this server, unless server.cors_origins names them."
+        )
 
     def headers(self, exchange: Exchange) -> Headers:
         """What a browser has to be told in every answer to a page; nothing, if the page may not ask."""

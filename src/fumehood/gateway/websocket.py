@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from fumehood.gateway.auth import check_origin
 from fumehood.gateway.exchange import VERSION, Exchange, encode
+from fumehood.gateway.origins import Origins
 from fumehood.gateway.reading import decode, decode_request
 from fumehood.gateway.responses import Responses
 from fumehood.gateway.sse import DELICATE, Following
@@ -189,9 +189,11 @@ class Sockets:
         self,
         responses: Responses,
         identify: Callable[[Exchange], Awaitable[Caller]],
+        origins: Origins,
         *,
         tell: Callable[[Exchange], None],
     ) -> None:
+        self._origins = origins
         self.responses = responses
         self.identify = identify
         self.tell = tell
@@ -200,8 +202,7 @@ class Sockets:
     async def connect(self, exchange: Exchange, caller: Caller) -> None:
         if not isinstance(exchange, Handshake):
             raise UpgradeRequired("This path is for POST, and for GET with an upgrade to WebSocket.")
-        headers = exchange.headers
-        check_origin(headers.get(b"origin"), headers.get(b"host", b""))
+        self._origins.check_socket(exchange)
         await exchange.receive()  # that it wants to connect
         exchange.status = 101
         identity = (b"x-request-id", exchange.request_id.encode())
