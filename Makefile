@@ -48,9 +48,9 @@ setup: $(STAMP) ## Make .venv with everything in it
 demo: $(STAMP) ## Show what Fumehood does, on this machine, without a key
 	@$(RUN) python examples/demo.py
 
-# Many tests wait more than they compute, so two run side by side, each file in one piece. WORKERS=0 runs them in this
+# Many tests wait more than they compute, so three run side by side, each file in one piece. WORKERS=0 runs them in this
 # process, as a debugger and `--inline-snapshot` need it.
-WORKERS ?= 2
+WORKERS ?= 3
 test: $(STAMP) ## Run the tests
 	@$(RUN) python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
