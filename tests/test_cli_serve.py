@@ -179,6 +179,19 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
     assert "secret" not in output
 
 
+def test_it_is_not_ready_while_its_sandbox_server_is_away(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nowhere = f"http://127.0.0.1:{free.getsockname()[1]}"
+    settings = {"providers": {"code_interpreter": {"settings": {"sandbox_url": nowhere}}}}
+    with served.serving(tmp_path, settings) as running:
+        assert get(running.url.replace("/v1", "/healthz")) == {"status": "ok"}
+        with pytest.raises(urllib.error.HTTPError) as answer:
+            get(running.url.replace("/v1", "/readyz"))
+        assert answer.value.code == 503
+        assert "The sandbox server does not answer" in answer.value.read().decode()
+        answer.value.close()
+
+
 def test_two_servers_do_not_share_a_database(tmp_path: Path) -> None:
     with served.serving(tmp_path, NO_CODE):
         done = run("--config", str(tmp_path / "config.json"), "--port", "0", cwd=tmp_path)

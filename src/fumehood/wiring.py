@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import sys
 import time
@@ -51,6 +52,7 @@ from fumehood.tools.code_output import OutputLimits
 from fumehood.tools.code_session import InterpreterSettings
 
 CODE_INTERPRETER = "code_interpreter"
+_READINESS_SECONDS = 2.0  # that an answer holds, and may take
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +125,9 @@ async def assembled(
             raise Misconfigured(f"models: {error}.") from None
         stack.push_async_callback(models.close)
         metrics = Metrics()
-        containers, tools = await _interpreter(config, environ, store, blobs, clock, stack)
+        chosen = config.providers.code_interpreter
+        sandboxes = await _sandboxes(chosen.settings, environ, stack, start=chosen.enabled)
+        containers, tools = await _interpreter(config, sandboxes, store, blobs, clock, stack)
         limits = config.limits
         runs = EngineRuns(
             _CountedModels(models, metrics),
@@ -135,7 +139,7 @@ async def assembled(
             disabled_tools=frozenset() if tools else frozenset({CODE_INTERPRETER}),
             sealer=_sealer(config, environ),
         )
-        always = config.providers.code_interpreter.settings.always_include_outputs
+        always = chosen.settings.always_include_outputs
         gateway = Gateway(
             runs=runs,
             store=store,
@@ -157,6 +161,7 @@ async def assembled(
             ),
             always_include=(OUTPUTS,) if always else (),
             show_metrics=config.telemetry.metrics,
+            unready=_Readiness(sandboxes if chosen.enabled else None, clock),
         )
         yield Assembled(gateway, runs, keyless)
 
@@ -174,6 +179,37 @@ def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
         return KeyedSealer(keys)
     except KeysRefused as error:
         raise Misconfigured(f"compaction: {where}: {error}.") from None
+
+
+class _Readiness:
+    """Why nobody should be sent here now, None if there is no reason. Anybody may ask, so the sandbox server is asked
+    at most once in a while.
+    """
+
+    def __init__(self, sandboxes: SandboxProvider | None, clock: Clock) -> None:
+        self._sandboxes = sandboxes
+        self._clock = clock
+        self._known_until = -math.inf
+        self._reason: str | None = None
+        self._asking = asyncio.Lock()
+
+    async def __call__(self) -> str | None:
+        if self._sandboxes is None:
+            return None
+        async with self._asking:
+            if self._clock.monotonic() >= self._known_until:
+                self._reason = await _why_not(self._sandboxes)
+                self._known_until = self._clock.monotonic() + _READINESS_SECONDS
+        return self._reason
+
+
+async def _why_not(sandboxes: SandboxProvider) -> str | None:
+    try:
+        async with asyncio.timeout(_READINESS_SECONDS):
+            await sandboxes.sandboxes()
+    except (SandboxError, TimeoutError):
+        return "The sandbox server does not answer, so no code can be run."
+    return None
 
 
 class _CountedModels:
@@ -237,7 +273,7 @@ async def _callers(config: Config, store: Store, clock: Clock, stack: AsyncExitS
 
 async def _interpreter(
     config: Config,
-    environ: Mapping[str, str],
+    sandboxes: SandboxProvider,
     store: Store,
     blobs: BlobStore,
     clock: Clock,
@@ -246,9 +282,8 @@ async def _interpreter(
     """Containers of earlier days keep their files, also where no more code is run."""
     chosen = config.providers.code_interpreter
     settings = chosen.settings
-    provider = await _sandboxes(settings, environ, stack, start=chosen.enabled)
     containers = SandboxContainers(
-        provider,
+        sandboxes,
         store,
         blobs,
         clock,

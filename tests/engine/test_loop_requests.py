@@ -89,7 +89,6 @@ RESULT = {"type": "function_call_output", "call_id": "c1", "output": "1"}
         ({"input": [{"content": "x"}]}, "input[0]", "type"),
         ({"input": ["x"]}, "input[0]", "object"),
         ({"previous_response_id": "resp_x"}, "previous_response_id", "resp_x"),
-        ({"include": ["everything"]}, "include", "everything"),
         ({"background": True}, "background", "not served"),
         ({"tools": [{"type": "function"}]}, "tools[0]", "name"),
         ({"tools": [FUNCTION, FUNCTION]}, "tools", "named 'f'"),

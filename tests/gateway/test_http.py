@@ -607,7 +607,11 @@ async def test_a_long_name_keeps_its_ending(gateway: Served) -> None:
 
 async def test_health_readiness_and_figures() -> None:
     reason: str | None = "It still starts."
-    async with serving_gateway(unready=lambda: reason) as served:
+
+    async def unready() -> str | None:
+        return reason
+
+    async with serving_gateway(unready=unready) as served:
         assert (await served.ask("GET", "/healthz")).json == {"status": "ok"}
         refused = await served.ask("GET", "/readyz")
         assert (refused.status, refused.json["error"]["message"]) == (503, reason)

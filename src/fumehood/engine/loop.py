@@ -300,17 +300,8 @@ class Loop:
         functions = [spec for spec in prepared.functions if _is_in(spec, toolbox)]
         # Whoever forces a call forces one: with the result there, the model must be able to answer.
         choice = prepared.choice if number == 1 or prepared.choice == "none" else "auto"
-        return ModelRequest(
-            model=prepared.response.model,
-            instructions=prepared.instructions,
-            segments=(*self._window.segments, *self._segments),
-            functions=functions,
-            others=prepared.others,
-            choice=choice,
-            parallel_calls=prepared.response.parallel_tool_calls,
-            sampling=msgspec.structs.replace(prepared.sampling, max_output_tokens=self._tokens_left()),
-            streamed=prepared.streamed,
-        )
+        sampling = msgspec.structs.replace(prepared.sampling, max_output_tokens=self._tokens_left())
+        return prepared.request((*self._window.segments, *self._segments), functions, choice, sampling)
 
     def _call_context(self, output_index: int, call_id: str) -> CallContext:
         return CallContext(

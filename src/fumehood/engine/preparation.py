@@ -17,7 +17,7 @@ from fumehood.engine.history import History
 from fumehood.interfaces import Caller, Clock, HostedTool, OfferedTool
 from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import InvalidRequest
-from fumehood.protocol.folding import INCLUDABLE, LOGPROBS
+from fumehood.protocol.folding import LOGPROBS
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.models import ModelRequest, Sampling
 from fumehood.protocol.responses import (
@@ -81,14 +81,24 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     def first_request(self) -> ModelRequest:
         """What the model is asked first."""
+        return self.request(self.window.segments, self.functions, self.choice, self.sampling)
+
+    def request(
+        self,
+        segments: Sequence[Segment],
+        functions: Sequence[FunctionSpec],
+        choice: Choice,
+        sampling: Sampling,
+    ) -> ModelRequest:
         return ModelRequest(
             model=self.response.model,
             instructions=self.instructions,
-            segments=self.window.segments,
-            functions=self.functions,
-            choice=self.choice,
+            segments=segments,
+            functions=functions,
+            others=self.others,
+            choice=choice,
             parallel_calls=self.response.parallel_tool_calls,
-            sampling=self.sampling,
+            sampling=sampling,
             streamed=self.streamed,
         )
 
@@ -232,13 +242,6 @@ def _refuse_what_is_not_served(request: CreateResponse) -> None:
     for name in ("background", "conversation", "prompt"):
         if getattr(request, name):
             raise InvalidRequest(f"`{name}` is not served yet.", param=name, code="unsupported_parameter")
-    for value in request.include or ():
-        if value not in INCLUDABLE:
-            raise InvalidRequest(
-                f"Invalid value: '{value}'. Supported values are: {', '.join(sorted(INCLUDABLE))}.",
-                param="include",
-                code="invalid_value",
-            )
     form = request.text.format if request.text else None
     if form is not None and form.type == "json_schema" and (form.name is None or form.schema is None):
         missing = "name" if form.name is None else "schema"
@@ -275,7 +278,7 @@ class _Tools:
     kinds: Mapping[str, tuple[str, str | None]]  # function name -> type and name in the request
     hosted: Mapping[str, OfferedTool]
     customs: frozenset[str]
-    foreign: frozenset[str]  # types that nobody serves here: the model is not told of them
+    foreign: frozenset[str]  # types that nobody serves here; the model's own server may
 
     @classmethod
     def gather(cls, specs: Sequence[ToolSpec], offered: Sequence[tuple[ToolSpec, OfferedTool]]) -> "_Tools":

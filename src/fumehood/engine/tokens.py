@@ -99,6 +99,7 @@ def fixed_tokens(request: ModelRequest) -> int:
     size = _size(request.instructions or "")
     for spec in request.functions:
         size += len(spec.name) + len(spec.description) + len(spec.parameters)
+    size += sum(len(spec.raw) for spec in request.others)
     return size // BYTES_A_TOKEN
 
 

@@ -56,7 +56,7 @@ class Gateway:
 
     origins: the web pages that may ask.
     always_include: what every response shows, asked for or not.
-    unready: why this gateway cannot serve now, None if it can.
+    unready: tells why this gateway cannot serve now, None if it can.
     silence: seconds after which a stream that has nothing to say shows that it is alive.
     """
 
@@ -73,7 +73,7 @@ class Gateway:
         limits: Limits | None = None,
         origins: Origins | None = None,
         always_include: Collection[str] = (),
-        unready: Callable[[], str | None] = lambda: None,
+        unready: Callable[[], Awaitable[str | None]] | None = None,
         silence: float = SILENCE,
         show_metrics: bool = True,
     ) -> None:
@@ -201,7 +201,7 @@ class Gateway:
 
     async def _readiness(self, exchange: Exchange, caller: Caller) -> None:
         del caller
-        if (reason := self._unready()) is not None:
+        if self._unready is not None and (reason := await self._unready()) is not None:
             raise Unavailable(reason)
         await exchange.answer_json({"status": "ready"})
 

@@ -62,6 +62,10 @@ class Responses:
             del body
             await self._make(exchange, caller, request, partial(self._stream, exchange))
 
+    def place(self) -> Place:
+        """For `with`, while a request that came otherwise is worked on."""
+        return self._limits.place()
+
     def message_bytes(self, caller: Caller) -> int:
         """The largest request that may come as a message."""
         return self._limits.body_bytes(caller)

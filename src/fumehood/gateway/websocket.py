@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from fumehood.aside import aside
 from fumehood.gateway.exchange import VERSION, Exchange, encode
 from fumehood.gateway.origins import Origins
 from fumehood.gateway.reading import decode, decode_request
@@ -233,7 +234,7 @@ class _Lane:
 
     def __init__(self, name: str | None) -> None:
         self.wire = Messages(name)
-        self.waiting: deque[tuple[_Envelope, str]] = deque()
+        self.waiting: deque[tuple[_Envelope, bytes]] = deque()
         self.task: asyncio.Task[None] | None = None
         self.following: Following | None = None
         self.last: str | None = None
@@ -306,13 +307,14 @@ class _Connection:
             text: str | None = received.get("text")
             if text is None:
                 raise InvalidRequest("A binary message is not understood; send text.", code="invalid_message")
-            envelope = decode(_envelopes, text.encode())
+            body = text.encode()
+            envelope = await aside(len(body), decode, _envelopes, body)
             if envelope.type == "response.create":
                 lane = self._lane(envelope.stream_id)
                 wire = lane.wire
-                self._enqueue(lane, envelope, text)
+                self._enqueue(lane, envelope, body)
             elif envelope.type == "response.steer":
-                await self._write(text_message(_SteerFailed(decode(_steers, text.encode()))))
+                await self._write(text_message(_SteerFailed(decode(_steers, body))))
             elif envelope.type != "response.processed":  # which only tells that an answer was read
                 raise InvalidRequest(
                     f"Unknown type of message: {envelope.type[:100]!r}. Send 'response.create'.",
@@ -342,12 +344,12 @@ class _Connection:
         lane = self._lanes[name] = _Lane(name)
         return lane
 
-    def _enqueue(self, lane: _Lane, envelope: _Envelope, text: str) -> None:
-        if self._waiting >= _MOST_WAITING or self._waiting_bytes + len(text) > self._most_waiting:
+    def _enqueue(self, lane: _Lane, envelope: _Envelope, body: bytes) -> None:
+        if self._waiting >= _MOST_WAITING or self._waiting_bytes + len(body) > self._most_waiting:
             raise RateLimited("Too many requests wait on this connection; read their answers first.")
         self._waiting += 1
-        self._waiting_bytes += len(text)
-        lane.waiting.append((envelope, text))
+        self._waiting_bytes += len(body)
+        lane.waiting.append((envelope, body))
         if lane.task is None:
             lane.task = asyncio.ensure_future(self._work(lane))
 
@@ -367,17 +369,19 @@ class _Connection:
                 async with self._places:
                     if self._left:
                         return
-                    envelope, text = lane.waiting.popleft()
+                    envelope, body = lane.waiting.popleft()
                     self._waiting -= 1
-                    self._waiting_bytes -= len(text)
-                    await self._answer(lane, envelope, text)
+                    self._waiting_bytes -= len(body)
+                    await self._answer(lane, envelope, body)
         finally:
             lane.task = None
 
-    async def _answer(self, lane: _Lane, envelope: _Envelope, text: str) -> None:
+    async def _answer(self, lane: _Lane, envelope: _Envelope, body: bytes) -> None:
         exchange = Exchange(self._scope, self._receive, self._pass_on)
         try:
-            await self._respond(exchange, lane, envelope.previous_response_id, text)
+            with self._sockets.responses.place() as place:
+                place.take(len(body))
+                await self._respond(exchange, lane, envelope.previous_response_id, body)
         except ApiError as error:
             await self._refuse(exchange, lane, error)
         except Exception:
@@ -392,10 +396,10 @@ class _Connection:
         exchange.note_refusal(error)
         await self._write(lane.wire.refusal(error))
 
-    async def _respond(self, exchange: Exchange, lane: _Lane, previous: str | None, text: str) -> None:
+    async def _respond(self, exchange: Exchange, lane: _Lane, previous: str | None, body: bytes) -> None:
         failed = True
         try:
-            request = decode_request(text.encode())
+            request = await aside(len(body), decode_request, body)
             request.stream = True
             held = None if previous is None else self._held.get(previous)
             # A key may have been revoked since it opened the connection.

@@ -13,11 +13,6 @@ _LONGEST_PATH = 4200  # longer than any path in a sandbox
 type FileSource = Literal["user", "assistant"]
 
 
-class ExpiresAfter(msgspec.Struct, frozen=True, kw_only=True):
-    minutes: int
-    anchor: Literal["last_active_at"] = "last_active_at"
-
-
 class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a caller may choose about a container."""
 

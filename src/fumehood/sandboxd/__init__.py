@@ -1,1 +1,1 @@
-"""Isolated execution of model-written Python; imports only `fumehood.protocol.sandbox`."""
+"""Isolated execution of model-written Python; imports the sandbox protocol and `serving`."""

@@ -1,6 +1,5 @@
 """Clients from npm against the gateway; imports the support."""
 
-import importlib.util
 import json
 import os
 import time
@@ -118,15 +117,7 @@ def logged(house: House, method: str) -> int:
 
 @pytest.mark.parametrize(
     "method",
-    [
-        "POST",
-        pytest.param(
-            "WEBSOCKET",
-            marks=pytest.mark.skipif(
-                importlib.util.find_spec("fumehood.gateway.websocket") is None, reason="it is not served yet"
-            ),
-        ),
-    ],
+    ["POST", "WEBSOCKET"],
 )
 def test_codex(house: House, tmp_path: Path, method: str) -> None:
     codex = codex_home(house, tmp_path, method)
