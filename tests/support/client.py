@@ -233,8 +233,12 @@ class Driver:
             self._number += 1
             self._waiting[self._number] = running
             body = json.dumps({"id": self._number, "op": op, **request}) + "\n"
-            self._process.stdin.write(body.encode())
-            self._process.stdin.flush()
+            try:
+                self._process.stdin.write(body.encode())
+                self._process.stdin.flush()
+            except BrokenPipeError:  # whoever listens to it has not noticed yet
+                self._waiting.pop(self._number, None)
+                raise DriverGone("the driver ended") from None
         return running
 
     def ask(self, op: str, *, patience: float = PATIENCE, **request: Any) -> Any:
