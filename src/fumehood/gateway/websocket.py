@@ -45,7 +45,7 @@ _MOST_AT_ONCE = 16
 _MOST_LANES = 32
 _LANE = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 _MOST_WAITING = 64
-# What conversations that are not stored may weigh: those of one tenant, and all of them.
+# What conversations that are not stored may weigh: those of one tenant (an eighth of all), and all of them.
 _HELD_BY_ONE = 64 << 20
 _HELD_IN_ALL = 512 << 20
 _GOING_AWAY = 1001
@@ -229,7 +229,7 @@ class _Held:
 
 
 class _Share:
-    """What one holds, by the response's id, the oldest first."""
+    """What one tenant holds, by the response's id, the oldest first."""
 
     def __init__(self) -> None:
         self.held: dict[str, _Held] = {}
@@ -297,7 +297,7 @@ class _Lane:
 class _Connection:
     """One client, until it leaves or the server stops.
 
-    whose: share of what is held this connection's is.
+    whose: in whose share it holds conversations: its tenant's, or its own.
     """
 
     def __init__(self, sockets: Sockets, handshake: Handshake, most_waiting: int, whose: Hashable) -> None:
