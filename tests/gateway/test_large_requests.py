@@ -4,15 +4,22 @@ import asyncio
 import threading
 from typing import Any, override
 
+import msgspec
 import pytest
+from msgspec import Raw
 
 from fumehood.aside import LARGE, aside
 from fumehood.engine.runs import EngineRuns
+from fumehood.engine.tokens import is_rendered, tokens_of
 from fumehood.gateway.limits import Limits
+from fumehood.interfaces import Caller
+from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import InvalidRequest
-from fumehood.protocol.models import ModelRequest
-from fumehood.testing import FakeClock, MemoryStore, ScriptedModel, ScriptedModels, says
+from fumehood.protocol.models import ModelProfile, ModelRequest
+from fumehood.protocol.responses import CreateResponse
+from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModels, says
 from tests.support.gateway import serving_gateway, text_events
+from tests.support.websocket import connected, refused
 
 PATIENCE = 60
 BIG = "x" * 700_000
@@ -71,20 +78,81 @@ async def test_ten_thousand_items_leave_the_loop_free() -> None:
     assert len(kept) == 10_000
 
 
+class RenderingModel(ScriptedModel):
+    """Renders as real ones do, also to count, and remembers where."""
+
+    def __init__(self) -> None:
+        super().__init__(says("yes"), profile=ModelProfile(context_window=1_000_000, counts=True))
+        self.threads: list[int] = []
+
+    @override
+    def check(self, request: ModelRequest) -> None:
+        for segment in request.segments:
+            if "dialect" not in segment.renderings:
+                segment.renderings["dialect"] = b""
+                self.threads.append(threading.get_ident())
+
+    @override
+    async def count(self, request: ModelRequest) -> tuple[int, bool]:
+        self.check(request)
+        return 1, True
+
+
+async def test_what_is_counted_before_it_is_shown_leaves_the_loop_free() -> None:
+    clock, model = FakeClock(), RenderingModel()
+    runs = EngineRuns(ScriptedModels(model), [], MemoryStore(clock), clock)
+    run = await runs.start(CreateResponse(model="scripted", input="x" * 3_000_000), Caller())
+    assert (await run.wait()).status == "completed"
+    assert len(model.threads) == 1
+    assert model.threads[0] != threading.get_ident()
+
+
+def test_an_estimate_is_no_rendering() -> None:
+    segment = Segment(())
+    assert not is_rendered(segment)
+    tokens_of(segment)
+    assert not is_rendered(segment)
+    segment.renderings["dialect"] = b""
+    assert is_rendered(segment)
+
+
+class OpeningSealer(PlainSealer):
+    """Remembers where it was asked to open something."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+
+    @override
+    def open(self, tenant: str, sealed: str) -> bytes:
+        self.threads.append(threading.get_ident())
+        return super().open(tenant, sealed)
+
+
+async def test_a_large_compaction_is_opened_beside_the_loop() -> None:
+    clock, sealer = FakeClock(), OpeningSealer()
+    runs = EngineRuns(ScriptedModels(ScriptedModel()), [], MemoryStore(clock), clock, sealer=sealer)
+    for summary in ("short", BIG):
+        sealed = sealer.seal("", msgspec.json.encode({"messages": [], "summary": summary}))
+        item = msgspec.json.encode({"type": "compaction", "encrypted_content": sealed})
+        for _ in range(2):  # the second time it is known
+            await runs.count(CreateResponse(model="scripted", input=[Raw(item)]), Caller())
+    assert [thread == threading.get_ident() for thread in sealer.threads] == [True, False]
+
+
 async def test_only_so_much_of_all_bodies_is_held() -> None:
     async with serving_gateway(limits=Limits(body_bytes_total=1_000_000)) as served:
         served.runs.script = lambda response: [text_events(response)[:2]]
         async with served.posted(stream=True, input=BIG) as (reader, _):
             await reader.readuntil(b"\r\n\r\n")
             served.runs.script = lambda response: [text_events(response)]
-            refused = await served.create(input=BIG)
+            answer = await served.create(input=BIG)
             small = await served.create(input="hi")
             run = served.runs.runs[0]
             run.say(*text_events(run.response)[2:])
             await reader.readuntil(b"0\r\n\r\n")
         again = await served.create(input=BIG)
-    assert refused.error == (503, "server_error", None)
-    assert refused.headers["retry-after"] == "1"
+    assert answer.error == (503, "server_error", None)
+    assert answer.headers["retry-after"] == "1"
     assert (small.status, again.status) == (200, 200)
 
 
@@ -95,4 +163,31 @@ async def test_what_was_refused_holds_nothing() -> None:
             assert (await served.create(input=BIG)).status == 400
             assert (await served.create(input=BIG, include=["nothing"])).status == 400
         served.runs.refusal = None
+        assert (await served.create(input=BIG)).status == 200
+
+
+async def test_messages_are_held_from_when_they_wait_until_they_are_answered_or_forgotten() -> None:
+    async with serving_gateway(limits=Limits(body_bytes_total=1_000_000)) as served:
+        served.runs.script = lambda response: [text_events(response)[:2]]
+        async with connected(served.port) as socket:
+            await socket.ask()
+            await socket.ask(input=BIG)  # waits in the lane
+            await socket.ask(stream_id="other", input=BIG)
+            assert refused((await socket.answer())[-1]) == (503, "server_error", None)
+            assert (await served.create(input=BIG)).status == 503
+            served.runs.script = lambda response: [text_events(response)]
+            first = served.runs.runs[0]
+            first.say(*text_events(first.response)[2:])
+            for _ in range(2):
+                assert (await socket.answer())[-1]["type"] == "response.completed"
+            assert (await served.create(input=BIG)).status == 200
+
+            served.runs.script = lambda response: [text_events(response)[:2]]
+            await socket.ask()
+            await socket.ask(input=BIG)
+            await socket.ask(stream_id="other", input=BIG)
+            assert refused((await socket.answer())[-1]) == (503, "server_error", None)
+        async with asyncio.timeout(PATIENCE):
+            await served.runs.runs[-1].ended.wait()
+        served.runs.script = lambda response: [text_events(response)]
         assert (await served.create(input=BIG)).status == 200

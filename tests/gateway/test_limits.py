@@ -102,6 +102,10 @@ async def test_responses_at_once_of_one_key() -> None:
             refused = await house.ann.create()
             assert refused.error == (429, "rate_limit_exceeded", None)
             assert refused.headers["retry-after"] == "1"
+            for path in ("input_tokens", "compact"):
+                body = {"model": "small", "input": "hi"}
+                refused = await house.ann.ask("POST", f"/v1/responses/{path}", body)
+                assert refused.error == (429, "rate_limit_exceeded", None)
             assert (await house.ben.create()).status == 200
             run = runs.runs[0]
             run.say(*text_events(run.response)[2:])

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from fumehood.gateway import websocket
 from fumehood.gateway.app import Gateway
 from fumehood.protocol.responses import CreateResponse
 from tests.support.gateway import Answer
@@ -216,6 +217,25 @@ async def test_what_a_connection_holds_is_nobody_elses(house: House) -> None:
         not_found = (400, "previous_response_not_found", "previous_response_id")
         assert await ben.refusal(model="scripted", previous_response_id=held["id"]) == not_found
         assert (await ann.turn(model="scripted", previous_response_id=held["id"]))["status"] == "completed"
+
+
+async def test_connections_of_a_tenant_hold_no_more_than_its_share(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(websocket, "_HELD_BY_ONE", 100_000)
+    async with (
+        connected(house.served.port, additional_headers=house.ben.headers) as ben,
+        connected(house.served.port, additional_headers=house.ann.headers) as one,
+        connected(house.served.port, additional_headers=house.ann.headers) as two,
+    ):
+        bens = await ben.turn(input="x" * 40_000)
+        oldest = await one.turn(input="x" * 40_000)
+        latest = await two.turn(input="x" * 40_000)
+        not_found = (400, "previous_response_not_found", "previous_response_id")
+        assert await one.refusal(previous_response_id=latest["id"]) == not_found  # two holds it, not one
+        assert await one.refusal(previous_response_id=oldest["id"]) == not_found
+        assert (await two.turn(previous_response_id=latest["id"]))["status"] == "completed"
+        assert (await ben.turn(previous_response_id=bens["id"]))["status"] == "completed"
 
 
 async def test_files_for_a_container_cannot_be_named_yet(house: House, ann: Objects) -> None:

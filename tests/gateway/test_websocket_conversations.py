@@ -322,7 +322,7 @@ async def test_what_is_stored_at_last_has_everything_before_it(house: House) -> 
 
 
 async def test_what_is_held_is_bounded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket, "_HELD_HERE", 100_000)
+    monkeypatch.setattr(websocket, "_HELD_BY_ONE", 100_000)
     house.model.expect(*[says("ok")] * 5)
     async with house.socket() as socket:
         small = await socket.turn(stream_id="a", input="x" * 10_000)
@@ -339,14 +339,18 @@ async def test_what_is_held_is_bounded(house: House, monkeypatch: pytest.MonkeyP
         assert await socket.refusal(previous_response_id=heavy["id"]) == NOT_FOUND
 
 
-async def test_what_all_connections_hold_is_bounded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_all_hold_is_bounded_and_whoever_holds_most_gives_way(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(websocket, "_HELD_IN_ALL", 100_000)
-    house.model.expect(*[says("ok")] * 4)
+    house.model.expect(*[says("ok")] * 6)
     async with house.socket() as one, house.socket() as two:
-        first = await one.turn(input="x" * 40_000)
-        second = await two.turn(input="x" * 40_000)
-        assert await two.refusal(previous_response_id=second["id"]) == NOT_FOUND
-        await one.turn(previous_response_id=first["id"])
+        oldest = await one.turn(stream_id="a", input="x" * 20_000)
+        latest = await one.turn(stream_id="b", input="x" * 20_000)
+        other = await two.turn(input="x" * 15_000)
+        assert await one.refusal(stream_id="a", previous_response_id=oldest["id"]) == NOT_FOUND
+        await one.turn(stream_id="b", previous_response_id=latest["id"])
+        await two.turn(previous_response_id=other["id"])
     async with house.socket() as three:  # all that the others held is given back
         third = await three.turn(input="x" * 40_000)
         house.model.expect(says("ok"))

@@ -6,6 +6,7 @@ sees the item; it is shown what the item stands for, as ordinary messages.
 """
 
 import contextlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -142,6 +143,7 @@ class Compactor:
         self._tokens = tokens
         self._opened: dict[tuple[str, str], Opened] = {}
         self._weight = 0
+        self._keeping = threading.Lock()  # large ones are opened beside the loop
 
     @property
     def able(self) -> bool:
@@ -208,10 +210,13 @@ class Compactor:
 
     def _keep(self, key: tuple[str, str], opened: Opened) -> None:
         """So that the next turn finds what this one has rendered."""
-        self._opened[key] = opened
-        self._weight += opened.weight
-        while self._weight > _MOST_OPENED:
-            self._weight -= self._opened.pop(next(iter(self._opened))).weight
+        with self._keeping:
+            if key in self._opened:
+                return
+            self._opened[key] = opened
+            self._weight += opened.weight
+            while self._weight > _MOST_OPENED:
+                self._weight -= self._opened.pop(next(iter(self._opened))).weight
 
     # --- making one ---
 

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Raw
 
+from fumehood.aside import aside
 from fumehood.engine.assembler import Toolbox
 from fumehood.engine.compaction import Compactor, Window
 from fumehood.engine.history import History
@@ -136,7 +137,7 @@ class Preparation:
         compaction = self._read_compaction(request)
         past = await self._history.past(request, caller) if held is None else held
         added = Segment(await self._history.input(request, caller, past))
-        window = self._compactor.window(caller, past, added)
+        window = await aside(_sealed(past, added), self._compactor.window, caller, past, added)
         tools = _NO_TOOLS
         if specs:
             offered = await self._offer(specs, caller, (window.remembered, *window.segments))
@@ -236,6 +237,14 @@ class Preparation:
         if spec.type == "function":
             return msgspec.json.encode(_function(spec, "tools"))
         return spec.raw
+
+
+def _sealed(past: Sequence[Segment], added: Segment) -> int:
+    """About how many bytes have to be looked at to find where the conversation begins."""
+    if added.compacted >= 0:
+        return sum([len(entry.raw) for entry in added.entries[: added.compacted + 1]])
+    last = next((segment for segment in reversed(past) if segment.compacted >= 0), None)
+    return 0 if last is None else len(last.entries[last.compacted].raw)
 
 
 def _refuse_what_is_not_served(request: CreateResponse) -> None:

@@ -11,7 +11,7 @@ from fumehood.engine.history import History
 from fumehood.engine.log import EventLog, LagLimits
 from fumehood.engine.loop import Loop, LoopLimits
 from fumehood.engine.preparation import Preparation, Prepared
-from fumehood.engine.tokens import Tokens
+from fumehood.engine.tokens import Tokens, is_rendered
 from fumehood.engine.truncation import check_length
 from fumehood.interfaces import (
     Caller,
@@ -121,7 +121,9 @@ class EngineRuns:
             prepared.response.id = response_id
         backend = self._models.backend(prepared.response.model)
         if backend.profile(prepared.response.model).counts and _must_fit(prepared):
-            await check_length(self._tokens, backend, caller, prepared.first_request())
+            shown = prepared.first_request()
+            await aside(_unrendered(prepared), backend.check, shown)  # or counting it would render it
+            await check_length(self._tokens, backend, caller, shown)
         return await self._begin(prepared, backend)
 
     async def count(self, request: CreateResponse, caller: Caller) -> InputTokens:
@@ -225,7 +227,7 @@ class EngineRuns:
 
 def _unrendered(prepared: Prepared) -> int:
     """About how many bytes the model server has not been told of yet."""
-    new = [segment for segment in prepared.window.segments if not segment.renderings]
+    new = [segment for segment in prepared.window.segments if not is_rendered(segment)]
     return sum([ITEM + len(entry.raw) for segment in new for entry in segment.entries])
 
 

@@ -65,6 +65,11 @@ def tokens_of(segment: Segment) -> int:
     return int.from_bytes(kept)
 
 
+def is_rendered(segment: Segment) -> bool:
+    """Whether a model server was told of it, so that there is more than an estimate."""
+    return len(segment.renderings) > (_NAME in segment.renderings)
+
+
 def estimate(entry: Entry) -> int:
     seen = entry.exchange
     if seen is not None:

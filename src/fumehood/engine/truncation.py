@@ -160,6 +160,7 @@ def _splits(entries: Sequence[tuple[int, Entry]]) -> list[bool]:
     call, is torn from what it belongs to.
     """
     splits = [True] * len(entries)
+    needs = list(range(len(entries)))  # for every entry, the first place that has to stay if it does
     calls: dict[str, int] = {}
     before: tuple[int, Entry] | None = None
     for place, (number, entry) in enumerate(entries):
@@ -170,10 +171,13 @@ def _splits(entries: Sequence[tuple[int, Entry]]) -> list[bool]:
         call_id = _call_id(entry)
         if entry.type.endswith("_output"):
             # Its call is here, or is left out already, and then the result goes too.
-            start = calls.get(call_id or entry.id or "", -1) + 1
-            splits[start : place + 1] = [False] * (place + 1 - start)
+            needs[place] = calls.get(call_id or entry.id or "", -1)
         elif call_id:
             calls[call_id] = place
+    needed = len(entries)
+    for place in range(len(entries) - 1, -1, -1):
+        needed = min(needed, needs[place])
+        splits[place] = splits[place] and needed >= place
     return splits
 
 

@@ -1,7 +1,8 @@
 """Who a request is from, and whether it may be from there; imports `interfaces`, `protocol` and the standard library.
 
-To recognise a key nothing is awaited and no database asked: a gateway knows all of them, and looks every few seconds, and
-when somebody shows one that it does not know, whether there are others. What it is told of a request are two headers, so any kind of connection can be asked about.
+To recognise a key nothing is awaited and no database asked: a gateway knows all of them, and looks every few seconds,
+and when somebody shows one that it does not know, whether there are others. What it is told of a request are two
+headers, so any kind of connection can be asked about.
 """
 
 import asyncio

@@ -149,7 +149,9 @@ class Responses:
     async def count(self, exchange: Exchange, caller: Caller) -> None:
         with self._limits.place() as place:
             request, _ = await self._read(exchange, caller, place)
-            await exchange.answer_json(await self._runs.count(request, caller))
+            with self._limits.running(caller):
+                counted = await self._runs.count(request, caller)
+        await exchange.answer_json(counted)
 
     async def compact(self, exchange: Exchange, caller: Caller) -> None:
         with self._limits.place() as place:

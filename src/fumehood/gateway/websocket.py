@@ -9,7 +9,7 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from fumehood.aside import aside
 from fumehood.gateway.exchange import VERSION, Exchange, encode
+from fumehood.gateway.limits import Place
 from fumehood.gateway.origins import Origins
 from fumehood.gateway.reading import decode, decode_request
 from fumehood.gateway.responses import Responses
@@ -44,8 +45,8 @@ _MOST_AT_ONCE = 16
 _MOST_LANES = 32
 _LANE = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 _MOST_WAITING = 64
-# What conversations that are not stored may weigh: on one connection, and on all of them.
-_HELD_HERE = 64 << 20
+# What conversations that are not stored may weigh: those of one tenant (an eighth of all), and all of them.
+_HELD_BY_ONE = 64 << 20
 _HELD_IN_ALL = 512 << 20
 _GOING_AWAY = 1001
 
@@ -183,7 +184,7 @@ class Sockets:
 
     identify: tells whose connection it is, as long as it may be anybody's; raises ApiError.
     tell: takes note of a response that was answered.
-    held: what the conversations that connections hold weigh.
+    holdings: what connections hold.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class Sockets:
         self.responses = responses
         self.identify = identify
         self.tell = tell
-        self.held = 0
+        self.holdings = _Holdings()
 
     async def connect(self, exchange: Exchange, caller: Caller) -> None:
         if not isinstance(exchange, Handshake):
@@ -211,7 +212,8 @@ class Sockets:
         await exchange.send_raw(
             {"type": "websocket.accept", "headers": [VERSION, identity], "message_bytes": largest}
         )
-        connection = _Connection(self, exchange, largest)
+        # Without keys everybody is one tenant; then every connection is taken for one.
+        connection = _Connection(self, exchange, largest, caller.tenant if caller.key else exchange)
         try:
             await connection.to_the_end()
         finally:
@@ -226,6 +228,58 @@ class _Held:
     weight: int
 
 
+class _Share:
+    """What one tenant holds, by the response's id, the oldest first."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, _Held] = {}
+        self.weight = 0
+
+
+class _Holdings:
+    """What all hold together. Nobody's share takes another's place: where it is too much, the largest gives way."""
+
+    def __init__(self) -> None:
+        self._shares: dict[Hashable, _Share] = {}
+        self._weight = 0
+
+    def get(self, whose: Hashable, response_id: str) -> _Held | None:
+        share = self._shares.get(whose)
+        return None if share is None else share.held.get(response_id)
+
+    def put(self, whose: Hashable, response_id: str, held: _Held) -> None:
+        if held.weight > _HELD_BY_ONE:
+            return
+        share = self._shares.setdefault(whose, _Share())
+        share.held[response_id] = held
+        share.weight += held.weight
+        self._weight += held.weight
+        while share.weight > _HELD_BY_ONE:
+            self.drop(whose, next(iter(share.held)))
+        while self._weight > _HELD_IN_ALL:
+            largest, share = max(self._shares.items(), key=lambda each: each[1].weight)
+            self.drop(largest, next(iter(share.held)))
+
+    def drop(self, whose: Hashable, response_id: str) -> None:
+        share = self._shares.get(whose)
+        held = None if share is None else share.held.pop(response_id, None)
+        if share is None or held is None:
+            return
+        share.weight -= held.weight
+        self._weight -= held.weight
+        if not share.held:
+            del self._shares[whose]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request whose turn has not come; `place` is what it takes of all that bodies may."""
+
+    envelope: _Envelope
+    body: bytes
+    place: Place
+
+
 class _Lane:
     """Requests that are answered one after another.
 
@@ -234,20 +288,24 @@ class _Lane:
 
     def __init__(self, name: str | None) -> None:
         self.wire = Messages(name)
-        self.waiting: deque[tuple[_Envelope, bytes]] = deque()
+        self.waiting: deque[_Waiting] = deque()
         self.task: asyncio.Task[None] | None = None
         self.following: Following | None = None
         self.last: str | None = None
 
 
 class _Connection:
-    """One client, until it leaves or the server stops."""
+    """One client, until it leaves or the server stops.
 
-    def __init__(self, sockets: Sockets, handshake: Handshake, most_waiting: int) -> None:
+    whose: in whose share it holds conversations: its tenant's, or its own.
+    """
+
+    def __init__(self, sockets: Sockets, handshake: Handshake, most_waiting: int, whose: Hashable) -> None:
         self.answered = 0
         self._sockets = sockets
         self._handshake = handshake
         self._most_waiting = most_waiting
+        self._whose = whose
         self._receive = handshake.receive
         self._send = handshake.send_raw
         self._scope: Scope = {
@@ -260,8 +318,6 @@ class _Connection:
         self._places = asyncio.Semaphore(_MOST_AT_ONCE)
         self._waiting = 0
         self._waiting_bytes = 0
-        self._held: dict[str, _Held] = {}  # by the response's id, the oldest first
-        self._weight = 0
         self._left = False
         self._closing: asyncio.Task[None] | None = None
 
@@ -291,11 +347,12 @@ class _Connection:
             self._closing.cancel()
             await asyncio.gather(self._closing, return_exceptions=True)
         for lane in self._lanes.values():
-            lane.waiting.clear()
+            while lane.waiting:
+                with lane.waiting.popleft().place:
+                    pass  # it is given back, and that is all
             if lane.following is not None:
                 lane.following.leave()
-        for response_id in tuple(self._held):
-            self._let_go(response_id)
+            self._let_go(lane.last)
         await self._idle()
 
     # ---- messages ---------------------------------------------------------------------------------------------
@@ -347,9 +404,11 @@ class _Connection:
     def _enqueue(self, lane: _Lane, envelope: _Envelope, body: bytes) -> None:
         if self._waiting >= _MOST_WAITING or self._waiting_bytes + len(body) > self._most_waiting:
             raise RateLimited("Too many requests wait on this connection; read their answers first.")
+        place = self._sockets.responses.place()
+        place.take(len(body))
         self._waiting += 1
         self._waiting_bytes += len(body)
-        lane.waiting.append((envelope, body))
+        lane.waiting.append(_Waiting(envelope, body, place))
         if lane.task is None:
             lane.task = asyncio.ensure_future(self._work(lane))
 
@@ -369,19 +428,18 @@ class _Connection:
                 async with self._places:
                     if self._left:
                         return
-                    envelope, body = lane.waiting.popleft()
+                    request = lane.waiting.popleft()
                     self._waiting -= 1
-                    self._waiting_bytes -= len(body)
-                    await self._answer(lane, envelope, body)
+                    self._waiting_bytes -= len(request.body)
+                    with request.place:
+                        await self._answer(lane, request)
         finally:
             lane.task = None
 
-    async def _answer(self, lane: _Lane, envelope: _Envelope, body: bytes) -> None:
+    async def _answer(self, lane: _Lane, request: _Waiting) -> None:
         exchange = Exchange(self._scope, self._receive, self._pass_on)
         try:
-            with self._sockets.responses.place() as place:
-                place.take(len(body))
-                await self._respond(exchange, lane, envelope.previous_response_id, body)
+            await self._respond(exchange, lane, request.envelope.previous_response_id, request.body)
         except ApiError as error:
             await self._refuse(exchange, lane, error)
         except Exception:
@@ -401,7 +459,7 @@ class _Connection:
         try:
             request = await aside(len(body), decode_request, body)
             request.stream = True
-            held = None if previous is None else self._held.get(previous)
+            held = self._find(previous)
             # A key may have been revoked since it opened the connection.
             caller = await self._sockets.identify(self._handshake)
             if caller.key:
@@ -414,8 +472,8 @@ class _Connection:
                 self._hold(lane, run, response, held)
         finally:
             # A client that failed to continue a response begins anew, with all that it stands on.
-            if failed and lane.last is not None and lane.last == previous:
-                self._let_go(lane.last)
+            if failed and lane.last == previous:
+                self._let_go(previous)
 
     async def _follow(
         self, exchange: Exchange, lane: _Lane, run: Run, include: Collection[str]
@@ -432,11 +490,16 @@ class _Connection:
 
     # ---- what is not stored -----------------------------------------------------------------------------------
 
+    def _find(self, response_id: str | None) -> _Held | None:
+        """What this connection holds, be it of another lane; nothing of other connections."""
+        if response_id is None or all(lane.last != response_id for lane in self._lanes.values()):
+            return None
+        return self._sockets.holdings.get(self._whose, response_id)
+
     def _hold(self, lane: _Lane, run: Run, response: Response, before: _Held | None) -> None:
         """The last response of each lane; where that is too much, the oldest give way."""
-        if lane.last is not None:
-            self._let_go(lane.last)
-            lane.last = None
+        self._let_go(lane.last)
+        lane.last = None
         if response.store or self._left:
             return
         past = run.conversation()
@@ -445,14 +508,8 @@ class _Connection:
         else:
             held = _Held(past, sum(segment.weight for segment in past))
         lane.last = run.id
-        self._held[run.id] = held
-        self._weight += held.weight
-        self._sockets.held += held.weight
-        while self._held and (self._weight > _HELD_HERE or self._sockets.held > _HELD_IN_ALL):
-            self._let_go(next(iter(self._held)))
+        self._sockets.holdings.put(self._whose, run.id, held)
 
-    def _let_go(self, response_id: str) -> None:
-        held = self._held.pop(response_id, None)
-        if held is not None:
-            self._weight -= held.weight
-            self._sockets.held -= held.weight
+    def _let_go(self, response_id: str | None) -> None:
+        if response_id is not None:
+            self._sockets.holdings.drop(self._whose, response_id)

@@ -144,9 +144,9 @@ class ChatRenderer:
         rendered, left = rendering.render(segment.entries)
         if len(kept) >= _MOST_RENDERINGS:
             kept.clear()
-        kept[name] = rendered
-        if left:
+        if left:  # first, since whoever reads beside the loop takes the other for all of it
             kept[name + ">"] = left
+        kept[name] = rendered
         return rendered, left
 
 
