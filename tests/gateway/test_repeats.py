@@ -1,8 +1,10 @@
 """Requests with an Idempotency-Key run once, however often they come; imports the support."""
 
 import asyncio
+import gc
 import json
 import sqlite3
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import closing
 from typing import Any
@@ -12,7 +14,8 @@ import pytest_asyncio
 
 from fumehood.gateway import repeats
 from fumehood.interfaces import IdempotencyClaim
-from fumehood.protocol.errors import InvalidRequest, ModelUnreachable
+from fumehood.protocol.errors import InvalidRequest, ModelUnreachable, ServerFault
+from fumehood.protocol.events import TextDelta
 from tests.support.gateway import Answer, Served, serving_gateway, text_events
 from tests.support.tenants import INTERPRETER, House, two_tenants
 
@@ -169,8 +172,12 @@ async def followed(served: Served, number: int) -> None:
 
 
 def followers(served: Served) -> int:
+    return sum(len(joint._followers) for joint in repeats_of(served)._running.values())
+
+
+def repeats_of(served: Served) -> Any:
     app: Any = served.app
-    return sum(len(joint._followers) for joint in app._responses._repeats._running.values())
+    return app._responses._repeats
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -266,17 +273,156 @@ async def test_what_is_too_long_is_told_once(monkeypatch: pytest.MonkeyPatch) ->
     assert b"response.completed" in last
 
 
-async def test_only_so_much_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeats, "_MOST_REMEMBERED", 2)
+# --- responses that are in no store -------------------------------------------------------------------
+
+GONE = (409, "idempotency_response_gone", "Idempotency-Key")
+
+
+async def test_what_had_to_make_room_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "_TAPE_ITSELF", 100_000)
+    monkeypatch.setattr(repeats, "_REMEMBERED_BYTES", 250_000)
     async with serving_gateway() as served:
         for name in ("a", "b", "c"):
             await served.create(store=False, headers=keyed(name))
         assert replayed(await served.create(store=False, headers=keyed("c")))
         assert replayed(await served.create(store=False, headers=keyed("b")))
-        assert not replayed(await served.create(store=False, headers=keyed("a")))
-        monkeypatch.setattr(repeats, "_REMEMBERED_BYTES", 10)
-        await served.create(store=False, headers=keyed("d"))
-        assert not replayed(await served.create(store=False, headers=keyed("d")))
+        refused = await served.create(store=False, headers=keyed("a"))
+        other = await served.create(store=False, input="other", headers=keyed("a"))
+        assert len(served.runs.runs) == 3
+        assert served.runs.runs[0].id in refused.json["error"]["message"]
+    assert refused.error == GONE
+    assert refused.headers["x-should-retry"] == "false"
+    assert other.error == (409, "idempotency_key_reused", "Idempotency-Key")
+
+
+async def test_only_so_many_keys_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "_REMEMBERED_BYTES", 0)
+    monkeypatch.setattr(repeats, "_MOST_TRACES", 2)
+    async with serving_gateway() as served:
+        for name in ("a", "b", "c"):
+            await served.create(store=False, headers=keyed(name))
+        again = [await served.create(store=False, headers=keyed(name)) for name in ("c", "b", "a")]
+    assert [answer.status for answer in again] == [409, 409, 200]
+
+
+@module
+async def test_what_one_tenant_does_makes_no_room_in_what_is_remembered_of_another(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeats, "_REMEMBERED_BYTES", 24_000)  # three of them
+    quiet, busy = await house.another(), await house.another()
+    first = await quiet.create(keyed("quiet"), store=False)
+    for number in range(6):
+        assert (await busy.create(keyed(f"busy {number}"), store=False)).status == 200
+    again = await quiet.create(keyed("quiet"), store=False)
+    assert replayed(again)
+    assert again.body == first.body
+    assert (await busy.create(keyed("busy 0"), store=False)).error == GONE
+
+
+async def test_what_was_too_long_to_be_remembered_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "_LARGEST_TAPE", 100)
+    async with serving_gateway() as served:
+        assert (await served.create(store=False, headers=keyed("long"))).status == 200
+        assert (await served.create(store=False, headers=keyed("long"))).error == GONE
+        assert len(served.runs.runs) == 1
+
+
+@pytest.mark.parametrize("fault", [ServerFault("it broke"), RuntimeError("a mistake")])
+async def test_a_stream_that_broke_off_is_not_run_again(fault: Exception) -> None:
+    async with serving_gateway() as served:
+        first_events(served)
+        first = asyncio.ensure_future(served.create(stream=True, store=False, headers=keyed("broken")))
+        await followed(served, 1)
+        served.runs.runs[0].break_off(fault)
+        assert b"event: error" in (await first).body
+        assert (await served.create(stream=True, store=False, headers=keyed("broken"))).error == GONE
+        assert len(served.runs.runs) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_remembered_does_not_hold_its_run(stream: bool) -> None:
+    async with serving_gateway() as served:
+        await served.create(stream=stream, store=False, headers=keyed("light"))
+        run = weakref.ref(served.runs.runs.pop())
+        gc.collect()
+        assert run() is None
+        assert replayed(await served.create(stream=stream, store=False, headers=keyed("light")))
+
+
+@pytest.mark.parametrize("store", [False, True])
+async def test_a_mistake_before_anything_has_begun_does_not_use_up_the_key(store: bool) -> None:
+    async with serving_gateway() as served:
+        served.runs.refusal = RuntimeError("a mistake")
+        assert (await served.create(store=store, headers=keyed("mistake"))).status == 500
+        served.runs.refusal = None
+        assert (await served.create(store=store, headers=keyed("mistake"))).status == 200
+
+
+# --- slow readers -------------------------------------------------------------------------------------
+
+
+def say_much(served: Served, number: int) -> bytes:
+    """What the piece ends with."""
+    mark = f"<{number}>"
+    place: Any = {"item_id": "msg_1", "output_index": 0, "content_index": 0}
+    delta = "x" * (256 << 10) + mark
+    served.runs.runs[0].say(TextDelta(delta=delta, sequence_number=4 + number, **place))
+    return mark.encode()
+
+
+async def test_who_reads_too_slowly_is_left_behind_by_those_who_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(repeats, "_LARGEST_TAPE", 1 << 20)
+    async with serving_gateway() as served:
+        first_events(served)
+        request: dict[str, Any] = {"stream": True, "headers": keyed("slow")}
+        async with served.posted(**request) as (slow, writer), served.posted(**request) as (fast, _):
+            await slow.readuntil(b"response.content_part.added")
+            await fast.readuntil(b"response.content_part.added")
+            transport: Any = writer.transport
+            transport.pause_reading()
+            number = 0
+            while followers(served) == 2:
+                number += 1
+                await fast.readuntil(say_much(served, number))
+            (joint,) = repeats_of(served)._running.values()
+            assert sum(map(len, joint._pieces)) < 1 << 20
+            transport.resume_reading()
+            left = await slow.readuntil(b"data: [DONE]\n\n")
+            go_on(served)
+            stayed = await fast.readuntil(b"data: [DONE]\n\n")
+        assert served.runs.runs[0].cancelled is None
+    assert b"event: error" in left
+    assert b"not read fast enough" in left
+    assert b"response.completed" in stayed
+
+
+async def test_a_run_whose_only_reader_is_too_slow_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "_LARGEST_TAPE", 1 << 20)
+    monkeypatch.setattr(repeats, "GRACE", 0.05)
+    async with serving_gateway() as served:
+        first_events(served)
+        request: dict[str, Any] = {"stream": True, "store": False, "headers": keyed("slow")}
+        async with served.posted(**request) as (slow, writer):
+            await slow.readuntil(b"response.content_part.added")
+            transport: Any = writer.transport
+            transport.pause_reading()
+            number = 0
+            while followers(served):
+                number += 1
+                say_much(served, number)
+                await asyncio.sleep(0.001)
+            await served.runs.runs[0].ended.wait()
+            transport.resume_reading()
+            assert b"not read fast enough" in await slow.readuntil(b"data: [DONE]\n\n")
+        assert served.runs.runs[0].cancelled == "the client has gone"
+        assert (await served.create(**request)).error == GONE
+        assert len(served.runs.runs) == 1
+
+
+# --- limits -------------------------------------------------------------------------------------------
 
 
 async def test_a_retry_of_the_only_response_that_a_key_may_have_is_not_refused() -> None:

@@ -1,15 +1,15 @@
 """Requests with an Idempotency-Key: sent twice, they run once; imports `interfaces`, `protocol` and siblings.
 
 While a run goes on, whoever repeats its request joins it, from the first event on. When it has ended, a response that
-is kept is read from the store, and one that is not from here, as long as there is room to remember it. Few requests
-have such keys, so nothing here needs to be as quick as `sse`.
+is kept is read from the store, and one that is not from here, as long as there is room to remember it; after that it
+is still known that it ran. Few requests have such keys, so nothing here needs to be as quick as `sse`.
 """
 
 import asyncio
 import contextlib
 import hashlib
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Generator
 from dataclasses import dataclass, field
 
@@ -34,7 +34,8 @@ _LONGEST_KEY = 255
 _MOST_FOLLOWERS = 16
 _LARGEST_TAPE = 32 << 20
 _REMEMBERED_BYTES = 64 << 20
-_MOST_REMEMBERED = 10_000
+_TAPE_ITSELF = 6 << 10  # bytes, besides what is on it
+_MOST_TRACES = 10_000  # of each tenant
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,10 @@ class Asked:
     @property
     def place(self) -> tuple[str, str]:
         return self.caller.tenant, self.key
+
+    @property
+    def kept(self) -> bool:
+        return self.request.store is not False
 
 
 def digest_of(body: bytes) -> bytes:
@@ -80,28 +85,27 @@ class Repeats:
         self._metrics = metrics
         self._silence = silence
         self._running: dict[tuple[str, str], _Joint] = {}
-        self._remembered: OrderedDict[tuple[str, str], _Joint] = OrderedDict()
-        self._remembered_bytes = 0
+        self._memory = _Memory()
 
     async def answer(self, exchange: Exchange, asked: Asked) -> Response | None:
         """As the first request of that key was answered, or is going to be; how the response ended, if the client
         stayed for that. Raises Conflict for another request, and what a request without a key would raise.
         """
-        joint = self._running.get(asked.place) or self._remembered.get(asked.place)
+        joint = self._running.get(asked.place) or self._memory.find(asked)
         first = joint is None
         if joint is None:
-            joint = self._running[asked.place] = _Joint(asked.digest)
+            joint = self._running[asked.place] = _Joint(asked.digest, new_id("resp"))
             joint.task = asyncio.create_task(
                 self._drive(joint, asked), name=f"{HEADER} of {asked.caller.key}"
             )
         elif joint.digest != asked.digest:
             raise _other_request()
-        found = await asyncio.shield(joint.begun)
-        exchange.noted["response_id"] = found.id
-        if not first or isinstance(found, Response):
+        kept = await asyncio.shield(joint.begun)
+        exchange.noted["response_id"] = joint.response_id if kept is None else kept.id
+        if not first or kept is not None:
             exchange.extra.append((b"idempotent-replayed", b"true"))
-        if isinstance(found, Response):
-            return await _show_kept(exchange, asked, found)
+        if kept is not None:
+            return await _show_kept(exchange, asked, kept)
         if not asked.request.stream:
             return await joint.show(exchange)
         self._metrics.streams += 1
@@ -114,15 +118,13 @@ class Repeats:
 
     async def _drive(self, joint: "_Joint", asked: Asked) -> None:
         """A task of its own: whoever was first need not be the last to stay."""
-        kept = asked.request.store is not False
-        response_id = new_id("resp")
         try:
             with self._limits.running(asked.caller):
-                earlier = await self._earlier(asked, response_id) if kept else None
+                earlier = await self._earlier(asked, joint.response_id) if asked.kept else None
                 if earlier is not None:
                     joint.begun.set_result(earlier)
                 else:
-                    await self._run(joint, asked, response_id)
+                    await self._run(joint, asked)
         except Exception as error:
             if not isinstance(error, ApiError):
                 logger.exception("A request with a key could not be served.")
@@ -131,15 +133,8 @@ class Repeats:
         finally:
             del self._running[asked.place]
             # What is kept is asked of the store from now on: there it can be deleted.
-            if not kept and joint.error is None and not joint.forgotten:
-                self._remember(joint, asked.place)
-
-    def _remember(self, joint: "_Joint", place: tuple[str, str]) -> None:
-        self._remembered[place] = joint
-        self._remembered_bytes += joint.weight
-        while self._remembered_bytes > _REMEMBERED_BYTES or len(self._remembered) > _MOST_REMEMBERED:
-            _, oldest = self._remembered.popitem(last=False)
-            self._remembered_bytes -= oldest.weight
+            if joint.ran and not asked.kept:
+                self._memory.add(asked.place, joint)
 
     async def _earlier(self, asked: Asked, response_id: str) -> Response | None:
         """What the key stands for; None if that is ours to make."""
@@ -151,12 +146,7 @@ class Repeats:
             raise _other_request()
         response = await self._store.response(asked.caller.tenant, found.response_id)
         if response is None:
-            raise Conflict(
-                f"The response of this {HEADER} is not there: it was deleted, or the server stopped before it was "
-                "complete. Its code may have run; send another key to run it again.",
-                param=HEADER,
-                code="idempotency_response_gone",
-            )
+            raise _gone(found, "it was deleted, or the server stopped before it was complete")
         if response.status in ("queued", "in_progress"):
             raise Conflict(
                 f"The request of this {HEADER} is still being served.",
@@ -166,21 +156,28 @@ class Repeats:
             )
         return response
 
-    async def _run(self, joint: "_Joint", asked: Asked, response_id: str) -> None:
+    async def _run(self, joint: "_Joint", asked: Asked) -> None:
         """Whatever is refused, or fails before anything was made, does not use up the key."""
-        made = False
         try:
-            run = await self._runs.start(asked.request, asked.caller, response_id)
-            made = bool(asked.request.stream)  # a blocking one that raises has made nothing
-            joint.begin(run)
+            run = await self._runs.start(asked.request, asked.caller, joint.response_id)
+        except Exception:
+            await self._release(joint, asked)
+            raise
+        joint.begin(run)
+        try:
             response = await joint.record(run, asked)
         except ApiError:
-            if not made and asked.request.store is not False:
-                await self._store.release(*asked.place, response_id)
+            if not asked.request.stream:  # a blocking one that raises has made nothing
+                joint.ran = False
+                await self._release(joint, asked)
             raise
         self._metrics.streamed(joint.events)
         if response is not None:
             self._metrics.ended(response)
+
+    async def _release(self, joint: "_Joint", asked: Asked) -> None:
+        if asked.kept:
+            await self._store.release(*asked.place, joint.response_id)
 
 
 async def _show_kept(exchange: Exchange, asked: Asked, response: Response) -> Response:
@@ -192,11 +189,84 @@ async def _show_kept(exchange: Exchange, asked: Asked, response: Response) -> Re
     return response
 
 
+class _Past:
+    """What is remembered of one tenant, by key, the oldest first.
+
+    tapes: runs that can be told again; `weight` is that of all of them.
+    traces: what else ran, and cannot be told again.
+    """
+
+    def __init__(self) -> None:
+        self.tapes: OrderedDict[str, _Joint] = OrderedDict()
+        self.traces: OrderedDict[str, IdempotencyClaim] = OrderedDict()
+        self.weight = 0
+
+    def keep(self, key: str, joint: "_Joint") -> None:
+        self.tapes[key] = joint
+        self.weight += joint.weight + _TAPE_ITSELF
+
+    def erase_oldest(self) -> int:
+        """Leave a trace of it; how much lighter that is."""
+        key, joint = self.tapes.popitem(last=False)
+        lighter = joint.weight + _TAPE_ITSELF
+        self.weight -= lighter
+        self.trace(key, joint)
+        return lighter
+
+    def trace(self, key: str, joint: "_Joint") -> None:
+        self.traces[key] = IdempotencyClaim(joint.digest, joint.response_id)
+        if len(self.traces) > _MOST_TRACES:
+            self.traces.popitem(last=False)
+
+
+class _Memory:
+    """The runs that have ended, and whose responses are in no store. Room for them is shared, but whoever has taken
+    most of it makes room for others; that something ran is forgotten by nobody else's doing.
+    """
+
+    def __init__(self) -> None:
+        self._pasts: defaultdict[str, _Past] = defaultdict(_Past)
+        self._weight = 0
+
+    def find(self, asked: Asked) -> "_Joint | None":
+        """Raises Conflict where it is only known that it ran."""
+        past = self._pasts.get(asked.caller.tenant)
+        if past is None:
+            return None
+        trace = past.traces.get(asked.key)
+        if trace is None:
+            return past.tapes.get(asked.key)
+        if trace.digest != asked.digest:
+            raise _other_request()
+        raise _gone(
+            trace, "it was not stored, and broke off, was too long to be remembered, or had to make room"
+        )
+
+    def add(self, place: tuple[str, str], joint: "_Joint") -> None:
+        tenant, key = place
+        past = self._pasts[tenant]
+        if not joint.whole:
+            past.trace(key, joint)
+            return
+        past.keep(key, joint)
+        self._weight += joint.weight + _TAPE_ITSELF
+        while self._weight > _REMEMBERED_BYTES:
+            heaviest = max(self._pasts.values(), key=lambda one: one.weight)
+            self._weight -= heaviest.erase_oldest()
+
+
 @dataclass(slots=True, eq=False)
 class _Follower:
-    """Somebody who is shown a run; `position` is the number of the next piece."""
+    """Somebody who is shown a run.
+
+    position: the number of the next piece.
+    taken: the bytes before it.
+    lost: too much had come that was not taken.
+    """
 
     position: int = 0
+    taken: int = 0
+    lost: bool = False
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait(self) -> None:
@@ -207,16 +277,20 @@ class _Follower:
 class _Joint:
     """A run that several may be shown, in the bytes that they all get.
 
-    begun: the run, once it has begun; or the response that the key has stood for since long ago.
+    begun: done when the run has begun; or with the response that the key has stood for since long ago.
+    ran: whether code may have run.
     events: how many were told.
+    weight: their bytes.
     forgotten: it became too long to be told again; only what somebody still waits for is here.
     """
 
-    def __init__(self, digest: bytes) -> None:
+    def __init__(self, digest: bytes, response_id: str) -> None:
         self.digest = digest
-        self.begun: asyncio.Future[Run | Response] = asyncio.get_running_loop().create_future()
+        self.response_id = response_id
+        self.begun: asyncio.Future[Response | None] = asyncio.get_running_loop().create_future()
         self.task: asyncio.Task[None] | None = None
         self.error: ApiError | None = None
+        self.ran = False
         self.events = 0
         self.weight = 0
         self.forgotten = False
@@ -228,11 +302,17 @@ class _Joint:
         self._followers: list[_Follower] = []
         self._leaving: asyncio.TimerHandle | None = None
 
+    @property
+    def whole(self) -> bool:
+        """Whether it can be told again from the first event to the last."""
+        return self._over and self.error is None and not self.forgotten
+
     # ---- by the one who makes it --------------------------------------------------------------------------------
 
     def begin(self, run: Run) -> None:
         self._run = run
-        self.begun.set_result(run)
+        self.ran = True
+        self.begun.set_result(None)
         self._miss()
 
     async def record(self, run: Run, asked: Asked) -> Response | None:
@@ -247,6 +327,7 @@ class _Joint:
 
     async def _record_events(self, run: Run, include: Collection[str]) -> None:
         async for batch in run.subscribe():
+            self._leave_behind()
             self._add(bytes(encode_events(batch, include)))
             self.events += len(batch)
             if isinstance(batch[-1], TERMINAL):
@@ -266,9 +347,18 @@ class _Joint:
         self.forgotten = self.weight > _LARGEST_TAPE
         self._wake()
 
+    def _leave_behind(self) -> None:
+        """Before more comes: drop those for whom too much is waiting already, and then what nobody has yet to take."""
+        for follower in [*self._followers]:
+            if self.weight - follower.taken > _LARGEST_TAPE:
+                follower.lost = True
+                self._leave(follower)
+        self._trim()
+
     def _end(self) -> None:
         self._over = True
         self._come()
+        self._run = None  # it holds the whole conversation, and this may be remembered for long
         self._wake()
 
     def _wake(self) -> None:
@@ -295,7 +385,7 @@ class _Joint:
         with self._followed() as follower:
             await exchange.begin(200, [*HEADERS])
             with Vigil(exchange, follower.news.set, sign_of_life=SIGN_OF_LIFE, every=silence) as vigil:
-                while not vigil.left:
+                while not vigil.left and not follower.lost:
                     if pieces := self._take(follower):
                         await exchange.send(pieces)
                     elif self._over:
@@ -304,11 +394,12 @@ class _Joint:
                         await follower.wait()
             if vigil.left:
                 return None
-            await exchange.send(b"" if self.error is None else self._last_words(self.error), more=False)
-        return self._response
+            error = _too_slow() if follower.lost else self.error
+            await exchange.send(b"" if error is None else self._last_words(error), more=False)
+        return None if follower.lost else self._response
 
     def _last_words(self, error: ApiError) -> bytearray:
-        """Of a stream that broke off, which should never happen to one that is read as fast as it is written."""
+        """Of a stream that broke off."""
         told = ErrorOccurred(sequence_number=self.events, error=to_detail(error))
         return encode_events([told], ()) + DONE
 
@@ -316,7 +407,8 @@ class _Joint:
     def _followed(self) -> Generator[_Follower]:
         if self.forgotten and self._first:
             raise Conflict(
-                f"The response of this {HEADER} is too long to be told again; GET /v1/responses/ID has it.",
+                f"The response of this {HEADER} is too long to be told again; if it is stored, GET "
+                "/v1/responses/ID has it.",
                 param=HEADER,
                 code="idempotency_response_too_long",
             )
@@ -328,19 +420,29 @@ class _Joint:
         try:
             yield follower
         finally:
-            self._followers.remove(follower)
-            if not self._followers and not self._over:
-                self._miss()
+            if not follower.lost:
+                self._leave(follower)
+
+    def _leave(self, follower: _Follower) -> None:
+        self._followers.remove(follower)
+        if not self._followers and not self._over:
+            self._miss()
 
     def _take(self, follower: _Follower) -> bytes:
         """What has come since the last time."""
         pieces = b"".join(self._pieces[follower.position - self._first :])
         follower.position = self._first + len(self._pieces)
+        follower.taken = self.weight
+        self._trim()
+        return pieces
+
+    def _trim(self) -> None:
+        """Of what cannot be told again, keep only what somebody has yet to take."""
         if self.forgotten:
-            done = min(one.position for one in self._followers)
+            end = self._first + len(self._pieces)
+            done = min((one.position for one in self._followers), default=end)
             del self._pieces[: done - self._first]
             self._first = done
-        return pieces
 
     def _miss(self) -> None:
         """Nobody sees it now."""
@@ -359,3 +461,16 @@ def _other_request() -> Conflict:
         param=HEADER,
         code="idempotency_key_reused",
     )
+
+
+def _gone(claim: IdempotencyClaim, why: str) -> Conflict:
+    return Conflict(
+        f"The response of this {HEADER}, {claim.response_id}, is not there: {why}. Its code may have run; send another "
+        "key to run it again.",
+        param=HEADER,
+        code="idempotency_response_gone",
+    )
+
+
+def _too_slow() -> ServerFault:
+    return ServerFault("The events were not read fast enough, and more of them are not kept for this stream.")
