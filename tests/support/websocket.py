@@ -1,4 +1,4 @@
-"""A client of the gateway's WebSocket, as raw as the library allows; imports websockets."""
+"""A client of the gateway's WebSocket, as raw as the library allows; imports websockets and a sibling."""
 
 import asyncio
 import json
@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
+
+from fumehood.protocol.events import StreamEvent
+from fumehood.protocol.responses import Response
+from tests.support.gateway import Served, text_events
 
 PATIENCE = 30
 ENDS = ("response.completed", "response.incomplete", "response.failed")
@@ -67,3 +71,20 @@ async def connected(port: int, **options: Any) -> AsyncGenerator[Socket]:
     """Until the block is left; `options` are those of the library's `connect`."""
     async with connect(f"ws://127.0.0.1:{port}/v1/responses", max_size=None, **options) as raw:
         yield Socket(raw)
+
+
+@asynccontextmanager
+async def opened(gateway: Served, **options: Any) -> AsyncGenerator[Socket]:
+    async with connected(gateway.port, **options) as socket:
+        yield socket
+
+
+def beginning(response: Response) -> list[list[StreamEvent]]:
+    """A run that says nothing more by itself."""
+    return [text_events(response)[:2]]
+
+
+async def until_running(gateway: Served, number: int = 1) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while len(gateway.runs.runs) < number:
+            await asyncio.sleep(0.001)

@@ -1,0 +1,350 @@
+"""Connections of WebSocket: who may connect, bounds, silence, leaving, stopping; imports `fumehood.gateway`."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import pytest
+from inline_snapshot import snapshot
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import CloseCode
+
+from fumehood.gateway.limits import Limits
+from fumehood.gateway.origins import Origins
+from fumehood.gateway.sse import GONE
+from fumehood.interfaces import Caller
+from fumehood.protocol.errors import NotAuthenticated
+from fumehood.protocol.keys import KeyLimits
+from fumehood.serving import web, websocket
+from tests.support.gateway import Served, serving_gateway, text_events
+from tests.support.websocket import beginning, opened, until_running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+# --- who may connect ----------------------------------------------------------------------------------
+
+
+class Nobody:
+    """Callers of whom none is known any more once `revoked`."""
+
+    def __init__(self, *, revoked: bool = True) -> None:
+        self.revoked = revoked
+
+    def identify(self, authorization: bytes | None, host: bytes) -> Caller:
+        if self.revoked:
+            raise NotAuthenticated("Incorrect API key provided.")
+        return Caller()
+
+    async def look_again(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({"Origin": "https://evil.example"}, 403, "forbidden"),
+        ({"Origin": "http://localhost:3000"}, 403, "forbidden"),
+        ({"Origin": "null"}, 403, "forbidden"),
+        ({"Origin": ""}, 403, "forbidden"),
+        ({"Origin": "http://evil.example", "Host": "evil.example"}, 403, "forbidden"),
+        ({"Host": "[::1]evil.example"}, 403, "forbidden"),
+        ({"Authorization": "Bearer wrong"}, 401, "invalid_api_key"),
+    ],
+)
+async def test_who_may_not_connect_is_told_before_the_upgrade(
+    headers: Mapping[str, str], status: int, code: str
+) -> None:
+    callers: dict[str, Any] = {"callers": Nobody()} if status == 401 else {}
+    async with serving_gateway(**callers) as served:
+        with pytest.raises(InvalidStatus) as refusal:
+            async with opened(served, additional_headers=headers):
+                pass
+        answer = refusal.value.response
+        assert (answer.status_code, json.loads(answer.body)["error"]["code"]) == (status, code)
+        assert answer.headers["fumehood-version"]
+
+
+async def test_a_key_that_is_revoked_makes_no_more_responses() -> None:
+    callers = Nobody(revoked=False)
+    async with serving_gateway(callers=callers) as served, opened(served) as socket:
+        assert (await socket.turn())["status"] == "completed"
+        callers.revoked = True
+        assert await socket.refusal() == (401, "invalid_api_key", None)
+
+
+async def test_requests_are_counted_as_everywhere() -> None:
+    limits = Limits(KeyLimits(requests_per_minute=2))
+    async with serving_gateway(limits=limits) as served, opened(served) as socket:
+        await socket.turn()
+        await socket.turn()
+        assert await socket.refusal() == (429, "rate_limit_exceeded", None)
+
+
+async def test_a_page_of_this_server_may_connect(gateway: Served) -> None:
+    origin = {"Origin": f"http://127.0.0.1:{gateway.port}"}
+    async with opened(gateway, additional_headers=origin) as socket:
+        assert (await socket.turn())["status"] == "completed"
+
+
+async def test_a_page_that_was_named_may_connect() -> None:
+    page = "https://app.example"
+    async with serving_gateway(origins=Origins((page,))) as served:
+        async with opened(served, additional_headers={"Origin": page}) as socket:
+            assert (await socket.turn())["status"] == "completed"
+        with pytest.raises(InvalidStatus):
+            async with opened(served, additional_headers={"Origin": "https://other.example"}):
+                pass
+
+
+HEAD = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+KEY = b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "headers", "status"),
+    [
+        (b"GET /v1/responses", HEAD + KEY, 101),
+        (b"GET /v1/responses", b"", 426),
+        (b"GET /v1/responses", HEAD, 400),
+        (b"GET /v1/responses", HEAD.replace(b"13", b"12") + KEY, 400),
+        (b"POST /v1/responses", HEAD + KEY, 400),
+        (b"GET /v1/responses", HEAD + KEY + b"Content-Length: 5\r\n", 400),
+        (b"GET /v1/responses", HEAD + KEY + b"Transfer-Encoding: chunked\r\n", 400),
+        (b"GET /v1/responses", HEAD + KEY + b"Cookie: " + b"x" * 10_000 + b"\r\n", 400),
+        (b"GET /v1/responses", HEAD + KEY + b"".join(b"X-%d: y\r\n" % n for n in range(200)), 400),
+        (b"GET /v1/responses", HEAD + KEY + b"X-Name: \xc3\xa9\xff\r\n", 101),
+        (b"GET /v1/models", HEAD + KEY, 404),
+        (b"GET /\xc3\xa9?\xff", HEAD + KEY, 400),
+        (b"GET /v1/responses/resp_%00%ff", HEAD + KEY, 404),
+    ],
+)
+async def test_handshakes(gateway: Served, line: bytes, headers: bytes, status: int) -> None:
+    async with gateway.connected() as (reader, writer):
+        writer.write(line + b" HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 %d " % status), head
+    assert (await gateway.ask("GET", "/healthz")).status == 200
+
+
+# --- bounds -------------------------------------------------------------------------------------------
+
+
+async def test_a_message_that_is_too_large_ends_the_connection(gateway: Served) -> None:
+    async with opened(gateway) as socket:
+        assert (await socket.turn(input="x" * 90_000))["status"] == "completed"
+        with pytest.raises(ConnectionClosed) as closed:
+            await socket.turn(input="x" * 100_000)
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == CloseCode.MESSAGE_TOO_BIG
+
+
+async def test_pieces_of_a_message_count_together(gateway: Served) -> None:
+    async with opened(gateway) as socket:
+
+        async def pieces() -> AsyncGenerator[str]:
+            for _ in range(20):
+                yield "x" * 10_000
+
+        sending = asyncio.ensure_future(socket.raw.send(pieces()))
+        with pytest.raises(ConnectionClosed) as closed:
+            await socket.next()
+        await asyncio.gather(sending, return_exceptions=True)
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == CloseCode.MESSAGE_TOO_BIG
+
+
+async def test_a_message_in_pieces_is_one(gateway: Served) -> None:
+    async with opened(gateway) as socket:
+        await socket.raw.send(['{"type":"response.create",', '"model":"m","input":"h', 'i"}'])
+        assert (await socket.answer())[-1]["type"] == "response.completed"
+    assert gateway.runs.requests[0].input == "hi"
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (b"\x81\x02\xff\xfe", 1002),  # not masked
+        (b"\x81\x82\0\0\0\0\xff\xfe", 1007),  # not UTF-8
+        (b"\x83\x80\0\0\0\0", 1002),  # no such opcode
+        (b"\xc1\x80\0\0\0\0", 1002),  # compressed, which was not agreed upon
+        (b"\x80\x80\0\0\0\0", 1002),  # continues nothing
+    ],
+)
+async def test_what_is_no_websocket_ends_the_connection(gateway: Served, sent: bytes, code: int) -> None:
+    async with gateway.connected() as (reader, writer):
+        writer.write(b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\n" + HEAD + KEY + b"\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(sent)
+        closing = await reader.read()
+    assert closing[0] == 0x88
+    assert int.from_bytes(closing[2:4]) == code
+    assert (await gateway.ask("GET", "/healthz")).status == 200
+
+
+async def test_a_message_that_does_not_end_ends_the_connection(
+    gateway: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(websocket, "_MESSAGE_SECONDS", 0.05)
+    async with gateway.connected() as (reader, writer):
+        writer.write(b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\n" + HEAD + KEY + b"\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\x81\xfe\x03\xe8\0\0\0\0{")
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1)
+
+
+# --- silence, and those who leave ---------------------------------------------------------------------
+
+
+async def test_a_silent_connection_is_pinged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "_PING_SECONDS", 0.05)
+    async with serving_gateway() as served, served.connected() as (reader, writer):
+        writer.write(b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\n" + HEAD + KEY + b"\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        # No pong is ever sent: a client that computes between two turns is not gone.
+        pings = [await reader.readexactly(6) for _ in range(3)]
+    assert {ping[:2] for ping in pings} == {b"\x89\x04"}
+
+
+async def test_a_client_that_leaves_takes_its_runs_with_it(gateway: Served) -> None:
+    gateway.runs.script = beginning
+    async with opened(gateway) as socket:
+        for name in ("a", "b"):
+            await socket.ask(stream_id=name)
+            await socket.ask(stream_id=name)  # will never begin
+        await until_running(gateway, 2)
+    for run in gateway.runs.runs:
+        async with asyncio.timeout(30):
+            await run.ended.wait()
+        assert run.cancelled == GONE
+    assert len(gateway.runs.runs) == 2
+
+
+async def test_a_connection_that_breaks_takes_its_run_with_it(gateway: Served) -> None:
+    gateway.runs.script = beginning
+    async with opened(gateway) as socket:
+        await socket.ask()
+        await until_running(gateway)
+        socket.raw.transport.abort()
+        async with asyncio.timeout(30):
+            await gateway.runs.runs[0].ended.wait()
+    assert gateway.runs.runs[0].cancelled == GONE
+
+
+async def test_a_reader_that_takes_nothing_is_left(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "_STALL_SECONDS", 0.1)
+    pieces = ["x" * 1_000_000] * 64  # more than any kernel keeps for the two ends of a connection
+    gateway.runs.script = lambda response: [[event] for event in text_events(response, pieces)[:-1]]
+    async with opened(gateway) as socket:
+        socket.raw.transport.pause_reading()
+        await socket.ask()
+        await until_running(gateway)
+        async with asyncio.timeout(60):
+            await gateway.runs.runs[0].ended.wait()
+        socket.raw.transport.abort()
+    assert gateway.runs.runs[0].cancelled == GONE
+
+
+async def test_a_slow_reader_gets_everything_and_holds_up_nobody(gateway: Served) -> None:
+    pieces = ["x" * 10_000] * 2_000
+    gateway.runs.script = lambda response: [[event] for event in text_events(response, pieces)]
+    async with opened(gateway) as slow:
+        slow.raw.transport.pause_reading()
+        await slow.ask()
+        await until_running(gateway)
+        gateway.runs.script = lambda response: [text_events(response)]
+        async with opened(gateway) as other:
+            assert (await other.turn())["status"] == "completed"
+        assert not gateway.runs.runs[0].ended.is_set()
+        slow.raw.transport.resume_reading()
+        assert len(await slow.answer()) == 2_008
+
+
+# --- stopping -----------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_stops_lets_a_response_end_and_says_goodbye() -> None:
+    async with serving_gateway() as served, opened(served) as idle, opened(served) as socket:
+        served.runs.script = beginning
+        served.runs.stubborn = True
+        await socket.ask()
+        await until_running(served)
+        served.server.stop()
+        async with asyncio.timeout(30):
+            await served.runs.draining.wait()
+        with pytest.raises(ConnectionClosed) as closed:
+            await idle.next()
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == CloseCode.GOING_AWAY
+        run = served.runs.runs[0]
+        run.say(*text_events(run.response)[2:])
+        assert (await socket.answer())[-1]["type"] == "response.completed"
+        with pytest.raises(ConnectionClosed) as closed:
+            await socket.next()
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == CloseCode.GOING_AWAY
+        served.server.stop()  # nothing is left to wait for
+        async with asyncio.timeout(30):
+            await served.task
+    assert run.cancelled is None
+
+
+# --- what is written down -----------------------------------------------------------------------------
+
+
+async def test_every_response_is_logged_and_counted() -> None:
+    lines: list[Mapping[str, Any]] = []
+
+    def log(_: int, fields: Mapping[str, Any]) -> None:
+        lines.append(fields)
+
+    async with serving_gateway(log=log) as served:
+        async with opened(served) as socket:
+            await socket.turn(model="small")
+            await socket.refusal(include=["x"])
+        async with asyncio.timeout(30):
+            while len(lines) < 3:
+                await asyncio.sleep(0.001)
+        figures = (await served.ask("GET", "/metrics")).body.decode()
+    response, refusal, connection = ({**line} for line in lines[:3])
+    assert len({line["request_id"] for line in lines[:3]}) == 3
+    assert response["response_id"].startswith("resp_")
+    for line in (response, refusal, connection):
+        for name in ("request_id", "ms", "response_id"):
+            line.pop(name, None)
+    assert [response, refusal, connection] == snapshot(
+        [
+            {
+                "method": "WEBSOCKET",
+                "route": "/v1/responses",
+                "status": 200,
+                "model": "small",
+                "events": 11,
+                "outcome": "completed",
+                "input_tokens": 0,
+                "output_tokens": 3,
+            },
+            {
+                "method": "WEBSOCKET",
+                "route": "/v1/responses",
+                "status": 400,
+                "error": "invalid_value",
+                "param": "include[0]",
+            },
+            {
+                "method": "GET",
+                "route": "/v1/responses (websocket)",
+                "status": 101,
+                "responses": 2,
+            },
+        ]
+    )
+    assert re.search(
+        r'^fumehood_requests_total\{route="/v1/responses",status="200"\} 1\.0$', figures, re.MULTILINE
+    )
+    assert re.search(r'^fumehood_responses_total\{status="completed"\} 1\.0$', figures, re.MULTILINE)
+    assert re.search(r"^fumehood_events_total 11\.0$", figures, re.MULTILINE)
+    assert re.search(r"^fumehood_streams 0\.0$", figures, re.MULTILINE)
