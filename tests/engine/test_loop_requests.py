@@ -56,12 +56,9 @@ async def test_what_a_small_request_refers_to_is_bounded() -> None:
         first = await engine.block(input=[large])
         reference = {"type": "item_reference", "id": "msg_x"}
         await engine.block(input=[reference] * 2)
-        for body in (
-            {"input": [reference] * 10_000},
-            {"input": [reference] * 63, "previous_response_id": first.id},
-        ):
+        for times, previous in ((10_000, None), (63, first.id)):
             with pytest.raises(InvalidRequest, match="at most 134,217,728 can be served") as refused:
-                await engine.start(**body)
+                await engine.start(input=[reference] * times, previous_response_id=previous)
             assert refused.value.param == "input"
     assert [entry.id for entry in model.requests[1].segments[0].entries] == ["msg_x", "msg_x"]
 

@@ -130,7 +130,7 @@ def _user_message(text: str) -> Entry:
 
 def _check_size(entries: Sequence[Entry], past: Sequence[Segment]) -> None:
     """An item counts as often as it is referred to: the model is shown it as often."""
-    size = _size(entries) + sum([_size(segment.entries) for segment in past])
+    size = _size([*entries, *[entry for segment in past for entry in segment.entries]])
     if size > _MOST_BYTES:
         raise InvalidRequest(
             f"The input, with the items that it refers to and the conversation before it, is {size:,} bytes;"
