@@ -311,7 +311,8 @@ async def test_a_response_whose_end_was_not_written_has_failed_soon(
     kept = await engine.store.response("", run.id)
     assert kept is not None
     assert (told.status, kept.status) == ("failed", "in_progress")
-    await until(lambda: engine.clock.advance(10) is None and "have failed" in caplog.text)
+    async with asyncio.timeout(60):
+        await until(lambda: engine.clock.advance(10) is None and "have failed" in caplog.text)
     kept = await engine.store.response("", run.id)
     assert kept is not None
     assert kept.status == "failed"
