@@ -297,6 +297,28 @@ async def test_a_renewal_that_breaks_is_tried_again(
     assert (await run.wait()).status == "cancelled"
 
 
+async def test_a_response_whose_end_was_not_written_has_failed_soon(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(ScriptedModel([Text("x")]))
+
+    async def full(*_: object) -> None:
+        raise Unavailable("The disk is full.")
+
+    monkeypatch.setattr(engine.store, "commit", full)
+    run = await engine.start()
+    told = await run.wait()
+    kept = await engine.store.response("", run.id)
+    assert kept is not None
+    assert (told.status, kept.status) == ("failed", "in_progress")
+    async with asyncio.timeout(60):
+        await until(lambda: engine.clock.advance(10) is None and "have failed" in caplog.text)
+    kept = await engine.store.response("", run.id)
+    assert kept is not None
+    assert kept.status == "failed"
+    await engine.runs.drain(0)
+
+
 async def test_a_run_whose_lease_is_lost_ends() -> None:
     engine = Engine(ScriptedModel([Text("x"), asyncio.Event()]))
     run = await engine.start()

@@ -49,6 +49,30 @@ async def test_another_tenants_response_is_not_there() -> None:
     assert refused.value.wire_code == "previous_response_not_found"
 
 
+async def test_what_a_small_request_refers_to_is_bounded() -> None:
+    async with ScriptedModel(says("ok"), says("twice")) as model:
+        engine = Engine(model)
+        large = {"type": "message", "role": "user", "id": "msg_x", "content": "x" * (2 << 20)}
+        first = await engine.block(input=[large])
+        reference = {"type": "item_reference", "id": "msg_x"}
+        await engine.block(input=[reference] * 2)
+        for times, previous in ((10_000, None), (63, first.id)):
+            with pytest.raises(InvalidRequest, match="at most 134,217,728 can be served") as refused:
+                await engine.start(input=[reference] * times, previous_response_id=previous)
+            assert refused.value.param == "input"
+    assert [entry.id for entry in model.requests[1].segments[0].entries] == ["msg_x", "msg_x"]
+
+
+async def test_a_conversation_that_grows_without_a_model_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fumehood.engine.history._MOST_BYTES", 4096)
+    engine = Engine(ScriptedModel())
+    first = await engine.block(input="x" * 1800, generate=False)
+    second = await engine.block(input="y" * 1800, generate=False, previous_response_id=first.id)
+    for said in ("z" * 1800, [{"role": "user", "content": "z" * 1800}]):
+        with pytest.raises(InvalidRequest, match="begin a new conversation"):
+            await engine.start(input=said, generate=False, previous_response_id=second.id)
+
+
 async def test_items_that_a_client_gives_back() -> None:
     async with ScriptedModel(
         calls("echo", {"text": "x"}), says("ok"), says("again"), says("once more")

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from fumehood.interfaces import Fenced
 from fumehood.protocol.errors import Unavailable
-from fumehood.store.database import Database
+from fumehood.store.database import Database, leave_event_loop
 from fumehood.store.migrations import MIGRATIONS, Migration, StoreRefused, migrate
 from fumehood.store.sqlite import SqliteStore
 from fumehood.testing.turns import stored, texts, turn
@@ -122,6 +123,34 @@ async def test_a_bad_small_job_does_not_harm_its_neighbours(database: Database) 
     assert (first, last) == (None, None)
     assert isinstance(twice, sqlite3.IntegrityError)
     assert await database.read(_all) == [1, 2]
+
+
+async def test_a_job_may_say_that_it_is_long(database: Database) -> None:
+    where: list[int] = []
+
+    def work(db: sqlite3.Connection) -> None:
+        where.append(threading.get_ident())
+        db.execute("INSERT INTO t VALUES (1)")
+        leave_event_loop()
+        db.execute("INSERT INTO t VALUES (2)")
+
+    await database.write(work, size=100)
+    assert where[0] == threading.get_ident()
+    assert where[1] != threading.get_ident()
+    assert await database.read(_all) == [1, 2]
+
+
+async def test_who_is_told_and_breaks_holds_up_nobody(
+    database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    async with asyncio.timeout(60):
+        assert await database.write(lambda db: 1, broken) == 1
+        assert await database.write(lambda db: 2) == 2
+        assert await database.read(lambda db: 3, broken) == 3
+    assert caplog.text.count("RuntimeError: a mistake of ours") == 2
 
 
 async def test_the_event_loop_does_not_wait_for_another_writer(database: Database, tmp_path: Path) -> None:
@@ -307,6 +336,44 @@ async def test_a_full_file_loses_nothing_but_what_it_refused(tmp_path: Path) -> 
     await _bound(database, 1_000_000)
     await refused.end(lease)
     assert len(await store.conversation("tenant", refused.response.id) or ()) == 2
+    await store.close()
+
+
+async def test_what_could_not_end_has_failed_once_its_lease_ran_out(tmp_path: Path) -> None:
+    database = await Database.open(tmp_path / "store.db")
+    store = SqliteStore(database, lease_seconds=0.05)
+    await _bound(database, 100)
+    refused = turn(store, "x" * 1_000_000)
+    lease = await refused.begin()
+    await store.renew([lease])
+    with pytest.raises(Unavailable, match="full"):
+        await refused.end(lease)
+    async with asyncio.timeout(60):
+        while not await store.recover():
+            await asyncio.sleep(0.01)
+    found = await store.response("tenant", refused.response.id)
+    assert found is not None
+    assert found.status == "failed"
+    with pytest.raises(Fenced):
+        await refused.end(lease)
+    await store.close()
+
+
+async def test_what_could_neither_begin_nor_end_is_forgotten(tmp_path: Path) -> None:
+    database = await Database.open(tmp_path / "store.db")
+    store = SqliteStore(database, lease_seconds=0.05)
+    await _bound(database, 100)
+    refused = turn(store)
+    refused.response.instructions = "i" * 1_000_000
+    lease = await refused.begin()
+    with pytest.raises(Unavailable, match="full"):
+        await refused.end(lease)
+    async with asyncio.timeout(60):
+        while await store.response("tenant", refused.response.id) is not None:
+            await asyncio.sleep(0.01)
+            assert await store.recover() == 0
+    with pytest.raises(Fenced):
+        await refused.end(lease)
     await store.close()
 
 

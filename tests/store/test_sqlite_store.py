@@ -2,15 +2,18 @@
 
 import asyncio
 import sqlite3
+import threading
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fumehood.interfaces import Fenced
+from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.responses import Response
 from fumehood.store import rows
-from fumehood.store.database import Database
+from fumehood.store.database import Database, leave_event_loop
 from fumehood.store.sqlite import SqliteStore
 from fumehood.testing.turns import segments, stored, texts, turn
 
@@ -132,6 +135,83 @@ async def test_forks_are_never_deeper_than_bound(tmp_path: Path) -> None:
         tip = await stored(store, str(number), after=tip)
     assert _ask(path, "SELECT max(depth) FROM threads") == [(rows.DEEPEST_FORK,)]
     assert len(await segments(store, tip)) == 3 * rows.DEEPEST_FORK
+    await store.close()
+
+
+async def test_what_a_fork_copies_is_not_copied_on_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await SqliteStore.open(tmp_path / "store.db")
+    tip = await stored(store, "0")
+    for number in range(1, rows.DEEPEST_FORK + 1):
+        await stored(store, "other", after=tip)
+        tip = await stored(store, str(number), after=tip)
+    await stored(store, "other", after=tip)
+    left: list[bool] = []
+
+    def leave() -> None:
+        left.append(threading.current_thread() is threading.main_thread())
+        leave_event_loop()
+
+    monkeypatch.setattr(rows, "leave_event_loop", leave)
+    copied = await stored(store, "copied", after=tip)
+    assert left == [True, False]
+    assert len(await segments(store, copied)) == rows.DEEPEST_FORK + 2
+    await store.close()
+
+
+async def test_items_of_one_id_are_not_all_looked_at(tmp_path: Path) -> None:
+    database = await Database.open(tmp_path / "store.db")
+    store = SqliteStore(database)
+    made = turn(store, "made")
+    mine = made.entries[1]
+    assert mine.id
+    await made.end(await made.begin())
+    many = turn(store, "many")
+    many.entries += [msgspec.structs.replace(mine, turn=0, raw=b"{}")] * 10_000
+    await many.end(await many.begin())
+    other = turn(store, "other", tenant="other")
+    other.entries.append(msgspec.structs.replace(mine, turn=0, raw=b'"newest"'))
+    await other.end(await other.begin())
+
+    def steps(db: sqlite3.Connection) -> int:
+        count = 0
+
+        def step() -> int:
+            nonlocal count
+            count += 1
+            return 0
+
+        db.set_progress_handler(step, 10)
+        rows.entries(db, "tenant", {mine.id or ""})
+        db.set_progress_handler(None, 0)
+        return 10 * count
+
+    assert await database.read(steps) < 10_000
+    assert await store.entries("tenant", [mine.id] * 10_000) == {mine.id: mine}
+    theirs = await store.entries("other", [mine.id])
+    assert theirs[mine.id].raw == b'"newest"'
+    await store.close()
+
+
+async def test_no_more_is_read_at_once_than_fits_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await SqliteStore.open(tmp_path / "store.db", cache_bytes=0)
+    one, two = turn(store, "x" * 1000), turn(store, "y" * 1000)
+    first = await one.end(await one.begin())
+    two.response.previous_response_id = first.id
+    second = await two.end(await two.begin())
+    ids = [entry.id or "" for entry in (*one.entries, *two.entries)]
+    monkeypatch.setattr(rows, "LARGEST_READ", 3000)
+    assert len(await segments(store, first)) == 1
+    assert len(await store.entries("tenant", ids[:2] * 10)) == 2
+    with pytest.raises(InvalidRequest, match="3,000 bytes") as refused:
+        await store.entries("tenant", ids)
+    assert refused.value.param == "input"
+    with pytest.raises(InvalidRequest, match="3,000 bytes") as refused:
+        await store.conversation("tenant", second.id)
+    assert refused.value.param == "previous_response_id"
     await store.close()
 
 

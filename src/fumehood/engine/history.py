@@ -15,6 +15,7 @@ from fumehood.protocol.items import Item, peek
 from fumehood.protocol.responses import CreateResponse
 
 _MOST_ITEMS = 10_000
+_MOST_BYTES = 128 << 20  # of a conversation; a body is small, but what it refers to may be large, and often
 _CALLS = {"function_call": "function_call_output", "custom_tool_call": "custom_tool_call_output"}
 _OUTPUTS = frozenset(_CALLS.values())
 _LOOKED_UP = frozenset({"item_reference", "reasoning"})
@@ -63,7 +64,9 @@ class History:
                 "Missing required parameter: 'input'.", param="input", code="missing_required_parameter"
             )
         if isinstance(request.input, str):
-            return (await aside(len(request.input), _user_message, request.input),)
+            message = await aside(len(request.input), _user_message, request.input)
+            _check_size((message,), past)
+            return (message,)
         raws = request.input or []
         if len(raws) > _MOST_ITEMS:
             raise InvalidRequest(f"At most {_MOST_ITEMS} items can be given.", param="input")
@@ -81,6 +84,7 @@ class History:
         self, items: Sequence[Item], kept: Mapping[str, Entry], past: Sequence[Segment]
     ) -> tuple[Entry, ...]:
         entries = tuple([self._entry(item, kept, f"input[{number}]") for number, item in enumerate(items)])
+        _check_size(entries, past)
         cut = max((n for n, entry in enumerate(entries, 1) if entry.type == COMPACTION), default=0)
         _check_calls(entries, () if cut else past, cut)
         return entries
@@ -122,6 +126,24 @@ class _UserMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"
 def _user_message(text: str) -> Entry:
     message = _UserMessage(id=new_id("msg"), content=[_InputText(text)])
     return Entry(type="message", id=message.id, turn=0, raw=msgspec.json.encode(message))
+
+
+def _check_size(entries: Sequence[Entry], past: Sequence[Segment]) -> None:
+    """An item counts as often as it is referred to: the model is shown it as often."""
+    size = _size([*entries, *[entry for segment in past for entry in segment.entries]])
+    if size > _MOST_BYTES:
+        raise InvalidRequest(
+            f"The input, with the items that it refers to and the conversation before it, is {size:,} bytes;"
+            f" at most {_MOST_BYTES:,} can be served. Refer to less, or begin a new conversation.",
+            param="input",
+        )
+
+
+def _size(entries: Sequence[Entry]) -> int:
+    shown = [entry.exchange for entry in entries if entry.exchange is not None]
+    return sum([len(entry.raw) for entry in entries]) + sum(
+        [len(seen.arguments) + len(seen.output) + sum(map(len, seen.images)) for seen in shown]
+    )
 
 
 def _check_calls(entries: Sequence[Entry], past: Sequence[Segment], cut: int = 0) -> None:

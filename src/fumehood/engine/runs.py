@@ -196,16 +196,22 @@ class EngineRuns:
         return run
 
     async def _renew_leases(self) -> None:
-        """Until the end: a run whose lease is lost has been given up by everybody else, and must not go on."""
+        """Until the end: a run whose lease is lost has been given up by everybody else, and must not go on.
+
+        What nobody renews any more, because its end could not be written, is marked as failed.
+        """
         while True:
             await self._clock.sleep(_RENEW_SECONDS)
             held = {run.lease: run for run in self._running if run.lease is not None}
             try:
                 ours = set(await self._store.renew(list(held))) if held else set[Lease]()
+                lost = await self._store.recover()
             except Exception as error:  # whatever it was: without this task every run would lose its lease
                 expected = isinstance(error, ApiError)
                 logger.warning("leases could not be renewed: %s", error, exc_info=not expected)
                 continue
+            if lost:
+                logger.warning("%d responses whose end was not written have failed", lost)
             for lease, run in held.items():
                 if lease not in ours:
                     run.cancel("its lease was lost")

@@ -6,6 +6,7 @@ If that fails, each job is tried alone, so that a bad one does not take its neig
 
 import asyncio
 import fcntl
+import logging
 import math
 import os
 import sqlite3
@@ -18,6 +19,8 @@ from queue import SimpleQueue
 
 from fumehood.protocol.errors import Unavailable
 from fumehood.store.migrations import StoreRefused, is_current, migrate
+
+logger = logging.getLogger(__name__)
 
 _READERS = 2
 _LARGEST_GROUP = 256
@@ -69,13 +72,31 @@ class Job[T]:
     def deliver(self) -> None:
         """On the event loop: `on_done` hears of it first, also if nobody waits any more."""
         if self._error is None and self._on_done is not None:
-            self._on_done(self._result)
+            try:
+                self._on_done(self._result)
+            except (
+                Exception
+            ):  # a mistake of ours: it is in the database all the same, and others wait behind it
+                logger.exception("what follows a job of the database failed")
         if self._waiter is None or self._waiter.done():
             return
         if self._error is None:
             self._waiter.set_result(self._result)
         else:
             self._waiter.set_exception(_for_callers(self._error))
+
+
+class _TooLongHere(Exception):
+    """A job that belongs to the thread."""
+
+
+def leave_event_loop() -> None:
+    """For a job before long work that its size does not tell of: the thread begins the job anew."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise _TooLongHere
 
 
 def _for_callers(error: BaseException) -> BaseException:

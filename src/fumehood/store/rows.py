@@ -15,13 +15,21 @@ import msgspec
 from fumehood.interfaces import IdempotencyClaim
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Exchange
+from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.items import AuthoredItem, OutputItem
 from fumehood.protocol.keys import ApiKey
 from fumehood.protocol.responses import INTERRUPTED, Response
 from fumehood.store.cached import Place
+from fumehood.store.database import leave_event_loop
 
 # A fork of a fork of …: every level is a step of each read, so a deeper one gets a copy of what it stands on.
 DEEPEST_FORK = 8
+
+# Bytes that one read brings into memory; conversations that may go on are smaller.
+LARGEST_READ = 256 << 20
+
+# Clients choose ids, too: of many items with the same one, so many of the oldest and of the newest are looked at.
+_MOST_NAMESAKES = 32
 
 _responses = msgspec.json.Decoder(Response)
 _exchanges = msgspec.json.Decoder(Exchange)
@@ -206,6 +214,7 @@ def _thread(db: sqlite3.Connection, tenant: str, base: Base, tip: int) -> int:
     (depth,) = db.execute("SELECT depth FROM threads WHERE id = ?", (base.thread,)).fetchone()
     if depth < DEEPEST_FORK:
         return _new_thread(db, tenant, base, depth + 1, tip)
+    leave_event_loop()
     copy = _new_thread(db, tenant, Base(None, 0), 0, tip)
     for part in _path(db, base):
         db.execute(
@@ -271,13 +280,33 @@ class _Kept(NamedTuple):
     entry: Entry
 
 
+class _Budget:
+    """What one read may still bring into memory."""
+
+    def __init__(self, param: str) -> None:
+        self._param = param
+        self._left = LARGEST_READ
+
+    def spend(self, raw: bytes, exchange: bytes | None) -> None:
+        """Raises InvalidRequest."""
+        self._left -= len(raw) + len(exchange or b"")
+        if self._left < 0:
+            raise InvalidRequest(
+                f"The items that are asked for are more than {LARGEST_READ:,} bytes, which cannot be read at once."
+                f" Refer to less, or begin a new conversation.",
+                param=self._param,
+            )
+
+
 def _kept(db: sqlite3.Connection, base: Base) -> Iterator[_Kept]:
-    """All that stands there, oldest first."""
+    """All that stands there, oldest first; raises InvalidRequest beyond the largest read."""
+    budget = _Budget("previous_response_id")
     for thread, end in _path(db, base):
         for start, pos, *entry in db.execute(
             "SELECT start, pos, turn, type, id, raw, exchange FROM items WHERE thread = ? AND pos < ? ORDER BY pos",
             (thread, end),
         ):
+            budget.spend(*entry[-2:])
             yield _Kept(Place(thread, start), pos, _entry(*entry))
 
 
@@ -333,16 +362,27 @@ def input_entries(db: sqlite3.Connection, tenant: str, response_id: str) -> list
     return [one.entry for one in _kept(db, Base(thread, end)) if one.pos < start or one.entry.turn == 0]
 
 
-def entries(db: sqlite3.Connection, tenant: str, item_ids: Sequence[str]) -> dict[str, Entry]:
-    """What a model made comes before what a client gave back under the same id."""
+_OLDEST = "SELECT thread, pos FROM items WHERE id = :id ORDER BY thread, pos LIMIT :most"
+_NEWEST = "SELECT thread, pos FROM items WHERE id = :id ORDER BY thread DESC, pos DESC LIMIT :most"
+# The place alone is sorted: items may be large.
+_BY_ID = f"""
+    WITH namesakes AS (SELECT * FROM ({_OLDEST}) UNION SELECT * FROM ({_NEWEST})),
+    place AS (
+        SELECT thread, pos FROM namesakes JOIN items USING (thread, pos) JOIN threads ON threads.id = thread
+        WHERE tenant = :tenant ORDER BY turn > 0 DESC, thread, pos LIMIT 1
+    )
+    SELECT turn, type, id, raw, exchange FROM place JOIN items USING (thread, pos)
+"""  # noqa: S608
+
+
+def entries(db: sqlite3.Connection, tenant: str, item_ids: Collection[str]) -> dict[str, Entry]:
+    """What a model made comes before what a client gave back under the same id; raises InvalidRequest."""
+    budget = _Budget("input")
     found: dict[str, Entry] = {}
     for item_id in item_ids:
-        row = db.execute(
-            "SELECT turn, type, items.id, raw, exchange FROM items JOIN threads ON threads.id = thread"
-            " WHERE items.id = ? AND tenant = ? ORDER BY turn > 0 DESC, thread, pos LIMIT 1",
-            (item_id, tenant),
-        ).fetchone()
+        row = db.execute(_BY_ID, {"id": item_id, "tenant": tenant, "most": _MOST_NAMESAKES}).fetchone()
         if row is not None:
+            budget.spend(*row[-2:])
             found[item_id] = _entry(*row)
     return found
 

@@ -7,6 +7,7 @@ by then. docs/storage.md tells the rest.
 import asyncio
 import secrets
 import sqlite3
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,13 +34,17 @@ _LEASE_SECONDS = 30.0
 _CACHE_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Begun:
-    """A response of this process that runs. Its beginning is in the database once the job is applied."""
+    """A response of this process that runs. Its beginning is in the database once the job is applied.
+
+    expires: when its lease does, for one of which the database does not know.
+    """
 
     tenant: str
     response: Response
     job: Job[None]
+    expires: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +113,15 @@ class SqliteStore:
             rows.begin(db, head, self._owner, _FIRST_EPOCH, self._lease_seconds)
 
         job = Job(work, size=len(head.body))
-        self._running[response.id] = _Begun(tenant, response, job)
+        self._running[response.id] = _Begun(tenant, response, job, self._expiry())
         self._write_soon(response.id, job)
         return Lease(response.id, _FIRST_EPOCH)
 
     async def renew(self, leases: Sequence[Lease]) -> Sequence[Lease]:
         begun = [(lease, self._running.get(lease.response_id)) for lease in leases]
+        for lease, ours in begun:
+            if ours is not None and lease.epoch == _FIRST_EPOCH:
+                ours.expires = self._expiry()
 
         def work(db: sqlite3.Connection) -> list[Lease]:
             return [
@@ -162,7 +170,13 @@ class SqliteStore:
         self._write_begun()
         only_owner = self._owner if self._sole else None
         failed = await self._database.write(lambda db: rows.recover(db, only_owner))
-        for response_id in failed:
+        now = time.monotonic()
+        never_written = [
+            response_id
+            for response_id, begun in self._running.items()
+            if begun.expires <= now and not begun.job.applied
+        ]
+        for response_id in (*failed, *never_written):
             self._running.pop(response_id, None)
         return len(failed)
 
@@ -188,7 +202,7 @@ class SqliteStore:
         return await self._read(response_id, lambda db: rows.input_entries(db, tenant, response_id))
 
     async def entries(self, tenant: str, item_ids: Sequence[str]) -> dict[str, Entry]:
-        asked = [item_id for item_id in item_ids if _storable(item_id)]
+        asked = {item_id for item_id in item_ids if _storable(item_id)}
         return await self._database.read(lambda db: rows.entries(db, tenant, asked)) if asked else {}
 
     async def delete_response(self, tenant: str, response_id: str) -> bool:
@@ -253,6 +267,9 @@ class SqliteStore:
         return await self._database.read(rows.keys_revision)
 
     # --- inside ---------------------------------------------------------------------------------------
+
+    def _expiry(self) -> float:
+        return time.monotonic() + self._lease_seconds
 
     def _write_soon(self, response_id: str, beginning: Job[None]) -> None:
         self._unwritten[response_id] = beginning
