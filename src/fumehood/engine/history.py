@@ -130,20 +130,13 @@ def _user_message(text: str) -> Entry:
 
 def _check_size(entries: Sequence[Entry], past: Sequence[Segment]) -> None:
     """An item counts as often as it is referred to: the model is shown it as often."""
-    size = _size([*entries, *[entry for segment in past for entry in segment.entries]])
+    size = sum([entry.size for entry in entries]) + sum([segment.size for segment in past])
     if size > _MOST_BYTES:
         raise InvalidRequest(
             f"The input, with the items that it refers to and the conversation before it, is {size:,} bytes;"
             f" at most {_MOST_BYTES:,} can be served. Refer to less, or begin a new conversation.",
             param="input",
         )
-
-
-def _size(entries: Sequence[Entry]) -> int:
-    shown = [entry.exchange for entry in entries if entry.exchange is not None]
-    return sum([len(entry.raw) for entry in entries]) + sum(
-        [len(seen.arguments) + len(seen.output) + sum(map(len, seen.images)) for seen in shown]
-    )
 
 
 def _check_calls(entries: Sequence[Entry], past: Sequence[Segment], cut: int = 0) -> None:

@@ -232,9 +232,13 @@ class EngineRuns:
 
 
 def _unrendered(prepared: Prepared) -> int:
-    """About how many bytes the model server has not been told of yet."""
-    new = [segment for segment in prepared.window.segments if not is_rendered(segment)]
-    return sum([ITEM + len(entry.raw) for segment in new for entry in segment.entries])
+    """About how many bytes the model server has not been told of yet; what it was told of comes before all of them."""
+    size = 0
+    for segment in reversed(prepared.window.segments):
+        if is_rendered(segment):
+            break
+        size += ITEM * len(segment.entries) + segment.size
+    return size
 
 
 def _must_fit(prepared: Prepared) -> bool:

@@ -38,11 +38,16 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     exchange: Exchange | None = None
 
     @property
-    def weight(self) -> int:
-        """About how many bytes it takes in memory, with a rendering of it; a guess, for those who bound them."""
+    def size(self) -> int:
+        """Of all that it says, about in bytes."""
         seen = self.exchange
         shown = len(seen.arguments) + len(seen.output) + sum(map(len, seen.images)) if seen is not None else 0
-        return _ENTRY_OVERHEAD + 2 * (len(self.raw) + shown)
+        return len(self.raw) + shown
+
+    @property
+    def weight(self) -> int:
+        """About how many bytes it takes in memory, with a rendering of it; a guess, for those who bound them."""
+        return _ENTRY_OVERHEAD + 2 * self.size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,18 +55,23 @@ class Segment:
     """What one response added to a conversation: its input, then its output. Never changed once it is made.
 
     renderings: the same in a model server's own words, kept by whoever speaks that dialect, under its name.
-    compacted: the place of its last compaction, -1 if it has none; looked up once, since every request asks.
+    compacted: the place of its last compaction, -1 if it has none.
+    size: that of its entries. Both are looked up once, since every later request asks.
     """
 
     entries: tuple[Entry, ...]
     renderings: dict[str, bytes] = field(default_factory=dict[str, bytes])
     compacted: int = field(init=False, default=-1)
+    size: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
+        size = 0
         for place, entry in enumerate(self.entries):
+            size += entry.size
             if entry.type == COMPACTION:
                 object.__setattr__(self, "compacted", place)
+        object.__setattr__(self, "size", size)
 
     @property
     def weight(self) -> int:
-        return sum(entry.weight for entry in self.entries)
+        return _ENTRY_OVERHEAD * len(self.entries) + 2 * self.size
