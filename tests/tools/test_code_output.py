@@ -66,5 +66,5 @@ def test_the_page_tells_the_bounds() -> None:
     assert f"| time for copying | {files.seconds:g} s;" in page
     assert f"It expires after {ContainerSpec().idle_minutes} minutes" in page
     assert f"| `claim_timeout` | {containers.claim_timeout:g} s |" in page
-    assert f"| `containers_per_tenant` | {containers.containers_per_tenant} |" in page
+    assert f"`limits.containers_per_tenant` ({containers.containers_per_tenant})" in page
     assert f"| `execution_timeout` | {InterpreterSettings().execution_timeout:g} s |" in page
