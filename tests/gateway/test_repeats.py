@@ -115,7 +115,7 @@ async def test_a_response_that_was_deleted_is_not_told_again(house: House) -> No
 @module
 async def test_what_was_cut_off_by_a_crash_is_not_run_again(house: House) -> None:
     body = json.dumps({"model": "scripted", "input": "hi"}).encode()
-    claim = IdempotencyClaim(repeats.digest_of(body), "resp_lost")
+    claim = IdempotencyClaim(repeats.body_digest(body), "resp_lost")
     assert await house.store.claim("ann", "crash", claim, 60) is None
     asked = len(house.model.requests)
     refused = await house.ann.ask("POST", "/v1/responses", body, **keyed("crash"))

@@ -59,7 +59,7 @@ class Asked:
         return self.request.store is not False
 
 
-def digest_of(body: bytes) -> bytes:
+def body_digest(body: bytes) -> bytes:
     return hashlib.sha256(body).digest()
 
 

@@ -10,7 +10,7 @@ from fumehood.gateway.limits import Limits, Place
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.reading import check_include, read_request
-from fumehood.gateway.repeats import Asked, Repeats, checked_key, digest_of
+from fumehood.gateway.repeats import Asked, Repeats, body_digest, checked_key
 from fumehood.gateway.shown import shown
 from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
@@ -54,7 +54,7 @@ class Responses:
             include = self._always.union(request.include or ())
             header = exchange.headers.get(b"idempotency-key")
             if header is not None:
-                digest = await aside(len(body), digest_of, body)
+                digest = await aside(len(body), body_digest, body)
                 del body  # it may be large, and the run long
                 asked = Asked(caller, checked_key(header), digest, request, include)
                 self._note(exchange, await self._repeats.answer(exchange, asked))

@@ -41,7 +41,7 @@ HEADERS: tuple[tuple[bytes, bytes], ...] = (
 _END = b"\n\n"
 TERMINAL = (Completed, Failed, Incomplete)
 # Only these can hold what the client did not ask for, or bytes that somebody else has written.
-DELICATE = (ItemEvent, ResponseEvent, TextDone, PartDone)
+_DELICATE = (ItemEvent, ResponseEvent, TextDone, PartDone)
 # A line break between two tokens of JSON is as good as a space; inside a string there is none.
 _ONE_LINE = bytes.maketrans(b"\r\n", b"  ")
 # Some readers take these for the end of a line.
@@ -59,18 +59,18 @@ class _Forms(dict[type[StreamEvent], tuple[bytes, bool]]):
 
     def __missing__(self, kind: type[StreamEvent]) -> tuple[bytes, bool]:
         name = str(kind.__struct_config__.tag)
-        form = self[kind] = (f"event: {name}\ndata: ".encode(), issubclass(kind, DELICATE))
+        form = self[kind] = (f"event: {name}\ndata: ".encode(), issubclass(kind, _DELICATE))
         return form
 
 
-_forms = _Forms()
+FORMS = _Forms()
 
 
 def encode_events(events: Sequence[StreamEvent], include: Collection[str]) -> bytearray:
     """The events as they go over the wire, projected, in one piece."""
     buffer = bytearray()
     for event in events:
-        head, delicate = _forms[type(event)]
+        head, delicate = FORMS[type(event)]
         buffer += head
         if delicate or (isinstance(event, TextDelta) and event.logprobs):
             buffer += _encode(project(event, include)).translate(_ONE_LINE)

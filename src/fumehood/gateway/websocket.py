@@ -23,7 +23,7 @@ from fumehood.gateway.limits import Place
 from fumehood.gateway.origins import Origins
 from fumehood.gateway.reading import decode, decode_request
 from fumehood.gateway.responses import Responses
-from fumehood.gateway.sse import DELICATE, Following
+from fumehood.gateway.sse import FORMS, Following
 from fumehood.interfaces import Caller, Run
 from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import (
@@ -98,16 +98,6 @@ class _Refusal(msgspec.Struct, kw_only=True, tag_field="type", tag="error"):
 _envelopes = msgspec.json.Decoder(_Envelope)
 _steers = msgspec.json.Decoder(_Steer)
 _encode_into = msgspec.json.Encoder().encode_into
-
-
-class _Delicate(dict[type[StreamEvent], bool]):
-    def __missing__(self, kind: type[StreamEvent]) -> bool:
-        found = self[kind] = issubclass(kind, DELICATE)
-        return found
-
-
-_delicate = _Delicate()
-
 # The head of a text message of 126 to 65535 bytes, which most are; the length is written when it is known.
 _HEAD = b"\x81\x7e\0\0"
 
@@ -125,7 +115,7 @@ class Messages:
         for event in events:
             start = len(buffer)
             buffer += _HEAD
-            if _delicate[type(event)] or (isinstance(event, TextDelta) and event.logprobs):
+            if FORMS[type(event)][1] or (isinstance(event, TextDelta) and event.logprobs):
                 event = project(event, include)
             _encode_into(event, buffer, -1)
             if tail:
