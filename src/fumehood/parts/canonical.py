@@ -43,13 +43,15 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
 class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is needed to go back to the vendor.
 
-    item: what is left of the vendor's item; unset on further parts of the item before.
+    item: what is left of the vendor's item; unset where the way back is not kept.
+    follows: this is a further part of the item of the part before.
     place: which of the envelope's lists the item stood in.
     envelope: on the first part of a document only.
     """
 
     vendor: str
     item: Json | msgspec.UnsetType = msgspec.UNSET
+    follows: bool = False
     moved: list[Move] = []
     place: int = 0
     envelope: Envelope | None = None

@@ -125,11 +125,10 @@ def _groups(vendor: Vendor, parts: list[Part]) -> list[list[Part]]:
     for position, part in enumerate(parts):
         source = part.source
         if position in own:
-            if source is None or source.item is msgspec.UNSET:
-                if groups and not _is_derived(part):
-                    groups[-1].append(part)
-            else:
+            if source is not None and source.item is not msgspec.UNSET:
                 groups.append([part])
+            elif groups and not _is_derived(part):
+                groups[-1].append(part)
         elif position not in joined:
             group = [part]
             if isinstance(part, ToolCall) and position in results and _shape_for(vendor, part).unified:
@@ -144,7 +143,7 @@ def _is_of(vendor: Vendor, part: Part) -> bool:
     source = part.source
     if source is None or source.vendor != vendor.name:
         return False
-    return source.item is not msgspec.UNSET or bool(source.moved) or _is_derived(part)
+    return source.item is not msgspec.UNSET or source.follows or _is_derived(part)
 
 
 def _is_derived(part: Part) -> bool:

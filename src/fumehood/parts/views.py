@@ -188,6 +188,8 @@ def _way_back(source: Source) -> JsonObject:
     record: JsonObject = {}
     if source.item is not msgspec.UNSET:
         record["item"] = source.item
+    if source.follows:
+        record["follows"] = True
     if source.moved:
         record["moved"] = [_written(move) for move in source.moved]
     if source.place:
@@ -335,6 +337,7 @@ def _source(record: JsonObject) -> Source | None:
     return Source(
         vendor=vendor,
         item=record.get("item", msgspec.UNSET),
+        follows=record.get("follows") is True,
         moved=moved,
         place=cast(int, record.get("place", 0)),
         envelope=None if envelope is None else _envelope(cast(JsonObject, envelope)),
