@@ -145,7 +145,7 @@ def test_recorded_responses_go_back() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("vendor", SAMPLES)
-@settings(max_examples=1500)
+@settings(max_examples=300)
 @given(seed=st.integers(0, 2**32), others=st.lists(anything, min_size=1, max_size=4))
 def test_many_mutilated_items_go_back(vendor: str, seed: int, others: list[Json]) -> None:
     chance = random.Random(seed)
