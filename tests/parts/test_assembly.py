@@ -26,7 +26,7 @@ type Events = list[dict[str, Any]]
 def _openai() -> tuple[Events, Any]:
     code = {"type": "code_interpreter_call", "id": "ci_1", "container_id": "c", "code": "", "outputs": None}
     whole = {**code, "status": "completed", "code": "print(2)", "outputs": [{"type": "logs", "logs": "2\n"}]}
-    text = {"type": "output_text", "text": "", "annotations": []}
+    text: Any = {"type": "output_text", "text": "", "annotations": []}
     message = {"type": "message", "id": "m", "role": "assistant", "status": "completed"}
     cited = {"type": "file_citation", "file_id": "f", "filename": "a", "index": 1}
     response = "response."
@@ -50,8 +50,8 @@ def _openai() -> tuple[Events, Any]:
 
 
 def _anthropic() -> tuple[Events, Any]:
-    use = {"type": "server_tool_use", "id": "s1", "name": "code_execution", "input": {}}
-    result = {
+    use: Any = {"type": "server_tool_use", "id": "s1", "name": "code_execution", "input": {}}
+    result: Any = {
         "type": "code_execution_tool_result",
         "tool_use_id": "s1",
         "content": {"stdout": "2\n", "content": []},
@@ -330,7 +330,7 @@ def test_a_call_that_was_cut_off_is_there_as_far_as_it_came(vendor: str) -> None
 
 
 def test_a_call_that_failed_says_so() -> None:
-    failed = {"type": "code_interpreter_call", "id": "ci", "status": "failed", "container_id": "c", "code": "1",
+    failed: Any = {"type": "code_interpreter_call", "id": "ci", "status": "failed", "container_id": "c", "code": "1",
               "outputs": None}  # fmt: skip
     assembly = Assembly("openai")
     assembly.feed(

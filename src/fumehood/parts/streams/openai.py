@@ -46,11 +46,16 @@ class ResponseStream:
         elif stem == "shell_call_output_content":
             self._print(place, step, event)
         elif kind in ("completed", "incomplete"):
-            output = member(event, "response").get("output")
-            for position, item in enumerate(output if isinstance(output, list) else []):
-                self.pieces.replace(position, item)
+            self._finish(member(event, "response").get("output"))
         elif stem.endswith("_call") and step != "partial_image":
             self.pieces.put(place, ("status",), step)
+
+    def _finish(self, output: Json) -> None:
+        """Some servers leave the items out of the last event; then what came before it stands."""
+        if isinstance(output, list) and output:
+            self.pieces = Pieces()
+            for place, item in enumerate(output):
+                self.pieces.replace(place, item)
 
     def _grow(self, place: int, stem: str, step: str, event: JsonObject) -> None:
         where, name = _GROWING[stem]
