@@ -249,6 +249,22 @@ async def test_files_that_are_none_of_ours(tmp_path: Path) -> None:
         assert connection.execute("SELECT name FROM sqlite_schema").fetchall() == [("theirs",)]
 
 
+async def test_the_writer_is_the_last_to_close_so_that_the_log_is_folded(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    database = await Database.open(tmp_path / "store.db")
+    (writer,) = [one for one in threading.enumerate() if one not in before and one.name == "store-writer"]
+    go_on = threading.Event()
+    reading = database.read(lambda _: go_on.wait(60))
+    closing_it = asyncio.ensure_future(database.close())
+    await asyncio.to_thread(writer.join, 0.2)
+    assert writer.is_alive()
+    go_on.set()
+    assert await reading
+    await closing_it
+    assert not writer.is_alive()
+    assert [one.name for one in tmp_path.iterdir() if "-wal" in one.name] == []
+
+
 # --- migrations ---------------------------------------------------------------------------------------
 
 ADDS = Migration(
