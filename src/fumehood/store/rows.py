@@ -180,8 +180,8 @@ def _append(db: sqlite3.Connection, ending: Ending, base: Base) -> Place | None:
         return None
     place = Place(_thread(db, ending.head.tenant, base, base.end + len(ending.entries)), base.end)
     db.executemany(
-        "INSERT INTO items (thread, pos, start, turn, ours, type, id, raw, exchange)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO items (tenant, thread, pos, start, turn, ours, type, id, raw, exchange)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         _item_rows(place, ending),
     )
     return place
@@ -194,7 +194,8 @@ def _item_rows(place: Place, ending: Ending) -> list[tuple[object, ...]]:
         ours = entry.turn > 0 and made not in ending.foreign
         made += entry.turn > 0
         seen = _encode(entry.exchange) if entry.exchange is not None else None
-        rows.append((*place[:1], pos, place.start, entry.turn, ours, entry.type, entry.id, entry.raw, seen))
+        item = (entry.turn, ours, entry.type, entry.id, entry.raw, seen)
+        rows.append((ending.head.tenant, place.thread, pos, place.start, *item))
     return rows
 
 
@@ -215,8 +216,9 @@ def _thread(db: sqlite3.Connection, tenant: str, base: Base, tip: int) -> int:
     copy = _new_thread(db, tenant, Base(None, 0), 0, tip)
     for part in _path(db, base):
         db.execute(
-            "INSERT INTO items (thread, pos, start, turn, ours, type, id, raw, exchange)"
-            " SELECT ?, pos, start, turn, ours, type, id, raw, exchange FROM items WHERE thread = ? AND pos < ?",
+            "INSERT INTO items (tenant, thread, pos, start, turn, ours, type, id, raw, exchange)"
+            " SELECT tenant, ?, pos, start, turn, ours, type, id, raw, exchange FROM items"
+            " WHERE thread = ? AND pos < ?",
             (copy, *part),
         )
     return copy
@@ -360,9 +362,8 @@ def input_entries(db: sqlite3.Connection, tenant: str, response_id: str) -> list
 
 
 _BY_ID = """
-    SELECT turn, type, items.id, raw, exchange
-    FROM (SELECT thread, pos FROM item_ids WHERE tenant = ? AND id = ? ORDER BY given, thread, pos LIMIT 1)
-    JOIN items USING (thread, pos)
+    SELECT turn, type, id, raw, exchange FROM items
+    WHERE tenant = ? AND id = ? ORDER BY turn = 0, thread, pos LIMIT 1
 """
 
 
@@ -418,8 +419,11 @@ def files(db: sqlite3.Connection, container_id: str) -> list[ContainerFileRecord
 
 
 def unused_blobs(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
-    used = "SELECT 1 FROM files WHERE blob = ? LIMIT 1"
-    return [name for name in names if db.execute(used, (name,)).fetchone() is None]
+    used = (
+        "SELECT 1 WHERE EXISTS (SELECT 1 FROM files WHERE blob = :name)"
+        " OR EXISTS (SELECT 1 FROM uploads WHERE blob = :name)"
+    )
+    return [name for name in names if db.execute(used, {"name": name}).fetchone() is None]
 
 
 # --- claims -------------------------------------------------------------------------------------------
