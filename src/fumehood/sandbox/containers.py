@@ -219,8 +219,7 @@ class SandboxContainers:
                 running = [one for one in running if (await self._current(one)).status == "running"]
             if len(running) >= most:
                 raise RateLimited(
-                    f"As many containers are running as are allowed ({most}): delete one, or wait until one that nobody "
-                    "uses expires.",
+                    f"As many containers are running as are allowed ({most}): delete one, or wait for one to expire.",
                     code="container_limit_exceeded",
                 )
             now = self._house.clock.now()
@@ -241,7 +240,9 @@ class SandboxContainers:
         earlier = await self._house.store.container(earlier_id)
         if earlier is None or earlier.tenant != caller.tenant or earlier.status != "expired":
             return
-        files = [file for file in await self._house.store.files(earlier_id) if file.source == "user" and file.blob]
+        files = [
+            file for file in await self._house.store.files(earlier_id) if file.source == "user" and file.blob
+        ]
         wanted = [Given(file.path, Kept(file.blob, file.bytes)) for file in files]
         try:
             await self._given.place(self._known(record), wanted)
