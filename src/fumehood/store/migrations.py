@@ -125,6 +125,53 @@ MIGRATIONS: Sequence[Migration] = (
         CREATE INDEX claims_by_expiry ON claims (expires);
         """
     ),
+    Migration(
+        # The release before would take the blobs of uploads for unused.
+        breaks=True,
+        statements="""
+        CREATE TABLE uploads (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            purpose TEXT NOT NULL,
+            bytes INTEGER NOT NULL,
+            expires_at REAL,
+            blob TEXT NOT NULL,
+            record BLOB NOT NULL
+        );
+        CREATE INDEX uploads_by_tenant ON uploads (tenant, created_at, id);
+        CREATE INDEX uploads_by_purpose ON uploads (tenant, purpose, created_at, id);
+        CREATE INDEX uploads_by_size ON uploads (tenant, bytes);
+        CREATE INDEX uploads_by_expiry ON uploads (expires_at, id) WHERE expires_at IS NOT NULL;
+        CREATE INDEX uploads_by_blob ON uploads (blob);
+        """,
+    ),
+    Migration(
+        """
+        -- Where the items of a tenant are, by id; those that were made here before those that a client gave. Triggers
+        -- keep it, so the release before, which goes by `items_by_id`, keeps it too.
+        CREATE TABLE item_ids (
+            tenant TEXT NOT NULL,
+            id TEXT NOT NULL,
+            given INTEGER NOT NULL,
+            thread INTEGER NOT NULL,
+            pos INTEGER NOT NULL,
+            PRIMARY KEY (tenant, id, given, thread, pos)
+        ) WITHOUT ROWID;
+        INSERT INTO item_ids
+            SELECT tenant, items.id, turn = 0, thread, pos FROM items JOIN threads ON threads.id = thread
+            WHERE items.id IS NOT NULL;
+
+        CREATE TRIGGER item_id_added AFTER INSERT ON items WHEN new.id IS NOT NULL BEGIN
+            INSERT INTO item_ids
+                SELECT tenant, new.id, new.turn = 0, new.thread, new.pos FROM threads WHERE id = new.thread;
+        END;
+        CREATE TRIGGER item_id_removed AFTER DELETE ON items WHEN old.id IS NOT NULL BEGIN
+            DELETE FROM item_ids WHERE tenant = (SELECT tenant FROM threads WHERE id = old.thread)
+                AND id = old.id AND given = (old.turn = 0) AND thread = old.thread AND pos = old.pos;
+        END;
+        """
+    ),
 )
 
 

@@ -28,9 +28,6 @@ DEEPEST_FORK = 8
 # Bytes that one read brings into memory; conversations that may go on are smaller.
 LARGEST_READ = 256 << 20
 
-# Clients choose ids, too: of many items with the same one, so many of the oldest and of the newest are looked at.
-_MOST_NAMESAKES = 32
-
 _responses = msgspec.json.Decoder(Response)
 _exchanges = msgspec.json.Decoder(Exchange)
 _authored: msgspec.json.Decoder[AuthoredItem] = msgspec.json.Decoder(AuthoredItem)
@@ -362,17 +359,11 @@ def input_entries(db: sqlite3.Connection, tenant: str, response_id: str) -> list
     return [one.entry for one in _kept(db, Base(thread, end)) if one.pos < start or one.entry.turn == 0]
 
 
-_OLDEST = "SELECT thread, pos FROM items WHERE id = :id ORDER BY thread, pos LIMIT :most"
-_NEWEST = "SELECT thread, pos FROM items WHERE id = :id ORDER BY thread DESC, pos DESC LIMIT :most"
-# The place alone is sorted: items may be large.
-_BY_ID = f"""
-    WITH namesakes AS (SELECT * FROM ({_OLDEST}) UNION SELECT * FROM ({_NEWEST})),
-    place AS (
-        SELECT thread, pos FROM namesakes JOIN items USING (thread, pos) JOIN threads ON threads.id = thread
-        WHERE tenant = :tenant ORDER BY turn > 0 DESC, thread, pos LIMIT 1
-    )
-    SELECT turn, type, id, raw, exchange FROM place JOIN items USING (thread, pos)
-"""  # noqa: S608
+_BY_ID = """
+    SELECT turn, type, items.id, raw, exchange
+    FROM (SELECT thread, pos FROM item_ids WHERE tenant = ? AND id = ? ORDER BY given, thread, pos LIMIT 1)
+    JOIN items USING (thread, pos)
+"""
 
 
 def entries(db: sqlite3.Connection, tenant: str, item_ids: Collection[str]) -> dict[str, Entry]:
@@ -380,7 +371,7 @@ def entries(db: sqlite3.Connection, tenant: str, item_ids: Collection[str]) -> d
     budget = _Budget("input")
     found: dict[str, Entry] = {}
     for item_id in item_ids:
-        row = db.execute(_BY_ID, {"id": item_id, "tenant": tenant, "most": _MOST_NAMESAKES}).fetchone()
+        row = db.execute(_BY_ID, (tenant, item_id)).fetchone()
         if row is not None:
             budget.spend(*row[-2:])
             found[item_id] = _entry(*row)
@@ -427,8 +418,11 @@ def files(db: sqlite3.Connection, container_id: str) -> list[ContainerFileRecord
 
 
 def unused_blobs(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
-    used = "SELECT 1 FROM files WHERE blob = ? LIMIT 1"
-    return [name for name in names if db.execute(used, (name,)).fetchone() is None]
+    used = (
+        "SELECT 1 WHERE EXISTS (SELECT 1 FROM files WHERE blob = :name)"
+        " OR EXISTS (SELECT 1 FROM uploads WHERE blob = :name)"
+    )
+    return [name for name in names if db.execute(used, {"name": name}).fetchone() is None]
 
 
 # --- claims -------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from fumehood.protocol.keys import ApiKey, KeyLimits
 from fumehood.protocol.responses import Response, Usage
 from fumehood.protocol.sandbox import NetworkDisabled
 from fumehood.testing.store_kit_leases import LeasesKit
+from fumehood.testing.store_kit_uploads import UploadsKit
 from fumehood.testing.turns import (
     StoreSubject,
     answered,
@@ -196,6 +197,19 @@ class ResponsesKit:
         await one.end(await one.begin())
         found = await store.entries("tenant", [user.id, "msg_unknown", model.id, model.id])
         assert found == {user.id: user, model.id: model}
+
+    async def test_ids_that_others_use_too_hide_nothing(self, subject: StoreSubject) -> None:
+        store = subject.store
+        one = turn(store)
+        mine = one.entries[0]
+        assert mine.id
+        for tenant in ("earlier", "later"):
+            crowd = turn(store, tenant, tenant=tenant)
+            crowd.entries += [msgspec.structs.replace(mine, raw=b"{}")] * 100
+            await crowd.end(await crowd.begin())
+            if tenant == "earlier":
+                await one.end(await one.begin())
+        assert await store.entries("tenant", [mine.id]) == {mine.id: mine}
 
     async def test_a_closed_store_is_unavailable(self, subject: StoreSubject) -> None:
         response = await stored(subject.store)
@@ -507,5 +521,5 @@ class CachingKit:
         assert found[0] is one
 
 
-class StoreKit(ResponsesKit, ConversationsKit, DeletionKit, LeasesKit, RecordsKit):
+class StoreKit(ResponsesKit, ConversationsKit, DeletionKit, LeasesKit, RecordsKit, UploadsKit):
     """All that holds for every store."""
