@@ -24,6 +24,8 @@ _PREFIXES = {
     "reasoning": "rs",
     "function_call": "fc",
     "code_interpreter_call": "ci",
+    "shell_call": "sh",
+    "shell_call_output": "sho",
     "compaction": "cmp",
 }
 
