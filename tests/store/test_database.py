@@ -298,33 +298,19 @@ async def test_an_older_file_is_brought_up_to_date(tmp_path: Path) -> None:
     await again.close()
 
 
-async def test_items_of_an_older_file_are_found_by_id_and_an_older_release_keeps_that_so(
-    tmp_path: Path,
-) -> None:
+async def test_items_of_an_older_file_are_found_by_id(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         migrate(connection, MIGRATIONS[:2])
-        _put_item(connection, thread=1, item_id="msg_old")
+        connection.execute("INSERT INTO threads (id, tenant, depth, tip) VALUES (1, 'tenant', 0, 1)")
+        connection.execute(
+            "INSERT INTO items (thread, pos, start, turn, ours, type, id, raw)"
+            " VALUES (1, 0, 0, 0, 0, 'message', 'msg_old', x'7b7d')"
+        )
     store = await SqliteStore.open(path)
     assert set(await store.entries("tenant", ["msg_old"])) == {"msg_old"}
     assert await store.entries("other", ["msg_old"]) == {}
     await store.close()
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        _put_item(connection, thread=2, item_id="msg_new")
-        connection.execute("DELETE FROM items WHERE id = 'msg_old'")
-    again = await SqliteStore.open(path)
-    assert set(await again.entries("tenant", ["msg_old", "msg_new"])) == {"msg_new"}
-    await again.close()
-
-
-def _put_item(connection: sqlite3.Connection, thread: int, item_id: str) -> None:
-    """As releases before `item_ids` do."""
-    connection.execute("INSERT INTO threads (id, tenant, depth, tip) VALUES (?, 'tenant', 0, 1)", (thread,))
-    connection.execute(
-        "INSERT INTO items (thread, pos, start, turn, ours, type, id, raw)"
-        " VALUES (?, 0, 0, 0, 0, 'message', ?, x'7b7d')",
-        (thread, item_id),
-    )
 
 
 async def test_a_newer_file_is_refused(tmp_path: Path) -> None:

@@ -147,30 +147,28 @@ MIGRATIONS: Sequence[Migration] = (
         """,
     ),
     Migration(
-        """
-        -- Where the items of a tenant are, by id; those that were made here before those that a client gave. Triggers
-        -- keep it, so the release before, which goes by `items_by_id`, keeps it too.
-        CREATE TABLE item_ids (
-            tenant TEXT NOT NULL,
-            id TEXT NOT NULL,
-            given INTEGER NOT NULL,
-            thread INTEGER NOT NULL,
-            pos INTEGER NOT NULL,
-            PRIMARY KEY (tenant, id, given, thread, pos)
-        ) WITHOUT ROWID;
-        INSERT INTO item_ids
-            SELECT tenant, items.id, turn = 0, thread, pos FROM items JOIN threads ON threads.id = thread
-            WHERE items.id IS NOT NULL;
-
-        CREATE TRIGGER item_id_added AFTER INSERT ON items WHEN new.id IS NOT NULL BEGIN
-            INSERT INTO item_ids
-                SELECT tenant, new.id, new.turn = 0, new.thread, new.pos FROM threads WHERE id = new.thread;
-        END;
-        CREATE TRIGGER item_id_removed AFTER DELETE ON items WHEN old.id IS NOT NULL BEGIN
-            DELETE FROM item_ids WHERE tenant = (SELECT tenant FROM threads WHERE id = old.thread)
-                AND id = old.id AND given = (old.turn = 0) AND thread = old.thread AND pos = old.pos;
-        END;
-        """
+        # The release before would not say whose items are.
+        breaks=True,
+        statements="""
+        ALTER TABLE items ADD COLUMN tenant TEXT NOT NULL DEFAULT '';
+        UPDATE items SET tenant = (SELECT tenant FROM threads WHERE threads.id = thread);
+        DROP INDEX items_by_id;
+        -- Those that were made here come before those that a client gave, whose turn is 0.
+        CREATE INDEX items_by_id ON items (tenant, id, turn = 0) WHERE id IS NOT NULL;
+        """,
+    ),
+    Migration(
+        # The release before would not know what is deleted.
+        breaks=True,
+        statements="""
+        -- listed: not deleted. retained: bytes of files that outlive their container.
+        ALTER TABLE containers ADD COLUMN listed INTEGER NOT NULL DEFAULT 1;
+        ALTER TABLE containers ADD COLUMN name TEXT NOT NULL DEFAULT 'auto';
+        ALTER TABLE containers ADD COLUMN ended_at REAL NOT NULL DEFAULT 0;
+        ALTER TABLE containers ADD COLUMN retained INTEGER NOT NULL DEFAULT 0;
+        CREATE INDEX containers_ended ON containers (ended_at) WHERE NOT running;
+        CREATE INDEX containers_retaining ON containers (tenant, ended_at, id) WHERE retained > 0;
+        """,
     ),
 )
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import msgspec
 
 from fumehood.interfaces import IdempotencyClaim
-from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Exchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.items import AuthoredItem, OutputItem
@@ -31,8 +30,6 @@ LARGEST_READ = 256 << 20
 _responses = msgspec.json.Decoder(Response)
 _exchanges = msgspec.json.Decoder(Exchange)
 _authored: msgspec.json.Decoder[AuthoredItem] = msgspec.json.Decoder(AuthoredItem)
-_containers = msgspec.json.Decoder(ContainerRecord)
-_files = msgspec.json.Decoder(ContainerFileRecord)
 _keys = msgspec.json.Decoder(ApiKey)
 _encode = msgspec.json.Encoder().encode
 
@@ -180,8 +177,8 @@ def _append(db: sqlite3.Connection, ending: Ending, base: Base) -> Place | None:
         return None
     place = Place(_thread(db, ending.head.tenant, base, base.end + len(ending.entries)), base.end)
     db.executemany(
-        "INSERT INTO items (thread, pos, start, turn, ours, type, id, raw, exchange)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO items (tenant, thread, pos, start, turn, ours, type, id, raw, exchange)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         _item_rows(place, ending),
     )
     return place
@@ -194,7 +191,8 @@ def _item_rows(place: Place, ending: Ending) -> list[tuple[object, ...]]:
         ours = entry.turn > 0 and made not in ending.foreign
         made += entry.turn > 0
         seen = _encode(entry.exchange) if entry.exchange is not None else None
-        rows.append((*place[:1], pos, place.start, entry.turn, ours, entry.type, entry.id, entry.raw, seen))
+        item = (entry.turn, ours, entry.type, entry.id, entry.raw, seen)
+        rows.append((ending.head.tenant, place.thread, pos, place.start, *item))
     return rows
 
 
@@ -215,8 +213,9 @@ def _thread(db: sqlite3.Connection, tenant: str, base: Base, tip: int) -> int:
     copy = _new_thread(db, tenant, Base(None, 0), 0, tip)
     for part in _path(db, base):
         db.execute(
-            "INSERT INTO items (thread, pos, start, turn, ours, type, id, raw, exchange)"
-            " SELECT ?, pos, start, turn, ours, type, id, raw, exchange FROM items WHERE thread = ? AND pos < ?",
+            "INSERT INTO items (tenant, thread, pos, start, turn, ours, type, id, raw, exchange)"
+            " SELECT tenant, ?, pos, start, turn, ours, type, id, raw, exchange FROM items"
+            " WHERE thread = ? AND pos < ?",
             (copy, *part),
         )
     return copy
@@ -360,9 +359,8 @@ def input_entries(db: sqlite3.Connection, tenant: str, response_id: str) -> list
 
 
 _BY_ID = """
-    SELECT turn, type, items.id, raw, exchange
-    FROM (SELECT thread, pos FROM item_ids WHERE tenant = ? AND id = ? ORDER BY given, thread, pos LIMIT 1)
-    JOIN items USING (thread, pos)
+    SELECT turn, type, id, raw, exchange FROM items
+    WHERE tenant = ? AND id = ? ORDER BY turn = 0, thread, pos LIMIT 1
 """
 
 
@@ -378,43 +376,7 @@ def entries(db: sqlite3.Connection, tenant: str, item_ids: Collection[str]) -> d
     return found
 
 
-# --- containers ---------------------------------------------------------------------------------------
-
-
-def put_container(db: sqlite3.Connection, record: ContainerRecord) -> None:
-    db.execute(
-        "INSERT OR REPLACE INTO containers (id, tenant, created_at, running, record) VALUES (?, ?, ?, ?, ?)",
-        (record.id, record.tenant, record.created_at, record.status == "running", _encode(record)),
-    )
-
-
-def container(db: sqlite3.Connection, container_id: str) -> ContainerRecord | None:
-    found = db.execute("SELECT record FROM containers WHERE id = ?", (container_id,)).fetchone()
-    return _containers.decode(found[0]) if found else None
-
-
-def containers(db: sqlite3.Connection, tenant: str | None, running: bool) -> list[ContainerRecord]:
-    those = "running AND " if running else ""
-    found = db.execute(
-        f"SELECT record FROM containers WHERE {those}tenant = coalesce(?, tenant) ORDER BY created_at, id",  # noqa: S608
-        (tenant,),
-    )
-    return [_containers.decode(record) for (record,) in found]
-
-
-def put_files(db: sqlite3.Connection, changed: Sequence[ContainerFileRecord], deleted: Sequence[str]) -> None:
-    db.executemany(
-        "INSERT OR REPLACE INTO files (id, container, created_at, blob, record) VALUES (?, ?, ?, ?, ?)",
-        [(one.id, one.container_id, one.created_at, one.blob, _encode(one)) for one in changed],
-    )
-    db.executemany("DELETE FROM files WHERE id = ?", [(file_id,) for file_id in deleted])
-
-
-def files(db: sqlite3.Connection, container_id: str) -> list[ContainerFileRecord]:
-    found = db.execute(
-        "SELECT record FROM files WHERE container = ? ORDER BY created_at, id", (container_id,)
-    )
-    return [_files.decode(record) for (record,) in found]
+# --- blobs --------------------------------------------------------------------------------------------
 
 
 def unused_blobs(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
