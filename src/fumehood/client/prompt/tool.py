@@ -232,6 +232,11 @@ type AnyTool = Tool[Any, Any]
 type ToolPolicy = Callable[[AnyTool, Any, ToolContext], str | None]
 
 
+def provider_tools(tools: Sequence[AnyTool]) -> list[ProviderTool[Any, Any, Any]]:
+    """Those of them that the provider runs."""
+    return [cast(ProviderTool[Any, Any, Any], tool) for tool in tools if isinstance(tool, ProviderTool)]
+
+
 def by_name(tools: Sequence[AnyTool]) -> dict[str, AnyTool]:
     """Raises PromptValidationError if two different tools share a name."""
     found: dict[str, AnyTool] = {}
