@@ -8,6 +8,7 @@ from fumehood.client.adapters.openai import (
     OpenAICodeInterpreterTool,
     OpenAIHostedToolsConfig,
 )
+from fumehood.client.prompt import AnyTool
 from tests.client.conftest import House
 from tests.support.served import answer, call, calls, runs
 
@@ -30,8 +31,8 @@ def echo(params: Echo, *, context: ToolContext) -> ToolResult[Echo]:
 echo_tool = Tool[Echo, Echo](name="echo", description="Echo the text.", handler=echo)
 
 
-def task(*tools: object, template: str = "Tell me about ${topic}.") -> MarkdownSection[Topic]:
-    return MarkdownSection[Topic](title="Task", key="task", template=template, tools=tools)  # pyright: ignore
+def task(*tools: AnyTool, template: str = "Tell me about ${topic}.") -> MarkdownSection[Topic]:
+    return MarkdownSection[Topic](title="Task", key="task", template=template, tools=tools)
 
 
 def listen(session: Session) -> list[ToolInvoked]:
@@ -57,7 +58,9 @@ def test_a_function_is_run_and_its_result_shown_to_the_model(house: House) -> No
 
 
 def test_python_is_run_and_its_result_told(house: House) -> None:
-    house.model.script(runs("open('a.csv', 'w').write('1,2'); print(6 * 7)"), answer("42: sandbox:/mnt/data/a.csv"))
+    house.model.script(
+        runs("open('a.csv', 'w').write('1,2'); print(6 * 7)"), answer("42: sandbox:/mnt/data/a.csv")
+    )
     session = Session()
     heard = listen(session)
     prompt = Prompt(ns="tests", key="python", sections=(task(OpenAICodeInterpreterTool()),))

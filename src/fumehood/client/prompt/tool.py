@@ -162,7 +162,8 @@ class Tool[P, R](Specialised):
         if params is None or result is None:
             hinted = _hints(self.handler)
             params, result = params or hinted[0], result or hinted[1]
-        params = NoParams if params in (None, type(None)) else params
+        if params is type(None) or (params is None and self.type_arguments):
+            params = NoParams
         known = isinstance(params, type) and hasattr(params, "__dataclass_fields__")
         require(
             known,
