@@ -39,7 +39,7 @@ def response(*output: Mapping[str, Any], **fields: Any) -> Reply:
 
 
 def message(text: str, *annotations: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    part = {"type": "output_text", "text": text, "annotations": annotations}
+    part = {"type": "output_text", "text": text, "annotations": [*annotations]}
     return {
         "type": "message",
         "id": "msg_1",
