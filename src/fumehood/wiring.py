@@ -135,7 +135,9 @@ async def assembled(
             tools,
             store,
             clock,
-            limits=LoopLimits(turns=limits.turns, seconds=limits.response_seconds),
+            limits=LoopLimits(
+                turns=limits.turns, seconds=limits.response_seconds, characters=limits.turn_characters
+            ),
             lag=LagLimits(events=limits.behind_events, seconds=limits.behind_seconds),
             disabled_tools=frozenset() if tools else frozenset({CODE_INTERPRETER}),
             sealer=_sealer(config, environ),
