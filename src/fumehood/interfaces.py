@@ -198,6 +198,8 @@ class Models(Protocol):
 class CallContext:
     """One call of a hosted tool: whose, where in the response, by which name the model knows it, and until when
     (by the monotonic clock) it may take.
+
+    place: the output index of a further item, which begins now.
     """
 
     caller: Caller
@@ -205,16 +207,30 @@ class CallContext:
     output_index: int
     call_id: str
     deadline: float
+    place: Callable[[], int]
     takes_images: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FurtherItem:
+    """One that a call makes beside its first: where, and what the model is told of it."""
+
+    output_index: int
+    item: OutputItem
+    exchange: Exchange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """How a call ended: its last events, its finished item, what the model is told, and the files it left."""
+    """How a call ended: its last events, its finished item, what the model is told, and the files it left.
+
+    further: where a call is more than one item, the others that have begun.
+    """
 
     events: Sequence[StreamEvent]
     item: OutputItem
     exchange: Exchange
+    further: Sequence[FurtherItem] = ()
     files: Sequence[ProducedFile] = ()
 
 
@@ -232,8 +248,8 @@ class Memory:
 
 
 class CallSession(Protocol):
-    """One call, from the moment when the model begins to write it. The session owns its item and that item's
-    lifecycle events, from `output_item.added` to `output_item.done`.
+    """One call, from the moment when the model begins to write it. The session owns its items and their lifecycle
+    events, from `output_item.added` to `output_item.done`.
     """
 
     def open(self) -> Sequence[StreamEvent]: ...
@@ -281,10 +297,14 @@ class HostedTool(Protocol):
         """The types of the items that it makes."""
         ...
 
-    async def offer(self, spec: ToolSpec, caller: Caller, past: Sequence[Segment]) -> OfferedTool:
-        """Check the configuration and everything that it names; raises ApiError. Nothing is created yet.
+    async def offer(
+        self, spec: ToolSpec, caller: Caller, past: Sequence[Segment], beside: Sequence[OfferedTool] = ()
+    ) -> OfferedTool | None:
+        """Check the configuration and everything that it names; raises ApiError. Nothing is created yet. None for one
+        that leaves the tool to the client, or to the model's own server.
 
         past: the conversation with what the request adds to it.
+        beside: what the same request was offered before this.
         """
         ...
 
@@ -329,32 +349,102 @@ class Container(Protocol):
 
 
 class Containers(Protocol):
-    """Container identity over sandboxes: who owns it, how long it lives, which files it has."""
+    """Container identity over sandboxes: who owns it, how long it lives, which files it has.
+
+    What an operator allows (networks, minutes, how many, how much) is enforced here, for tools and clients alike. Every
+    method that is about one container's files, and `container`, counts as a use of it; `check` does not.
+    """
 
     def reserve(self) -> str:
         """An id for a container that begins with its first call."""
+        ...
+
+    def approve(self, spec: ContainerSpec) -> ContainerSpec:
+        """The spec as a container would have it, with everything chosen; raises InvalidRequest for what no container
+        may have here (`network_policy`, `expires_after.minutes`).
+        """
+        ...
+
+    async def create(self, caller: Caller, spec: ContainerSpec) -> ContainerRecord:
+        """A container that is there before its first call, with the uploads that the spec names; its sandbox comes
+        later. Raises InvalidRequest (as `approve`; `file_ids`), RateLimited (as many as the tenant may have).
+        """
         ...
 
     async def check(self, caller: Caller, container_id: str) -> ContainerRecord:
         """Raises NotFound, ContainerExpired."""
         ...
 
-    async def open(self, caller: Caller, container_id: str, spec: ContainerSpec) -> Container:
+    async def open(
+        self, caller: Caller, container_id: str, spec: ContainerSpec, heir_of: str | None = None
+    ) -> Container:
         """The container of that id, which begins now if it was only reserved; raises NotFound, ContainerExpired,
-        RateLimited (as many as the tenant may have).
+        InvalidRequest, RateLimited (as many as the tenant may have).
+
+        heir_of: an earlier container of the caller's, which has expired; one that begins now is given the files that
+            users had put there, as far as they are still kept.
         """
         ...
 
+    async def container(self, caller: Caller, container_id: str) -> ContainerRecord:
+        """Also one that has expired; raises NotFound."""
+        ...
+
+    async def containers(
+        self, caller: Caller, window: Window, name: str | None = None
+    ) -> Sequence[ContainerRecord]:
+        """Those of the caller, expired ones too, all or those of that name. Raises InvalidRequest."""
+        ...
+
+    async def delete(self, caller: Caller, container_id: str) -> None:
+        """It is gone, with its files; what runs in it is stopped. Raises NotFound."""
+        ...
+
+    async def put(
+        self, caller: Caller, container_id: str, path: str, content: bytes | AsyncIterable[bytes]
+    ) -> ContainerFileRecord:
+        """Put a user's file at that path below /mnt/data, in place of one that is there. Raises NotFound,
+        InvalidRequest (`file`), BodyTooLarge, Unavailable, and what `content` raises; then nothing was changed.
+        """
+        ...
+
+    async def place(
+        self, caller: Caller, container_id: str, file_ids: Sequence[str]
+    ) -> Sequence[ContainerFileRecord]:
+        """Put uploads into the container, under their names as far as these are free; one that is there already, of the
+        same name and content, is not put there twice. Raises NotFound, InvalidRequest, BodyTooLarge, Unavailable.
+        """
+        ...
+
+    async def unpack(
+        self,
+        caller: Caller,
+        container_id: str,
+        content: bytes | AsyncIterable[bytes],
+        kind: ArchiveFormat,
+        into: str = "",
+    ) -> Sequence[ContainerFileRecord]:
+        """Unpack a user's archive below a directory of /mnt/data; what it left there. Raises as `put` does."""
+        ...
+
     async def file(self, caller: Caller, container_id: str, file_id: str) -> ContainerFileRecord:
-        """Raises NotFound, also for what is another tenant's."""
+        """Raises NotFound, also for what is another tenant's, and for files of an expired container."""
         ...
 
-    async def files(self, caller: Caller, container_id: str) -> Sequence[ContainerFileRecord]:
-        """Raises NotFound."""
+    async def files(
+        self, caller: Caller, container_id: str, window: Window | None = None
+    ) -> Sequence[ContainerFileRecord]:
+        """All of them, oldest first, or a window. Raises NotFound, InvalidRequest."""
         ...
 
-    def read(self, caller: Caller, container_id: str, file_id: str) -> AsyncGenerator[bytes]:
-        """The content in pieces; raises NotFound before the first."""
+    def read(
+        self, caller: Caller, container_id: str, file_id: str, start: int = 0, end: int | None = None
+    ) -> AsyncGenerator[bytes]:
+        """The bytes from `start` up to `end`, or to the last, in pieces; raises NotFound before the first."""
+        ...
+
+    async def delete_file(self, caller: Caller, container_id: str, file_id: str) -> None:
+        """Raises NotFound, Unavailable."""
         ...
 
     async def close(self) -> None: ...

@@ -150,6 +150,30 @@ MIGRATIONS: Sequence[Migration] = (
         INSERT INTO identity VALUES (lower(hex(randomblob(16))));
         """,
     ),
+    Migration(
+        # The release before would not say whose items are.
+        breaks=True,
+        statements="""
+        ALTER TABLE items ADD COLUMN tenant TEXT NOT NULL DEFAULT '';
+        UPDATE items SET tenant = (SELECT tenant FROM threads WHERE threads.id = thread);
+        DROP INDEX items_by_id;
+        -- Those that were made here come before those that a client gave, whose turn is 0.
+        CREATE INDEX items_by_id ON items (tenant, id, turn = 0) WHERE id IS NOT NULL;
+        """,
+    ),
+    Migration(
+        # The release before would not know what is deleted.
+        breaks=True,
+        statements="""
+        -- listed: not deleted. retained: bytes of files that outlive their container.
+        ALTER TABLE containers ADD COLUMN listed INTEGER NOT NULL DEFAULT 1;
+        ALTER TABLE containers ADD COLUMN name TEXT NOT NULL DEFAULT 'auto';
+        ALTER TABLE containers ADD COLUMN ended_at REAL NOT NULL DEFAULT 0;
+        ALTER TABLE containers ADD COLUMN retained INTEGER NOT NULL DEFAULT 0;
+        CREATE INDEX containers_ended ON containers (ended_at) WHERE NOT running;
+        CREATE INDEX containers_retaining ON containers (tenant, ended_at, id) WHERE retained > 0;
+        """,
+    ),
 )
 
 
