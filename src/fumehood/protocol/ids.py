@@ -5,26 +5,32 @@ import time
 
 LONGEST_ID = 64
 
-_RANDOM_BYTES = 17
-_AT_ONCE = 64  # the system is asked for so many: while it answers, other threads take their turn, and that takes long
-_spare: list[str] = []
-os.register_at_fork(after_in_child=_spare.clear)
+_OF_ITEMS = {
+    "code_interpreter_call": "ci",
+    "compaction": "cmp",
+    "custom_tool_call": "ctc",
+    "file_search_call": "fs",
+    "function_call": "fc",
+    "mcp_approval_request": "mcpr",
+    "mcp_call": "mcp",
+    "mcp_list_tools": "mcpl",
+    "message": "msg",
+    "reasoning": "rs",
+    "shell_call": "sh",
+    "shell_call_output": "sho",
+    "web_search_call": "ws",
+}
 
 
-def new_id(prefix: str) -> str:
+def new_id(prefix: str, joint: str = "_") -> str:
     """`resp` gives `resp_` and 48 hexadecimal digits, of which nobody can guess 34.
 
     The others tell the time, to about a millisecond: what is made together stands together in every index, so that a
     database has to write one page where it would have to write many.
     """
-    return f"{prefix}_{time.time_ns() >> 20:014x}{_random_digits()}"
+    return f"{prefix}{joint}{time.time_ns() >> 20:014x}{os.urandom(17).hex()}"
 
 
-def _random_digits() -> str:
-    """Nobody gets the same ones, in whichever thread."""
-    while True:
-        try:
-            return _spare.pop()
-        except IndexError:
-            digits, length = os.urandom(_RANDOM_BYTES * _AT_ONCE).hex(), 2 * _RANDOM_BYTES
-            _spare.extend([digits[start : start + length] for start in range(0, len(digits), length)])
+def new_item_id(kind: str) -> str:
+    """For an item of that type, by whomever it was written."""
+    return new_id(_OF_ITEMS.get(kind, "item"))
