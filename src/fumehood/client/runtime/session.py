@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 from uuid import uuid4
 
@@ -12,11 +11,11 @@ from fumehood.client.runtime.events import EVENTS, EventBus, InProcessDispatcher
 type Reducer[T, E] = Callable[[tuple[T, ...], E], tuple[T, ...]]
 
 
-@dataclass(frozen=True)
 class Snapshot:
     """All values of a session at one moment."""
 
-    slices: Mapping[type[Any], tuple[Any, ...]]
+    def __init__(self, slices: Mapping[type[Any], tuple[Any, ...]]) -> None:
+        self.slices = slices
 
 
 class Slice[T]:
