@@ -24,7 +24,7 @@ from fumehood.gateway.origins import ANY, Origins
 from fumehood.gateway.request_log import RequestLines, RequestLog, to_logging
 from fumehood.gateway.server import Server
 from fumehood.interfaces import (
-    BlobStore,
+    Blobs,
     Clock,
     Containers,
     HostedTool,
@@ -45,6 +45,7 @@ from fumehood.sandbox.kept_files import FileLimits
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings
 from fumehood.sandbox.remote import RemoteSandboxes
 from fumehood.store.blobs import DiskBlobs
+from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.store.sealing import KeyedSealer, KeysRefused, own_keys, read_keys, read_keys_file
 from fumehood.store.sqlite import SqliteStore, StoreRefused
 from fumehood.tools.code_interpreter import CodeInterpreter
@@ -118,7 +119,7 @@ async def assembled(
                 "server.cors_origins: without keys, * would let every web page run code here: name the origins, or "
                 "make a key with `fumehood keys create`."
             )
-        blobs = DiskBlobs(Path(config.storage.blobs))
+        blobs = ReferredBlobs(DiskBlobs(Path(config.storage.blobs)), store)
         try:
             models = open_models(config.models, clock, environ)
         except ValueError as error:
@@ -275,7 +276,7 @@ async def _interpreter(
     config: Config,
     sandboxes: SandboxProvider,
     store: Store,
-    blobs: BlobStore,
+    blobs: Blobs,
     clock: Clock,
     stack: AsyncExitStack,
 ) -> tuple[Containers, list[HostedTool]]:
@@ -291,6 +292,12 @@ async def _interpreter(
             isolation=settings.isolation,
             claim_timeout=settings.claim_timeout,
             containers_per_tenant=config.limits.containers_per_tenant,
+            allowed_domains=frozenset(settings.allowed_domains),
+            idle_minutes=settings.idle_minutes,
+            longest_idle_minutes=settings.longest_idle_minutes,
+            life_hours=settings.life_hours,
+            retention_hours=settings.retention_hours,
+            retained_bytes=settings.retained_bytes,
             files=FileLimits(
                 file_bytes=settings.file_bytes,
                 container_bytes=settings.container_bytes,
@@ -307,7 +314,6 @@ async def _interpreter(
         InterpreterSettings(
             execution_timeout=settings.execution_timeout,
             keeps_variables=settings.isolation == "container",
-            allowed_domains=frozenset(settings.allowed_domains),
             inline_bytes=settings.inline_bytes,
             output=OutputLimits(
                 model_characters=settings.model_characters, kept_characters=settings.kept_characters
