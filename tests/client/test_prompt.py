@@ -221,9 +221,9 @@ def test_tools_know_their_types() -> None:
     ],
 )
 def test_malformed_tools_are_refused(settings: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {"name": "t", "description": "x", "handler": say}
+    given |= settings
     with pytest.raises(PromptValidationError, match=said):
-        given: dict[str, Any] = {"name": "t", "description": "x", "handler": say}
-        given |= settings
         Tool(**given)
 
 
