@@ -63,7 +63,7 @@ class ServerSettings(_Section, frozen=True):
 class StorageSettings(_Section, frozen=True):
     """
     url: sqlite:///FILE; four slashes make the file's path absolute.
-    blobs: the directory of produced files.
+    blobs: the directory of files that were uploaded or produced; no two databases may share one.
     """
 
     url: str = "sqlite:///fumehood.db"
@@ -140,6 +140,25 @@ class CodeInterpreter(_Section, frozen=True):
     settings: CodeInterpreterSettings = CodeInterpreterSettings()
 
 
+class ShellSettings(_Section, frozen=True):
+    """
+    execution_timeout: seconds that one command may run.
+    model_characters, kept_characters: how much of what the commands of a call say the model is told, and how much the
+        item holds.
+    """
+
+    execution_timeout: Seconds = 60.0
+    model_characters: Annotated[int, Meta(ge=100)] = 20_000
+    kept_characters: Annotated[int, Meta(ge=100)] = 1 << 18
+
+
+class Shell(_Section, frozen=True):
+    """Runs in the containers of the code interpreter, and only where that is enabled."""
+
+    enabled: bool = True
+    settings: ShellSettings = ShellSettings()
+
+
 class FileSearchSettings(_Section, frozen=True):
     pass
 
@@ -161,8 +180,25 @@ class WebSearch(_Section, frozen=True):
 
 class Providers(_Section, frozen=True):
     code_interpreter: CodeInterpreter = CodeInterpreter()
+    shell: Shell = Shell()
     file_search: FileSearch = FileSearch()
     web_search: WebSearch = WebSearch()
+
+
+class FileSettings(_Section, frozen=True):
+    """What clients may upload.
+
+    file_bytes: the largest file.
+    tenant_bytes, tenant_files: all that one tenant may have at a time.
+    uploads_at_once: how many of them may be on their way.
+    types: extensions that are accepted besides the usual ones; `*` accepts everything.
+    """
+
+    file_bytes: Positive = 512 << 20
+    tenant_bytes: Positive = 64 << 30
+    tenant_files: Positive = 10_000
+    uploads_at_once: Positive = 16
+    types: tuple[str, ...] = ()
 
 
 class LimitSettings(_Section, frozen=True):
@@ -205,6 +241,7 @@ class Config(_Section, frozen=True):
     compaction: CompactionSettings = CompactionSettings()
     auth: AuthSettings = AuthSettings()
     providers: Providers = Providers()
+    files: FileSettings = FileSettings()
     limits: LimitSettings = LimitSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
