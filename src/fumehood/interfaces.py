@@ -504,7 +504,8 @@ class Sandbox(Protocol):
         """Run code and yield its events, the `End` last; calls of one sandbox run one after another.
 
         Leaving the iterator does not stop the code: `interrupt` does. The same `execution_id` again attaches to the
-        call that is there. Raises Conflict if that was another code, RequestRefused, TooLarge.
+        call that is there. Raises Conflict if that was another code, RequestRefused, TooLarge; and SandboxGone or
+        SandboxNotFound, which are `refused` where it is certain that nothing has begun.
         """
         ...
 
