@@ -159,12 +159,21 @@ class Runs(Protocol):
 # --- models -------------------------------------------------------------------------------------------
 
 
+# Is offered events at the moment when they come, before any task is woken for them; whether it has taken them. What it
+# raises, the generator raises.
+type Take = Callable[[Sequence[AnyModelEvent]], bool]
+
+
 class ModelBackend(Protocol):
     """A model server, or something that behaves like one."""
 
-    def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+    def stream(
+        self, request: ModelRequest, take: Take | None = None
+    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         """One turn, as many events at a time as are there, `TurnEnded` last. Leaving the generator aborts the
         request. Raises ModelError; before the first batch, nothing has happened and the turn may be tried again.
+
+        take: may be offered what comes after the first batch; what it takes is not given again.
         """
         ...
 
