@@ -35,6 +35,7 @@ from fumehood.interfaces import (
     Runs,
     SandboxProvider,
     Store,
+    Take,
 )
 from fumehood.models.registry import open_models
 from fumehood.protocol.file_types import AcceptedTypes
@@ -252,9 +253,11 @@ class _CountedBackend:
         self.profile = backend.profile
         self.close = backend.close
 
-    def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+    def stream(
+        self, request: ModelRequest, take: Take | None = None
+    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         self._metrics.turns += 1
-        return self._backend.stream(request)
+        return self._backend.stream(request, take)
 
 
 async def _store(config: Config, stack: AsyncExitStack) -> SqliteStore:
