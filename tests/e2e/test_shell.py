@@ -82,10 +82,9 @@ def test_a_streamed_call_its_files_and_the_next_turn(house: House) -> None:
     assert (note.type, note.filename) == ("container_file_citation", "numbers.txt")
     content = client.containers.files.content.retrieve(note.file_id, container_id=note.container_id)
     assert content.read() == b"1\n2\n3\n"
-    assert told(house) == [
-        "$ seq 3 > numbers.txt; cat numbers.txt\n1\n2\n3\n"
-        "$ echo oops >&2; exit 3\noops\nExit code: 3\nFiles: /mnt/data/numbers.txt"
-    ]
+    (heard,) = told(house)
+    assert heard.startswith("$ seq 3 > numbers.txt; cat numbers.txt\n1\n2\n3\n$ echo oops")
+    assert heard.endswith("\noops\nExit code: 3\nFiles: /mnt/data/numbers.txt")
 
     # The same container for Python, in the next turn; and the model is told of the first as before.
     house.model.script(runs("print(open('numbers.txt').read().split())"), answer("Read."))

@@ -15,13 +15,13 @@ from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import InvalidRequest
 from tests.support.conversations import (
     call,
-    commands,
     entry,
     hosted,
     message,
     output,
-    said,
     segment,
+    shell_call,
+    shell_output,
     thought,
 )
 
@@ -475,9 +475,9 @@ def test_a_response_in_parts_is_the_response(made: list[list[Entry]]) -> None:
 def test_calls_and_results_that_are_two_items() -> None:
     turn = segment(
         message("go"),
-        commands("a", turn=1),
+        shell_call("a", turn=1),
         hosted("b", "two", turn=1),
-        said("a", "one", turn=1, images=[PICTURE]),
+        shell_output("a", "one", turn=1, images=[PICTURE]),
         message("done", "assistant", turn=2),
     )
     shown = render(turn, dialect=Dialect(takes_images=True))
@@ -487,7 +487,12 @@ def test_calls_and_results_that_are_two_items() -> None:
 
 def test_two_items_that_a_client_gives_back() -> None:
     given = segment(
-        message("go"), commands("a"), said("a", "1"), commands("b"), commands("c"), said("c", "3")
+        message("go"),
+        shell_call("a"),
+        shell_output("a", "1"),
+        shell_call("b"),
+        shell_call("c"),
+        shell_output("c", "3"),
     )
     assert shape(render(given)) == ["user go", "assistant a", "tool 1 -> a", "assistant c", "tool 3 -> c"]
-    assert shape(render(segment(message("go"), said("a", "1")))) == ["user go"]
+    assert shape(render(segment(message("go"), shell_output("a", "1")))) == ["user go"]

@@ -29,13 +29,13 @@ from fumehood.protocol.tools import FunctionSpec, ToolSpec
 from tests.support.chat_server import Answer, ChatServer, chat_server, document, error, stream
 from tests.support.conversations import (
     call,
-    commands,
     entry,
     hosted,
     message,
     output,
-    said,
     segment,
+    shell_call,
+    shell_output,
     thought,
 )
 from tests.support.responses_server import done, ended, response, says
@@ -455,10 +455,15 @@ async def test_an_end_is_enough() -> None:
 
 async def test_calls_and_results_that_are_two_items() -> None:
     """Ours are functions of the client's to such a server; what is a server's own stays its own, whole."""
-    ours = [commands("a", turn=1), commands("b", turn=1), said("a", "1", turn=1), said("b", "2", turn=1)]
+    ours = [
+        shell_call("a", turn=1),
+        shell_call("b", turn=1),
+        shell_output("a", "1", turn=1),
+        shell_output("b", "2", turn=1),
+    ]
     local = entry({"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}})
-    unanswered = commands("d")
-    conversation = segment(message("go"), *ours, unanswered, local, said("c", "3"))
+    unanswered = shell_call("d")
+    conversation = segment(message("go"), *ours, unanswered, local, shell_output("c", "3"))
     for pass_tools, rest in (
         (["shell"], ["shell_call", "shell_call_output"]),
         ([], ["function_call", "function_call_output"]),

@@ -38,7 +38,7 @@ def hosted(
     return Entry(type="code_interpreter_call", id=None, turn=turn, raw=b"{}", exchange=exchange)
 
 
-def commands(call_id: str, *, turn: int = 0) -> Entry:
+def shell_call(call_id: str, *, turn: int = 0) -> Entry:
     """A call of the shell; its result is another item."""
     exchange = Exchange(
         call_id=call_id, name="shell", arguments='{"commands":["ls"]}', output="", tells="call"
@@ -47,7 +47,7 @@ def commands(call_id: str, *, turn: int = 0) -> Entry:
     return Entry(type="shell_call", id=None, turn=turn, raw=raw, exchange=exchange)
 
 
-def said(call_id: str, text: str, *, turn: int = 0, images: Sequence[str] = ()) -> Entry:
+def shell_output(call_id: str, text: str, *, turn: int = 0, images: Sequence[str] = ()) -> Entry:
     """What came of it."""
     exchange = Exchange(
         call_id=call_id, name="shell", arguments="", output=text, tells="result", images=tuple(images)
