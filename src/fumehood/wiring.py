@@ -12,10 +12,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fumehood.config import CodeInterpreterSettings, Config, Misconfigured, secret
+from fumehood.config import CodeInterpreterSettings, Config, FileSettings, Misconfigured, secret
 from fumehood.engine.log import LagLimits
 from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRuns
+from fumehood.files.uploads import UploadedFiles, UploadSettings
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.auth import Callers, Everybody, KeyHolders
 from fumehood.gateway.limits import Limits
@@ -24,6 +25,7 @@ from fumehood.gateway.origins import ANY, Origins
 from fumehood.gateway.request_log import RequestLines, RequestLog, to_logging
 from fumehood.gateway.server import Server
 from fumehood.interfaces import (
+    Amount,
     Blobs,
     Clock,
     Containers,
@@ -35,6 +37,7 @@ from fumehood.interfaces import (
     Store,
 )
 from fumehood.models.registry import open_models
+from fumehood.protocol.file_types import AcceptedTypes
 from fumehood.protocol.folding import OUTPUTS
 from fumehood.protocol.keys import KeyLimits
 from fumehood.protocol.models import AnyModelEvent, ModelRequest
@@ -51,6 +54,8 @@ from fumehood.store.sqlite import SqliteStore, StoreRefused
 from fumehood.tools.code_interpreter import CodeInterpreter
 from fumehood.tools.code_output import OutputLimits
 from fumehood.tools.code_session import InterpreterSettings
+from fumehood.tools.shell import Shell
+from fumehood.tools.shell_session import ShellSettings
 
 CODE_INTERPRETER = "code_interpreter"
 _READINESS_SECONDS = 2.0  # that an answer holds, and may take
@@ -119,7 +124,10 @@ async def assembled(
                 "server.cors_origins: without keys, * would let every web page run code here: name the origins, or "
                 "make a key with `fumehood keys create`."
             )
-        blobs = ReferredBlobs(DiskBlobs(Path(config.storage.blobs)), store)
+        blobs = await _blobs(config, store, clock, stack)
+        files = await stack.enter_async_context(
+            UploadedFiles(store, blobs, clock, _upload_settings(config.files))
+        )
         try:
             models = open_models(config.models, clock, environ)
         except ValueError as error:
@@ -137,7 +145,7 @@ async def assembled(
             clock,
             limits=LoopLimits(turns=limits.turns, seconds=limits.response_seconds),
             lag=LagLimits(events=limits.behind_events, seconds=limits.behind_seconds),
-            disabled_tools=frozenset() if tools else frozenset({CODE_INTERPRETER}),
+            disabled_tools=frozenset() if chosen.enabled else frozenset({CODE_INTERPRETER}),
             sealer=_sealer(config, environ),
         )
         always = chosen.settings.always_include_outputs
@@ -146,6 +154,8 @@ async def assembled(
             store=store,
             models=models,
             containers=containers,
+            files=files,
+            file_bytes=config.files.file_bytes,
             callers=callers,
             origins=Origins(config.server.cors_origins),
             metrics=metrics,
@@ -256,6 +266,26 @@ async def _store(config: Config, stack: AsyncExitStack) -> SqliteStore:
     return store
 
 
+async def _blobs(config: Config, store: SqliteStore, clock: Clock, stack: AsyncExitStack) -> ReferredBlobs:
+    directory = Path(config.storage.blobs)
+    try:
+        disk = DiskBlobs(directory, await store.identity())
+    except StoreRefused as error:
+        raise CannotServe(str(error)) from error
+    except OSError as error:
+        raise CannotServe(f"storage.blobs: {directory} cannot be used: {error.strerror}.") from error
+    return await stack.enter_async_context(ReferredBlobs(disk, store).swept(clock))
+
+
+def _upload_settings(settings: FileSettings) -> UploadSettings:
+    return UploadSettings(
+        file_bytes=settings.file_bytes,
+        tenant=Amount(settings.tenant_files, settings.tenant_bytes),
+        at_once=settings.uploads_at_once,
+        types=AcceptedTypes(settings.types),
+    )
+
+
 async def _callers(config: Config, store: Store, clock: Clock, stack: AsyncExitStack) -> Callers:
     """Those who have a key. Who may reach an open server at all, the caller has made sure of."""
     everybody = Everybody(config.server.hosts)
@@ -306,9 +336,30 @@ async def _interpreter(
         ),
     )
     await stack.enter_async_context(containers)
-    if not chosen.enabled:
-        return containers, []
-    interpreter = CodeInterpreter(
+    return containers, _tools(config, containers, clock)
+
+
+def _tools(config: Config, containers: Containers, clock: Clock) -> list[HostedTool]:
+    """The shell is there in any case: it knows which shells are the client's own."""
+    interpreter, shell = config.providers.code_interpreter, config.providers.shell
+    settings = interpreter.settings
+    hosted_shell = Shell(
+        containers,
+        clock,
+        ShellSettings(
+            execution_timeout=shell.settings.execution_timeout,
+            keeps_processes=settings.isolation == "container",
+            inline_bytes=settings.inline_bytes,
+            output=OutputLimits(
+                model_characters=shell.settings.model_characters,
+                kept_characters=shell.settings.kept_characters,
+            ),
+        ),
+        enabled=shell.enabled and interpreter.enabled,
+    )
+    if not interpreter.enabled:
+        return [hosted_shell]
+    hosted_interpreter = CodeInterpreter(
         containers,
         clock,
         InterpreterSettings(
@@ -320,7 +371,7 @@ async def _interpreter(
             ),
         ),
     )
-    return containers, [interpreter]
+    return [hosted_interpreter, hosted_shell]
 
 
 async def _sandboxes(

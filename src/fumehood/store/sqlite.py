@@ -31,7 +31,7 @@ from fumehood.store.migrations import StoreRefused
 __all__ = ["SqliteStore", "StoreRefused"]
 
 _FIRST_EPOCH = 1
-_BEGIN_DELAY_SECONDS = 0.002
+_BEGIN_DELAY_SECONDS = 0.025
 _LEASE_SECONDS = 30.0
 _CACHE_BYTES = 64 << 20
 
@@ -98,6 +98,10 @@ class SqliteStore:
         return cls(
             database, sole=not shared, lease_seconds=lease_seconds, cache_bytes=0 if shared else cache_bytes
         )
+
+    async def identity(self) -> str:
+        """What no other database is called."""
+        return await self._database.read(rows.identity)
 
     async def close(self) -> None:
         self._write_begun()
@@ -231,7 +235,7 @@ class SqliteStore:
     async def container(self, container_id: str) -> ContainerRecord | None:
         if not _storable(container_id):
             return None
-        return await self._database.read(lambda db: container_rows.one(db, container_id))
+        return await self._database.glance(lambda db: container_rows.one(db, container_id))
 
     async def containers(
         self, tenant: str | None = None, *, running: bool = False
@@ -268,7 +272,8 @@ class SqliteStore:
         return await self._database.read(lambda db: container_rows.files(db, container_id, window))
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
-        return await self._database.read(lambda db: rows.unused_blobs(db, names))
+        """By the writer: a reader might not see what somebody asked for who was cancelled then."""
+        return await self._database.write(lambda db: rows.unused_blobs(db, names))
 
     # --- uploads --------------------------------------------------------------------------------------
 
