@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeAliasType, cast, get_args, get_origin, get_type_hints
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
-from fumehood.models.settings import ModelSettings
+from fumehood.models.settings import ModelSettings, check_url, read_secret
 
 type Positive = Annotated[int, Meta(ge=1)]
 type Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -64,7 +63,7 @@ class ServerSettings(_Section, frozen=True):
 class StorageSettings(_Section, frozen=True):
     """
     url: sqlite:///FILE; four slashes make the file's path absolute.
-    blobs: the directory of produced files.
+    blobs: the directory of files that were uploaded or produced; no two databases may share one.
     """
 
     url: str = "sqlite:///fumehood.db"
@@ -101,7 +100,12 @@ class CodeInterpreterSettings(_Section, frozen=True):
     always_include_outputs: show outputs also to clients that did not ask for them.
     inline_bytes: pictures up to this size are data: URLs, larger ones addresses of container files.
     model_characters, kept_characters: how much of what code prints the model is told, and how much the item holds.
-    file_bytes, container_bytes, container_files: what is kept of the files that code writes.
+    file_bytes, container_bytes, container_files: what is kept of the files that code writes, and, the last two, how
+        much a user may put into a container.
+    idle_minutes, longest_idle_minutes: how long a container lives that nobody uses, and what a client may choose.
+    life_hours: how long a container lives at most.
+    retention_hours, retained_bytes: how long an expired container and the files that users put there are remembered,
+        and how many bytes of such files for one tenant.
     """
 
     isolation: Literal["container", "execution"] = "container"
@@ -124,11 +128,35 @@ class CodeInterpreterSettings(_Section, frozen=True):
     file_bytes: Positive = 64 << 20
     container_bytes: Positive = 512 << 20
     container_files: Positive = 1000
+    idle_minutes: Positive = 20
+    longest_idle_minutes: Positive = 60
+    life_hours: Annotated[float, Meta(gt=0, le=8760)] = 24.0
+    retention_hours: Annotated[float, Meta(ge=0, le=8760)] = 168.0
+    retained_bytes: Annotated[int, Meta(ge=0)] = 2 << 30
 
 
 class CodeInterpreter(_Section, frozen=True):
     enabled: bool = True
     settings: CodeInterpreterSettings = CodeInterpreterSettings()
+
+
+class ShellSettings(_Section, frozen=True):
+    """
+    execution_timeout: seconds that one command may run.
+    model_characters, kept_characters: how much of what the commands of a call say the model is told, and how much the
+        item holds.
+    """
+
+    execution_timeout: Seconds = 60.0
+    model_characters: Annotated[int, Meta(ge=100)] = 20_000
+    kept_characters: Annotated[int, Meta(ge=100)] = 1 << 18
+
+
+class Shell(_Section, frozen=True):
+    """Runs in the containers of the code interpreter, and only where that is enabled."""
+
+    enabled: bool = True
+    settings: ShellSettings = ShellSettings()
 
 
 class FileSearchSettings(_Section, frozen=True):
@@ -152,8 +180,25 @@ class WebSearch(_Section, frozen=True):
 
 class Providers(_Section, frozen=True):
     code_interpreter: CodeInterpreter = CodeInterpreter()
+    shell: Shell = Shell()
     file_search: FileSearch = FileSearch()
     web_search: WebSearch = WebSearch()
+
+
+class FileSettings(_Section, frozen=True):
+    """What clients may upload.
+
+    file_bytes: the largest file.
+    tenant_bytes, tenant_files: all that one tenant may have at a time.
+    uploads_at_once: how many of them may be on their way.
+    types: extensions that are accepted besides the usual ones; `*` accepts everything.
+    """
+
+    file_bytes: Positive = 512 << 20
+    tenant_bytes: Positive = 64 << 30
+    tenant_files: Positive = 10_000
+    uploads_at_once: Positive = 16
+    types: tuple[str, ...] = ()
 
 
 class LimitSettings(_Section, frozen=True):
@@ -163,6 +208,7 @@ class LimitSettings(_Section, frozen=True):
     concurrent_total: the same of everybody together.
     body_bytes_total: the bodies of all requests that are worked on, together.
     turns, response_seconds: how often the model may be asked for one response, and how long that may take.
+    turn_characters: that the model may write each time.
     behind_events, behind_seconds: how far a reader of a stream may fall behind, and for how long.
     """
 
@@ -174,6 +220,7 @@ class LimitSettings(_Section, frozen=True):
     body_bytes_total: Positive = 512 << 20
     turns: Positive = 64
     response_seconds: Seconds = 1800.0
+    turn_characters: Annotated[int, Meta(ge=1000)] = 1 << 24
     behind_events: Positive = 10_000
     behind_seconds: Seconds = 30.0
 
@@ -194,6 +241,7 @@ class Config(_Section, frozen=True):
     compaction: CompactionSettings = CompactionSettings()
     auth: AuthSettings = AuthSettings()
     providers: Providers = Providers()
+    files: FileSettings = FileSettings()
     limits: LimitSettings = LimitSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
@@ -228,12 +276,12 @@ def secret(environ: Mapping[str, str], variable: str | None, setting: str) -> st
     """What the variable that a setting names holds; raises Misconfigured if there is none."""
     if variable is None:
         return None
-    value = environ.get(variable, "").strip()
-    if not value or not value.isascii() or not value.isprintable():
+    try:
+        return read_secret(environ, variable)
+    except (KeyError, ValueError):
         raise Misconfigured(
             f"{setting} names the variable {variable}, which holds nothing that could be a key."
-        )
-    return value
+        ) from None
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -353,20 +401,17 @@ def _interpreter_problems(settings: CodeInterpreterSettings) -> Iterator[str]:
     elif settings.sandbox_token_env is not None:
         yield "sandbox_token_env: a token goes with a sandbox_url; the embedded server needs none."
     yield from _variable_problems("sandbox_token_env", settings.sandbox_token_env)
+    if settings.idle_minutes > settings.longest_idle_minutes:
+        yield "idle_minutes: it is more than longest_idle_minutes, which is the most that anybody may have."
 
 
 def _url_problems(setting: str, url: str) -> Iterator[str]:
     if url.startswith("unix:/"):
         return
     try:
-        parts = urlsplit(url)
-        ported = parts.port is None or parts.port > 0
-    except ValueError:
-        parts, ported = urlsplit(""), False
-    if parts.scheme not in ("http", "https") or not parts.hostname or not ported:
-        yield f"{setting}: that is no URL such as http://127.0.0.1:8000."
-    elif parts.username is not None or parts.password is not None:
-        yield f"{setting}: a URL with a password in it would be written down in too many places; use a variable."
+        check_url(setting, url, "http://127.0.0.1:8000 or unix:/run/sandboxd.sock")
+    except ValueError as error:
+        yield f"{error}."
 
 
 def _variable_problems(setting: str, variable: str | None) -> Iterator[str]:

@@ -1,9 +1,10 @@
-"""Every seam of the server, one Protocol each; imports `fumehood.protocol` and the standard library.
+"""Every seam of the server, one Protocol each; imports `protocol` and `storage`.
 
 A request walks through them from top to bottom: `Runs` starts a `Run`, which asks a `ModelBackend` for turns and
-`HostedTool`s for calls; the code interpreter asks `Containers`, and those a `SandboxProvider`; `Store` and
-`BlobStore` keep what must not be lost. Whoever implements one passes its kit in `fumehood.testing`. What a method
-raises is said here and nowhere else.
+`HostedTool`s for calls; the code interpreter asks `Containers`, and those a `SandboxProvider`; `Files` are what
+clients upload. `Store` and `Blobs` keep what must not be lost: they are written down in `fumehood.storage`, and given
+here too. Whoever implements one passes its kit in `fumehood.testing`. What a method raises is said here and nowhere
+else.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
@@ -13,8 +14,10 @@ from typing import Protocol
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.events import StreamEvent
+from fumehood.protocol.files import FileRecord, NewFile
 from fumehood.protocol.items import OutputItem, ProducedFile
-from fumehood.protocol.keys import USUAL, ApiKey, KeyLimits
+from fumehood.protocol.keys import USUAL, KeyLimits
+from fumehood.protocol.listing import Window
 from fumehood.protocol.models import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
 from fumehood.protocol.responses import CompactedResponse, CreateResponse, InputTokens, Response
 from fumehood.protocol.sandbox import (
@@ -28,6 +31,16 @@ from fumehood.protocol.sandbox import (
     Unpacked,
 )
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
+from fumehood.storage import Amount as Amount
+from fumehood.storage import Blobs as Blobs
+from fumehood.storage import BlobStore as BlobStore
+from fumehood.storage import Fenced as Fenced
+from fumehood.storage import IdempotencyClaim as IdempotencyClaim
+from fumehood.storage import Kept as Kept
+from fumehood.storage import Lease as Lease
+from fumehood.storage import Sealer as Sealer
+from fumehood.storage import Store as Store
+from fumehood.storage import Unsealable as Unsealable
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +48,13 @@ class Caller:
     """Whose request it is; nothing of another tenant exists for it.
 
     key: the id of the key that it came with, empty where none is needed.
+    metrics: whether it may see the figures of all tenants together.
     """
 
     tenant: str = ""
     key: str = ""
     limits: KeyLimits = USUAL
+    metrics: bool = False
 
 
 class Clock(Protocol):
@@ -144,12 +159,21 @@ class Runs(Protocol):
 # --- models -------------------------------------------------------------------------------------------
 
 
+# Is offered events at the moment when they come, before any task is woken for them; whether it has taken them. What it
+# raises, the generator raises.
+type Take = Callable[[Sequence[AnyModelEvent]], bool]
+
+
 class ModelBackend(Protocol):
     """A model server, or something that behaves like one."""
 
-    def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+    def stream(
+        self, request: ModelRequest, take: Take | None = None
+    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         """One turn, as many events at a time as are there, `TurnEnded` last. Leaving the generator aborts the
         request. Raises ModelError; before the first batch, nothing has happened and the turn may be tried again.
+
+        take: may be offered what comes after the first batch; what it takes is not given again.
         """
         ...
 
@@ -185,6 +209,8 @@ class Models(Protocol):
 class CallContext:
     """One call of a hosted tool: whose, where in the response, by which name the model knows it, and until when
     (by the monotonic clock) it may take.
+
+    place: the output index of a further item, which begins now.
     """
 
     caller: Caller
@@ -192,16 +218,30 @@ class CallContext:
     output_index: int
     call_id: str
     deadline: float
+    place: Callable[[], int]
     takes_images: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FurtherItem:
+    """One that a call makes beside its first: where, and what the model is told of it."""
+
+    output_index: int
+    item: OutputItem
+    exchange: Exchange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """How a call ended: its last events, its finished item, what the model is told, and the files it left."""
+    """How a call ended: its last events, its finished item, what the model is told, and the files it left.
+
+    further: where a call is more than one item, the others that have begun.
+    """
 
     events: Sequence[StreamEvent]
     item: OutputItem
     exchange: Exchange
+    further: Sequence[FurtherItem] = ()
     files: Sequence[ProducedFile] = ()
 
 
@@ -219,8 +259,8 @@ class Memory:
 
 
 class CallSession(Protocol):
-    """One call, from the moment when the model begins to write it. The session owns its item and that item's
-    lifecycle events, from `output_item.added` to `output_item.done`.
+    """One call, from the moment when the model begins to write it. The session owns its items and their lifecycle
+    events, from `output_item.added` to `output_item.done`.
     """
 
     def open(self) -> Sequence[StreamEvent]: ...
@@ -268,10 +308,14 @@ class HostedTool(Protocol):
         """The types of the items that it makes."""
         ...
 
-    async def offer(self, spec: ToolSpec, caller: Caller, past: Sequence[Segment]) -> OfferedTool:
-        """Check the configuration and everything that it names; raises ApiError. Nothing is created yet.
+    async def offer(
+        self, spec: ToolSpec, caller: Caller, past: Sequence[Segment], beside: Sequence[OfferedTool] = ()
+    ) -> OfferedTool | None:
+        """Check the configuration and everything that it names; raises ApiError. Nothing is created yet. None for one
+        that leaves the tool to the client, or to the model's own server.
 
         past: the conversation with what the request adds to it.
+        beside: what the same request was offered before this.
         """
         ...
 
@@ -316,187 +360,139 @@ class Container(Protocol):
 
 
 class Containers(Protocol):
-    """Container identity over sandboxes: who owns it, how long it lives, which files it has."""
+    """Container identity over sandboxes: who owns it, how long it lives, which files it has.
+
+    What an operator allows (networks, minutes, how many, how much) is enforced here, for tools and clients alike. Every
+    method that is about one container's files, and `container`, counts as a use of it; `check` does not.
+    """
 
     def reserve(self) -> str:
         """An id for a container that begins with its first call."""
+        ...
+
+    def approve(self, spec: ContainerSpec) -> ContainerSpec:
+        """The spec as a container would have it, with everything chosen; raises InvalidRequest for what no container
+        may have here (`network_policy`, `expires_after.minutes`).
+        """
+        ...
+
+    async def create(self, caller: Caller, spec: ContainerSpec) -> ContainerRecord:
+        """A container that is there before its first call, with the uploads that the spec names; its sandbox comes
+        later. Raises InvalidRequest (as `approve`; `file_ids`), RateLimited (as many as the tenant may have).
+        """
         ...
 
     async def check(self, caller: Caller, container_id: str) -> ContainerRecord:
         """Raises NotFound, ContainerExpired."""
         ...
 
-    async def open(self, caller: Caller, container_id: str, spec: ContainerSpec) -> Container:
+    async def open(
+        self, caller: Caller, container_id: str, spec: ContainerSpec, heir_of: str | None = None
+    ) -> Container:
         """The container of that id, which begins now if it was only reserved; raises NotFound, ContainerExpired,
-        RateLimited (as many as the tenant may have).
+        InvalidRequest, RateLimited (as many as the tenant may have).
+
+        heir_of: an earlier container of the caller's, which has expired; one that begins now is given the files that
+            users had put there, as far as they are still kept.
         """
+        ...
+
+    async def container(self, caller: Caller, container_id: str) -> ContainerRecord:
+        """Also one that has expired; raises NotFound."""
+        ...
+
+    async def containers(
+        self, caller: Caller, window: Window, name: str | None = None
+    ) -> Sequence[ContainerRecord]:
+        """Those of the caller, expired ones too, all or those of that name. Raises InvalidRequest."""
+        ...
+
+    async def delete(self, caller: Caller, container_id: str) -> None:
+        """It is gone, with its files; what runs in it is stopped. Raises NotFound."""
+        ...
+
+    async def put(
+        self, caller: Caller, container_id: str, path: str, content: bytes | AsyncIterable[bytes]
+    ) -> ContainerFileRecord:
+        """Put a user's file at that path below /mnt/data, in place of one that is there. Raises NotFound,
+        InvalidRequest (`file`), BodyTooLarge, Unavailable, and what `content` raises; then nothing was changed.
+        """
+        ...
+
+    async def place(
+        self, caller: Caller, container_id: str, file_ids: Sequence[str]
+    ) -> Sequence[ContainerFileRecord]:
+        """Put uploads into the container, under their names as far as these are free; one that is there already, of the
+        same name and content, is not put there twice. Raises NotFound, InvalidRequest, BodyTooLarge, Unavailable.
+        """
+        ...
+
+    async def unpack(
+        self,
+        caller: Caller,
+        container_id: str,
+        content: bytes | AsyncIterable[bytes],
+        kind: ArchiveFormat,
+        into: str = "",
+    ) -> Sequence[ContainerFileRecord]:
+        """Unpack a user's archive below a directory of /mnt/data; what it left there. Raises as `put` does."""
         ...
 
     async def file(self, caller: Caller, container_id: str, file_id: str) -> ContainerFileRecord:
-        """Raises NotFound, also for what is another tenant's."""
+        """Raises NotFound, also for what is another tenant's, and for files of an expired container."""
         ...
 
-    async def files(self, caller: Caller, container_id: str) -> Sequence[ContainerFileRecord]:
+    async def files(
+        self, caller: Caller, container_id: str, window: Window | None = None
+    ) -> Sequence[ContainerFileRecord]:
+        """All of them, oldest first, or a window. Raises NotFound, InvalidRequest."""
+        ...
+
+    def read(
+        self, caller: Caller, container_id: str, file_id: str, start: int = 0, end: int | None = None
+    ) -> AsyncGenerator[bytes]:
+        """The bytes from `start` up to `end`, or to the last, in pieces; raises NotFound before the first."""
+        ...
+
+    async def delete_file(self, caller: Caller, container_id: str, file_id: str) -> None:
+        """Raises NotFound, Unavailable."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+# --- files --------------------------------------------------------------------------------------------
+
+
+class Files(Protocol):
+    """What clients have uploaded. Another tenant's files, and those whose time is over, are not there."""
+
+    async def create(
+        self, caller: Caller, new: NewFile | Callable[[], NewFile], content: AsyncIterable[bytes]
+    ) -> FileRecord:
+        """Keep it; it is durable then. Raises InvalidRequest, BodyTooLarge, RateLimited, Unavailable, and whatever
+        the content raises; then nothing is left of it.
+
+        new: or a function that tells it when all of the content has come.
+        """
+        ...
+
+    async def file(self, caller: Caller, file_id: str) -> FileRecord:
         """Raises NotFound."""
         ...
 
-    def read(self, caller: Caller, container_id: str, file_id: str) -> AsyncGenerator[bytes]:
-        """The content in pieces; raises NotFound before the first."""
+    async def files(self, caller: Caller, window: Window, purpose: str | None = None) -> Sequence[FileRecord]:
+        """Raises InvalidRequest."""
         ...
 
-    async def close(self) -> None: ...
-
-
-# --- what clients carry for us ------------------------------------------------------------------------
-
-
-class Unsealable(Exception):
-    """What should have been sealed here for this tenant was not, or was changed since; says which, and no secret."""
-
-
-class Sealer(Protocol):
-    """Makes text that clients can carry and nobody else can read, change, or use for another tenant."""
-
-    def seal(self, tenant: str, content: bytes) -> str: ...
-
-    def open(self, tenant: str, sealed: str) -> bytes:
-        """Raises Unsealable."""
+    def read(
+        self, caller: Caller, file_id: str, start: int = 0, end: int | None = None
+    ) -> AsyncGenerator[bytes]:
+        """The content in pieces, or those bytes of it; raises NotFound before the first."""
         ...
 
-
-# --- what is kept -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The right to write to a running response; worth nothing once another epoch has begun."""
-
-    response_id: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class IdempotencyClaim:
-    """Which response a request has become; the digest is of its body."""
-
-    digest: bytes
-    response_id: str
-
-
-class Fenced(Exception):
-    """Somebody else has taken over this response, or ended it."""
-
-
-class Store(Protocol):
-    """Responses, conversations, containers. What a method has returned from is durable, `begin` excepted.
-
-    Made for several processes: a running response has a lease, and what its owner writes after it was lost raises
-    Fenced. Raises Unavailable where the database cannot be reached.
-    """
-
-    async def begin(self, tenant: str, response: Response) -> Lease:
-        """A response that runs now; readable soon, and `failed` after the next `recover` if nothing more comes."""
-        ...
-
-    async def renew(self, leases: Sequence[Lease]) -> Sequence[Lease]:
-        """Those that are still ours, for a while longer."""
-        ...
-
-    async def commit(
-        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[Entry]
-    ) -> None:
-        """The end of a response: it with all its entries, input and output, or nothing. They continue the
-        conversation of `response.previous_response_id`. Without a lease it is one that was never begun.
-        Raises Fenced.
-        """
-        ...
-
-    async def recover(self) -> int:
-        """Mark as failed every response that runs under nobody's lease; how many."""
-        ...
-
-    async def response(self, tenant: str, response_id: str) -> Response | None: ...
-
-    async def conversation(self, tenant: str, response_id: str) -> Sequence[Segment] | None:
-        """Everything up to the end of that response; None if there is none, or it still runs."""
-        ...
-
-    async def input_entries(self, tenant: str, response_id: str) -> Sequence[Entry] | None:
-        """What stood before the output of that response, oldest first: the conversation and its own input."""
-        ...
-
-    async def entries(self, tenant: str, item_ids: Sequence[str]) -> dict[str, Entry]:
-        """Those items of the tenant's that are kept, by id."""
-        ...
-
-    async def delete_response(self, tenant: str, response_id: str) -> bool:
-        """False if there is none. Its items go as soon as no living response stands on them."""
-        ...
-
-    async def put_container(self, record: ContainerRecord) -> None: ...
-
-    async def container(self, container_id: str) -> ContainerRecord | None: ...
-
-    async def containers(
-        self, tenant: str | None = None, *, running: bool = False
-    ) -> Sequence[ContainerRecord]:
-        """Of one tenant or of all, all or those that are running, oldest first."""
-        ...
-
-    async def put_files(
-        self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()
-    ) -> None: ...
-
-    async def files(self, container_id: str) -> Sequence[ContainerFileRecord]:
-        """Oldest first."""
-        ...
-
-    async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
-        """Those of these blobs that no file of any container refers to."""
-        ...
-
-    async def claim(
-        self, tenant: str, key: str, claim: IdempotencyClaim, seconds: float
-    ) -> IdempotencyClaim | None:
-        """For so many seconds the tenant's idempotency key stands for this request; None. If it stands for one
-        already, that one, and nothing is changed.
-        """
-        ...
-
-    async def release(self, tenant: str, key: str, response_id: str) -> None:
-        """The key stands for nothing any more, if it stood for this response."""
-        ...
-
-    async def put_key(self, key: ApiKey) -> None: ...
-
-    async def revoke_key(self, key_id: str, now: float) -> bool:
-        """False if there is none, or it was revoked already."""
-        ...
-
-    async def keys(self) -> Sequence[ApiKey]:
-        """All that ever were, revoked ones too, oldest first."""
-        ...
-
-    async def keys_revision(self) -> int:
-        """Another number as soon as anybody, in another process too, has put or revoked a key."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-class BlobStore(Protocol):
-    """Bytes by the name of their content; equal contents are one blob. Raises Unavailable where the disk fails."""
-
-    async def put(self, content: bytes | AsyncIterable[bytes]) -> str:
-        """Keep them, whole or not at all; the name."""
-        ...
-
-    def read(self, name: str) -> AsyncGenerator[bytes]:
-        """Raises KeyError before the first piece."""
-        ...
-
-    async def delete(self, name: str) -> None:
-        """One that is not there is no error."""
+    async def delete(self, caller: Caller, file_id: str) -> None:
+        """Copies that containers hold stay: they have records of their own. Raises NotFound."""
         ...
 
 
@@ -523,7 +519,8 @@ class Sandbox(Protocol):
         """Run code and yield its events, the `End` last; calls of one sandbox run one after another.
 
         Leaving the iterator does not stop the code: `interrupt` does. The same `execution_id` again attaches to the
-        call that is there. Raises Conflict if that was another code, RequestRefused, TooLarge.
+        call that is there. Raises Conflict if that was another code, RequestRefused, TooLarge; and SandboxGone or
+        SandboxNotFound, which are `refused` where it is certain that nothing has begun.
         """
         ...
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from fumehood.engine.tokens import Tokens, estimate, tokens_of
-from fumehood.interfaces import Caller
+from fumehood.interfaces import Caller, Take
 from fumehood.models.chat_rendering import ChatRenderer, Dialect
 from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import InvalidRequest, ModelError, ModelUnreachable, Unavailable
@@ -431,11 +431,13 @@ async def converse(scripts: list[list[Any]], replayed: bool) -> None:
     renderer = ChatRenderer(Dialect())
 
     class Model(ScriptedModel):
-        async def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+        async def stream(
+            self, request: ModelRequest, take: Take | None = None
+        ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
             assert renderer.messages(None, request.segments)
             asked = texts(request)[-1][1].startswith("Stop here")
             self.expect(says("Sum.") if asked or not queue else queue.pop(0))
-            async for batch in super().stream(request):
+            async for batch in super().stream(request, take):
                 yield batch
 
     queue: list[Any] = []
@@ -492,12 +494,12 @@ def test_pictures_and_calls_are_estimated_by_what_a_model_sees() -> None:
     assert 100 <= estimate(hosted("h", "x" * 400)) < 130
 
 
-def test_what_is_remembered_of_usages_is_bounded() -> None:
+async def test_what_is_remembered_of_usages_is_bounded() -> None:
     tokens = Tokens()
     made = [[msgspec.structs.replace(message("x"), id=f"msg_{number}")] for number in range(10_001)]
     for entries in made:
         tokens.note(Caller(), ModelRequest(model="m"), Usage(input_tokens=900), entries)
     first, last = (ModelRequest(model="m", segments=[Segment(tuple(made[place]))]) for place in (0, -1))
-    assert tokens.estimate(Caller(), last) == 900
-    assert tokens.estimate(Caller("another"), last) < 10
-    assert tokens.estimate(Caller(), first) < 10
+    assert await tokens.estimate(Caller(), last) == 900
+    assert await tokens.estimate(Caller("another"), last) < 10
+    assert await tokens.estimate(Caller(), first) < 10

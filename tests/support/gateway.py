@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from fumehood.files.uploads import UploadedFiles
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.server import Server
@@ -41,7 +42,9 @@ from fumehood.protocol.keys import KeyLimits
 from fumehood.protocol.models import ModelCard
 from fumehood.protocol.responses import CreateResponse, Response, Usage
 from fumehood.serving.sockets import Address, listen
-from fumehood.testing import FakeClock, MemoryStore
+from fumehood.store.referred_blobs import ReferredBlobs
+from fumehood.testing import FakeClock, MemoryBlobs, MemoryStore
+from tests.support.forms import form, form_type, part, quoted
 
 PATIENCE = 30
 TEXT = ("Hello", ", ", "world")
@@ -354,6 +357,25 @@ class Served:
             found = {name.lower(): value for name, value in response.headers.items()}
             return Answer(response.status, found, await response.read())
 
+    async def upload(
+        self,
+        name: str,
+        content: bytes,
+        purpose: str = "user_data",
+        *,
+        headers: dict[str, str] | None = None,
+        **fields: str,
+    ) -> Answer:
+        """The fields first, as most clients do it."""
+        named = {"purpose": purpose, **fields}
+        body = form(
+            [
+                *(part(key, value.encode()) for key, value in named.items()),
+                part("file", content, quoted(name)),
+            ]
+        )
+        return await self.ask("POST", "/v1/files", body, headers={**form_type(), **(headers or {})})
+
     async def create(self, headers: dict[str, str] | None = None, **request: Any) -> Answer:
         body = {"model": "small", "input": "hi", **request}
         return await self.ask("POST", "/v1/responses", body, headers=headers or {})
@@ -389,7 +411,13 @@ async def serving_gateway(
 ) -> AsyncGenerator[Served]:
     """A gateway on a free port until the block is left; `options` are those of `Gateway`."""
     runs, store, files = ScriptedRuns(), MemoryStore(FakeClock()), KeptFiles()
-    behind: dict[str, Any] = {"runs": runs, "store": store, "models": NamedModels(), "containers": files}
+    behind: dict[str, Any] = {
+        "runs": runs,
+        "store": store,
+        "models": NamedModels(),
+        "containers": files,
+        "files": UploadedFiles(store, ReferredBlobs(MemoryBlobs(), store), FakeClock()),
+    }
     options.setdefault("limits", Limits(KeyLimits(body_bytes=body_bytes), total=total))
     app = Gateway(**(behind | options))
     listener = listen(Address(port=0))

@@ -4,6 +4,7 @@ import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -16,13 +17,14 @@ from fumehood.protocol.items import CodeInterpreterCall, Execution, Logs, Output
 from fumehood.protocol.tools import ToolSpec, read_tool
 from fumehood.sandbox.container import ContainerSettings
 from fumehood.sandbox.containers import SandboxContainers
+from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.testing import FakeClock, MemoryBlobs, MemoryStore, ScriptedSandboxes, Step
 from fumehood.testing.tool_kit import call
 from fumehood.tools.code_interpreter import CodeInterpreter
 from fumehood.tools.code_session import InterpreterSettings
 
 SOMEBODY = Caller("somebody")
-_IDS = re.compile(r"(ci|cntr|cfile)_[0-9a-f]{48}")
+_IDS = re.compile(r"(ci|sho|sh|cntr|cfile)_[0-9a-f]{48}")
 
 
 @dataclass
@@ -69,7 +71,11 @@ class Interpreter:
     def __post_init__(self) -> None:
         self.store = MemoryStore(self.clock)
         self.containers = SandboxContainers(
-            self.provider, self.store, self.blobs, self.clock, self.containers_settings
+            self.provider,
+            self.store,
+            ReferredBlobs(self.blobs, self.store),
+            self.clock,
+            self.containers_settings,
         )
         self.tool = CodeInterpreter(self.containers, self.clock, self.settings)
 
@@ -80,6 +86,7 @@ class Interpreter:
             output_index=number,
             call_id=f"call_{number}",
             deadline=self.clock.monotonic() + seconds,
+            place=count(number + 1).__next__,
             takes_images=takes_images,
         )
 

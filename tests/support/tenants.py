@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from fumehood.engine.runs import EngineRuns
+from fumehood.files.uploads import UploadedFiles
 from fumehood.gateway.auth import Everybody, KeyHolders
 from fumehood.interfaces import Store
 from fumehood.protocol.keys import USUAL, ApiKey, KeyLimits, digest_of, hint_of, new_key_id, new_secret
 from fumehood.protocol.models import ModelRequest
 from fumehood.protocol.sandbox import Stdout
 from fumehood.sandbox.containers import SandboxContainers
+from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.store.sealing import KeyedSealer, own_keys
 from fumehood.store.sqlite import SqliteStore
 from fumehood.testing import (
@@ -36,7 +38,9 @@ _MANY = 5000
 INTERPRETER = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 
-async def put_key(store: Store, tenant: str | None = None, limits: KeyLimits = USUAL) -> str:
+async def put_key(
+    store: Store, tenant: str | None = None, limits: KeyLimits = USUAL, *, metrics: bool = False
+) -> str:
     """A new key of that tenant, or of one of its own; its secret."""
     secret, key_id = new_secret(), new_key_id()
     await store.put_key(
@@ -47,6 +51,7 @@ async def put_key(store: Store, tenant: str | None = None, limits: KeyLimits = U
             hint=hint_of(secret),
             created_at=1.0,
             limits=limits,
+            metrics=metrics,
         )
     )
     return secret
@@ -65,6 +70,9 @@ class Party:
 
     async def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         return await self.served.ask(method, path, body, headers={**self.headers, **headers})
+
+    async def upload(self, name: str, content: bytes, purpose: str = "user_data") -> Answer:
+        return await self.served.upload(name, content, purpose, headers=self.headers)
 
     async def create(self, headers: dict[str, str] | None = None, **fields: Any) -> Answer:
         body = {"model": "scripted", "input": "hi", **fields}
@@ -85,12 +93,17 @@ class House:
     ben: Party
     runs: EngineRuns
     containers: SandboxContainers
+    files: UploadedFiles
 
     @asynccontextmanager
     async def restarted(self) -> AsyncGenerator[Party]:
         """Another gateway over the same store, which remembers nothing of this one; ann as its client."""
         async with serving_gateway(
-            runs=self.runs, store=self.store, containers=self.containers, callers=self.holders
+            runs=self.runs,
+            store=self.store,
+            containers=self.containers,
+            files=self.files,
+            callers=self.holders,
         ) as served:
             yield Party(served, self.ann.secret)
 
@@ -126,7 +139,9 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[House]:
     store = await SqliteStore.open(database)
     steps = [Step(None, [Stdout(text="made\n"), WriteFile("made.txt", b"content")])] * _MANY
     sandboxes = ScriptedSandboxes(*steps)
-    containers = SandboxContainers(sandboxes, store, MemoryBlobs(), clock)
+    blobs = ReferredBlobs(MemoryBlobs(), store)
+    containers = SandboxContainers(sandboxes, store, blobs, clock)
+    files = UploadedFiles(store, blobs, clock)
     model = ScriptedModel(*[_turn] * _MANY)
     tools = [CodeInterpreter(containers, clock)]
     sealer = KeyedSealer(own_keys(directory / "keys"))
@@ -136,7 +151,7 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[House]:
         async with (
             KeyHolders(store, clock, Everybody()) as holders,
             serving_gateway(
-                runs=runs, store=store, containers=containers, callers=holders, **options
+                runs=runs, store=store, containers=containers, files=files, callers=holders, **options
             ) as served,
         ):
             yield House(
@@ -150,6 +165,7 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[House]:
                 Party(served, ben),
                 runs,
                 containers,
+                files,
             )
     finally:
         await containers.close()
@@ -164,12 +180,13 @@ class Objects:
     response_id: str
     container_id: str
     file_id: str
+    upload_id: str
     item_id: str
     call_id: str
 
 
 async def objects_of(party: Party) -> Objects:
-    """A kept response, in which code has written a file."""
+    """A kept response, in which code has written a file, and an upload."""
     made = await party.create(tools=[INTERPRETER], input="make a file")
     assert made.status == 200, made.body
     call, message = (
@@ -178,4 +195,7 @@ async def objects_of(party: Party) -> Objects:
     )
     files = await party.ask("GET", f"/v1/containers/{call['container_id']}/files")
     (file,) = json.loads(files.body)["data"]
-    return Objects(made.json["id"], call["container_id"], file["id"], message["id"], call["id"])
+    uploaded = await party.upload("own.txt", b"own")
+    return Objects(
+        made.json["id"], call["container_id"], file["id"], uploaded.json["id"], message["id"], call["id"]
+    )

@@ -6,7 +6,7 @@ import itertools
 import math
 import secrets
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self, cast, override
@@ -121,6 +121,19 @@ class Exchange(BareExchange):
             raise BodyTooLarge(f"The body is larger than {limit} bytes.") from None
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    @override
+    async def pieces(self, limit: int) -> AsyncGenerator[bytes]:
+        """The body as it comes; raises as `body` does."""
+        try:
+            left = self.check_length(limit)
+            while self._unread:
+                piece = self.taken(await self._next_message(), left)
+                left -= len(piece)
+                if piece:
+                    yield piece
+        except BodyExceeds:
+            raise BodyTooLarge(f"The body is larger than {limit} bytes.") from None
+
     async def _next_message(self) -> Message:
         """Mostly it came with the head, and then no timer is set; raises BodyTooSlow."""
         receiving = cast("Coroutine[Any, Any, Message]", self._receive())
@@ -195,10 +208,14 @@ class Exchange(BareExchange):
 
     async def refuse(self, error: ApiError) -> None:
         """Tell what is wrong."""
-        headers: Headers = []
-        if error.retry_after is not None:
-            headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
-        await self.end_early(error.status, headers, encode(to_body(error)))
+        await self.end_early(error.status, refusal_headers(error), encode(to_body(error)))
+
+
+def refusal_headers(error: ApiError) -> Headers:
+    """What the answer that tells of it says in its head."""
+    if error.retry_after is None:
+        return []
+    return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
 
 
 def _is_coded(headers: Headers) -> bool:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, Union, get_args
 
 import msgspec
 from msgspec import UNSET
@@ -11,8 +11,15 @@ from msgspec import UNSET
 from fumehood import __version__
 from fumehood.gateway.models import ModelList
 from fumehood.protocol import events
-from fumehood.protocol.containers import ContainerFile
+from fumehood.protocol.containers import (
+    ContainerFile,
+    ContainerObject,
+    CreateContainer,
+    CreateContainerFile,
+)
 from fumehood.protocol.errors import ErrorBody
+from fumehood.protocol.file_types import BINARY
+from fumehood.protocol.files import FileObject, UploadPurpose
 from fumehood.protocol.folding import INCLUDABLE
 from fumehood.protocol.models import ModelCard
 from fumehood.protocol.responses import (
@@ -31,12 +38,14 @@ _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _ERRORS = {
     400: "A parameter or body that cannot be served; `param` names it.",
     401: "No API key, or one that is not known.",
-    403: "The server is not known by the name in `Host`, where no keys are needed; or a page may not connect.",
+    403: "The server is not known by the name in `Host`, where no keys are needed; a page may not connect; the key "
+    "is not for figures.",
     404: "Nothing of this tenant's has that id.",
     405: "The path does not know this method.",
     408: "The body took too long to arrive.",
     409: "The Idempotency-Key stands for another request, or for a response that is gone.",
     413: "A body larger than a limit allows.",
+    416: "The part that is asked for is not in the file.",
     426: "The request asks for no upgrade to WebSocket.",
     429: "The same request may be served later.",
     500: "The server failed.",
@@ -52,6 +61,9 @@ class Operation:
     """What one route does.
 
     answer: a type, or the name of a media type.
+    form: the fields of a form; it must have those that are not part of another and have no default. Where there is a
+        body as well, either can be sent.
+    ranged: a part of the answer may be asked for.
     errors: statuses besides those that every route may have.
     streams: it makes a response, which may come as events and be asked for with an Idempotency-Key.
     upgrades: it makes a WebSocket of the connection, and knows no other answer.
@@ -61,6 +73,8 @@ class Operation:
     summary: str
     answer: Any = "application/json"
     body: type[msgspec.Struct] | None = None
+    form: Json | None = None
+    ranged: bool = False
     query: Sequence[str] = ()
     errors: Sequence[int] = ()
     streams: bool = False
@@ -70,6 +84,16 @@ class Operation:
 
 _MODEL = (404, 408, 413, 429, 502, 504)
 _PAGE = ("after", "before", "limit", "order")
+_FILE_FORM: Json = {
+    "file": {"type": "string", "contentMediaType": BINARY},
+    "purpose": {"type": "string", "enum": [*get_args(UploadPurpose.__value__)]},
+    "expires_after[anchor]": {"type": "string", "const": "created_at"},
+    "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+}
+_CONTAINER_FILE_FORM: Json = {
+    "file": {"type": "string", "contentMediaType": BINARY},
+    "unpack": {"type": "string", "enum": ["true", "false"], "default": "false"},
+}
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/responses"): Operation(
         summary="Make a response; with `stream` as it comes.",
@@ -107,14 +131,52 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/v1/models"): Operation(summary="The models that can be asked for.", answer=ModelList),
     ("GET", "/v1/models/{model:path}"): Operation(summary="One of them.", answer=ModelCard, errors=(404,)),
+    ("POST", "/v1/containers"): Operation(
+        summary="Make a container before it is used.",
+        body=CreateContainer,
+        answer=ContainerObject,
+        errors=(408, 413, 429),
+    ),
+    ("GET", "/v1/containers"): Operation(
+        summary="Containers, expired ones too.", answer=Page, query=(*_PAGE, "name")
+    ),
+    ("GET", "/v1/containers/{container_id}"): Operation(
+        summary="One of them.", answer=ContainerObject, errors=(404,)
+    ),
+    ("DELETE", "/v1/containers/{container_id}"): Operation(
+        summary="End a container, with its files and what runs in it.", answer=Deleted, errors=(404,)
+    ),
+    ("POST", "/v1/containers/{container_id}/files"): Operation(
+        summary="Put a file into a container: one that comes with the request, or one that was uploaded.",
+        body=CreateContainerFile,
+        form=_CONTAINER_FILE_FORM,
+        answer=ContainerFile,
+        errors=(404, 408, 413, 429),
+    ),
     ("GET", "/v1/containers/{container_id}/files"): Operation(
         summary="The files of a container.", answer=Page, query=_PAGE, errors=(404,)
     ),
     ("GET", "/v1/containers/{container_id}/files/{file_id}"): Operation(
         summary="One of them.", answer=ContainerFile, errors=(404,)
     ),
+    ("DELETE", "/v1/containers/{container_id}/files/{file_id}"): Operation(
+        summary="Delete a file of a container.", answer=Deleted, errors=(404,)
+    ),
     ("GET", "/v1/containers/{container_id}/files/{file_id}/content"): Operation(
-        summary="The content of a file, as a download.", answer="application/octet-stream", errors=(404,)
+        summary="The content of a file, as a download.", answer=BINARY, errors=(404, 416), ranged=True
+    ),
+    ("POST", "/v1/files"): Operation(
+        summary="Upload a file.", form=_FILE_FORM, answer=FileObject, errors=(408, 413, 429)
+    ),
+    ("GET", "/v1/files"): Operation(
+        summary="The files that were uploaded.", answer=Page, query=(*_PAGE, "purpose")
+    ),
+    ("GET", "/v1/files/{upload_id}"): Operation(summary="One of them.", answer=FileObject, errors=(404,)),
+    ("DELETE", "/v1/files/{upload_id}"): Operation(
+        summary="Delete a file; copies in containers stay.", answer=Deleted, errors=(404,)
+    ),
+    ("GET", "/v1/files/{upload_id}/content"): Operation(
+        summary="The content of a file, as a download.", answer=BINARY, errors=(404, 416), ranged=True
     ),
     ("GET", "/healthz"): Operation(summary="Whether the process lives.", public=True),
     ("GET", "/readyz"): Operation(summary="Whether it serves.", public=True),
@@ -133,6 +195,8 @@ _QUERIES: dict[str, tuple[str, Json]] = {
         "What to show besides the usual.",
         {"type": "array", "items": {"type": "string", "enum": sorted(INCLUDABLE)}},
     ),
+    "name": ("Only those of this name.", {"type": "string"}),
+    "purpose": ("Only files for this.", {"type": "string"}),
     "stream": ("Only for responses that are made in the background.", {"type": "boolean"}),
 }
 
@@ -194,11 +258,17 @@ def _operation(path: str, operation: Operation, schemas: dict[Any, Json]) -> Jso
         "parameters": list(_parameters(path, operation)),
         "responses": {str(status): answer for status, answer in _answers(operation, schemas)},
     }
+    bodies: Json = {}
     if operation.body is not None:
-        described["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": schemas[operation.body]}},
-        }
+        bodies["application/json"] = {"schema": schemas[operation.body]}
+    if operation.form is not None:
+        required = [
+            name for name, field in operation.form.items() if "[" not in name and "default" not in field
+        ]
+        form = {"type": "object", "properties": operation.form, "required": required}
+        bodies["multipart/form-data"] = {"schema": form}
+    if bodies:
+        described["requestBody"] = {"required": True, "content": bodies}
     if operation.public:
         described["security"] = []
     return described
@@ -224,6 +294,9 @@ def _answers(operation: Operation, schemas: dict[Any, Json]) -> Iterator[tuple[i
         yield 101, {"description": operation.summary}
     else:
         yield 200, {"description": operation.summary, "content": _content(operation, schemas)}
+    if operation.ranged:
+        yield 206, {"description": "The part that `Range` asks for.", "content": _content(operation, schemas)}
+        yield 304, {"description": "What `If-None-Match` names is what there is."}
     refused = {"application/json": {"schema": schemas[ErrorBody]}}
     for status in sorted({*_ALWAYS, *operation.errors} - ({401, 403} if operation.public else set())):
         answer: Json = {"description": _ERRORS[status], "content": refused}

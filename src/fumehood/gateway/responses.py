@@ -6,7 +6,7 @@ from functools import partial
 
 from fumehood.aside import aside
 from fumehood.gateway.exchange import Exchange, Vigil
-from fumehood.gateway.limits import Limits, Place
+from fumehood.gateway.limits import Limits, Room
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.reading import check_include, read_request
@@ -16,7 +16,7 @@ from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
 from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import InvalidRequest, NotFound
-from fumehood.protocol.folding import project_response
+from fumehood.protocol.folding import OPENAIS_EVENTS, project_response
 from fumehood.protocol.responses import CompactedResponse, CreateResponse, Deleted, Response, Usage
 from fumehood.serving.exchange import CallerLeft
 
@@ -49,9 +49,9 @@ class Responses:
         self._repeats = Repeats(runs, store, limits, metrics, silence)
 
     async def create(self, exchange: Exchange, caller: Caller) -> None:
-        with self._limits.place() as place:
-            request, body = await self._read(exchange, caller, place)
-            include = self._always.union(request.include or ())
+        with self._limits.room(caller) as room:
+            request, body = await self._read(exchange, caller, room)
+            include = self._shown_to(exchange, request)
             header = exchange.headers.get(b"idempotency-key")
             if header is not None:
                 digest = await aside(len(body), body_digest, body)
@@ -62,9 +62,9 @@ class Responses:
             del body
             await self._make(exchange, caller, request, partial(self._stream, exchange))
 
-    def place(self) -> Place:
-        """For `with`, while a request that came otherwise is worked on."""
-        return self._limits.place()
+    def room(self, caller: Caller) -> Room:
+        """For the body of a request that came otherwise."""
+        return self._limits.room(caller)
 
     def message_bytes(self, caller: Caller) -> int:
         """The largest request that may come as a message."""
@@ -85,9 +85,9 @@ class Responses:
         exchange.noted["model"] = request.model
         return await self._make(exchange, caller, request, follow, past)
 
-    async def _read(self, exchange: Exchange, caller: Caller, place: Place) -> tuple[CreateResponse, bytes]:
+    async def _read(self, exchange: Exchange, caller: Caller, room: Room) -> tuple[CreateResponse, bytes]:
         self._limits.count(caller, exchange.extra)
-        request, body = await read_request(exchange, self._limits.body_bytes(caller), place.take)
+        request, body = await read_request(exchange, self._limits.body_bytes(caller), room.take)
         exchange.noted["model"] = request.model
         return request, body
 
@@ -111,7 +111,7 @@ class Responses:
     async def _answer(
         self, exchange: Exchange, run: Run, request: CreateResponse, follow: Follow
     ) -> Response | None:
-        include = self._always.union(request.include or ())
+        include = self._shown_to(exchange, request)
         if not request.stream:
             return await self._wait(exchange, run, include)
         self._metrics.streams += 1
@@ -146,16 +146,23 @@ class Responses:
         exchange.noted["input_tokens"] = usage.input_tokens
         exchange.noted["output_tokens"] = usage.output_tokens
 
+    def _shown_to(self, exchange: Exchange, request: CreateResponse) -> frozenset[str]:
+        include = self._always.union(request.include or ())
+        # `responses.stream()` of openai-node 6.x throws at an event that it does not know, and says that it is the one.
+        if exchange.headers.get(b"x-stainless-helper-method") == b"stream":
+            return include.union((OPENAIS_EVENTS,))
+        return include
+
     async def count(self, exchange: Exchange, caller: Caller) -> None:
-        with self._limits.place() as place:
-            request, _ = await self._read(exchange, caller, place)
+        with self._limits.room(caller) as room:
+            request, _ = await self._read(exchange, caller, room)
             with self._limits.running(caller):
                 counted = await self._runs.count(request, caller)
         await exchange.answer_json(counted)
 
     async def compact(self, exchange: Exchange, caller: Caller) -> None:
-        with self._limits.place() as place:
-            request, _ = await self._read(exchange, caller, place)
+        with self._limits.room(caller) as room:
+            request, _ = await self._read(exchange, caller, room)
             with self._limits.running(caller):
                 compacted = await self._compacted(exchange, caller, request)
         self._note_usage(exchange, compacted.usage)

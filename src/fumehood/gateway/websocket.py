@@ -18,8 +18,8 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from fumehood.aside import aside
-from fumehood.gateway.exchange import VERSION, Exchange, encode
-from fumehood.gateway.limits import Place
+from fumehood.gateway.exchange import VERSION, Exchange, encode, refusal_headers
+from fumehood.gateway.limits import Room
 from fumehood.gateway.origins import Origins
 from fumehood.gateway.reading import decode, decode_request
 from fumehood.gateway.responses import Responses
@@ -37,7 +37,7 @@ from fumehood.protocol.errors import (
 from fumehood.protocol.events import StreamEvent, TextDelta
 from fumehood.protocol.folding import project
 from fumehood.protocol.responses import Response
-from fumehood.serving.exchange import Receive, Scope, Send
+from fumehood.serving.exchange import Headers, Receive, Scope, Send
 from fumehood.serving.websocket import SHUTDOWN
 
 # As OpenAI has them.
@@ -88,10 +88,14 @@ class _SteerFailed(msgspec.Struct, tag_field="type", tag="response.steer.failed"
 
 
 class _Refusal(msgspec.Struct, kw_only=True, tag_field="type", tag="error"):
-    """An error that is the whole answer to a request."""
+    """An error that is the whole answer to a request.
+
+    headers: what would have stood in the head of an HTTP answer, for clients that mind it.
+    """
 
     status: int
     error: ErrorDetail
+    headers: dict[str, str] | UnsetType = UNSET
     stream_id: str | UnsetType = UNSET
 
 
@@ -131,11 +135,15 @@ class Messages:
     def end(self, last: bytearray) -> bytearray:
         return last
 
-    def refusal(self, error: ApiError) -> bytearray:
+    def refusal(self, error: ApiError, headers: Headers | None = None) -> bytearray:
+        """`headers`: besides those that belong to the error."""
         detail = to_detail(error)
         if detail.code is None:  # there has to be one
             detail = msgspec.structs.replace(detail, code=detail.type)
-        return text_message(_Refusal(status=error.status, error=detail, stream_id=self._stream_id))
+        told = {name.decode(): value.decode() for name, value in (headers or []) + refusal_headers(error)}
+        return text_message(
+            _Refusal(status=error.status, error=detail, headers=told or UNSET, stream_id=self._stream_id)
+        )
 
 
 def text_message(value: object) -> bytearray:
@@ -202,8 +210,7 @@ class Sockets:
         await exchange.send_raw(
             {"type": "websocket.accept", "headers": [VERSION, identity], "message_bytes": largest}
         )
-        # Without keys everybody is one tenant; then every connection is taken for one.
-        connection = _Connection(self, exchange, largest, caller.tenant if caller.key else exchange)
+        connection = _Connection(self, exchange, caller, largest)
         try:
             await connection.to_the_end()
         finally:
@@ -263,11 +270,11 @@ class _Holdings:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request whose turn has not come; `place` is what it takes of all that bodies may."""
+    """A request whose turn has not come."""
 
     envelope: _Envelope
     body: bytes
-    place: Place
+    room: Room
 
 
 class _Lane:
@@ -290,12 +297,14 @@ class _Connection:
     whose: in whose share it holds conversations: its tenant's, or its own.
     """
 
-    def __init__(self, sockets: Sockets, handshake: Handshake, most_waiting: int, whose: Hashable) -> None:
+    def __init__(self, sockets: Sockets, handshake: Handshake, caller: Caller, most_waiting: int) -> None:
         self.answered = 0
         self._sockets = sockets
         self._handshake = handshake
+        self._caller = caller
         self._most_waiting = most_waiting
-        self._whose = whose
+        # Without keys everybody is one tenant; then every connection is taken for one.
+        self._whose: Hashable = caller.tenant if caller.key else handshake
         self._receive = handshake.receive
         self._send = handshake.send_raw
         self._scope: Scope = {
@@ -338,8 +347,7 @@ class _Connection:
             await asyncio.gather(self._closing, return_exceptions=True)
         for lane in self._lanes.values():
             while lane.waiting:
-                with lane.waiting.popleft().place:
-                    pass  # it is given back, and that is all
+                lane.waiting.popleft().room.give_back()
             if lane.following is not None:
                 lane.following.leave()
             self._let_go(lane.last)
@@ -361,7 +369,8 @@ class _Connection:
                 wire = lane.wire
                 self._enqueue(lane, envelope, body)
             elif envelope.type == "response.steer":
-                await self._write(text_message(_SteerFailed(decode(_steers, body))))
+                steer = await aside(len(body), decode, _steers, body)
+                await self._write(text_message(_SteerFailed(steer)))
             elif envelope.type != "response.processed":  # which only tells that an answer was read
                 raise InvalidRequest(
                     f"Unknown type of message: {envelope.type[:100]!r}. Send 'response.create'.",
@@ -394,11 +403,11 @@ class _Connection:
     def _enqueue(self, lane: _Lane, envelope: _Envelope, body: bytes) -> None:
         if self._waiting >= _MOST_WAITING or self._waiting_bytes + len(body) > self._most_waiting:
             raise RateLimited("Too many requests wait on this connection; read their answers first.")
-        place = self._sockets.responses.place()
-        place.take(len(body))
+        room = self._sockets.responses.room(self._caller)
+        room.take(len(body))
         self._waiting += 1
         self._waiting_bytes += len(body)
-        lane.waiting.append(_Waiting(envelope, body, place))
+        lane.waiting.append(_Waiting(envelope, body, room))
         if lane.task is None:
             lane.task = asyncio.ensure_future(self._work(lane))
 
@@ -421,7 +430,7 @@ class _Connection:
                     request = lane.waiting.popleft()
                     self._waiting -= 1
                     self._waiting_bytes -= len(request.body)
-                    with request.place:
+                    with request.room:
                         await self._answer(lane, request)
         finally:
             lane.task = None
@@ -442,7 +451,7 @@ class _Connection:
     async def _refuse(self, exchange: Exchange, lane: _Lane, error: ApiError) -> None:
         exchange.status = error.status
         exchange.note_refusal(error)
-        await self._write(lane.wire.refusal(error))
+        await self._write(lane.wire.refusal(error, exchange.extra))
 
     async def _respond(self, exchange: Exchange, lane: _Lane, previous: str | None, body: bytes) -> None:
         failed = True

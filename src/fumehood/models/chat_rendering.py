@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from fumehood.models.chat_content import ChatPart, Content, Results, TextPart, pictures, render, split, spoken
-from fumehood.models.chat_foreign import Call, Result
-from fumehood.models.chat_foreign import read as read_foreign
+from fumehood.models.chat_content import ChatPart, Results, TextPart, pictures, render, split
+from fumehood.models.foreign_items import Call, Result
+from fumehood.models.foreign_items import read as read_foreign
+from fumehood.models.item_content import Content, shown_arguments, spoken
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
@@ -299,12 +300,18 @@ class _Rendering:
                 pass
 
     def _take_exchange(self, entry: Entry, exchange: Exchange) -> None:
+        shown = pictures(exchange.images) if self._dialect.takes_images else []
+        if exchange.tells == "result":
+            self._answer(exchange.call_id, exchange.output, shown)
+            return
         turn = self._turn(entry.turn)
         turn.calls[exchange.call_id] = _ChatFunction(exchange.name, shown_arguments(exchange.arguments))
         self._callers[exchange.call_id] = turn
+        if exchange.tells == "call":
+            turn.optional.add(exchange.call_id)
+            return
         turn.results[exchange.call_id] = exchange.output
-        if self._dialect.takes_images:
-            turn.shown += pictures(exchange.images)
+        turn.shown += shown
 
     # ---- turns ------------------------------------------------------------------------------------------------
 
@@ -350,16 +357,6 @@ def _finish(turn: _Turn, replay_reasoning: bool, messages: list[bytes]) -> _Carr
 
 def _shown(parts: Sequence[ChatPart]) -> list[bytes]:
     return [_encode(_ChatMessage("user", [TextPart(Results.PICTURES), *parts]))] if parts else []
-
-
-def shown_arguments(arguments: str) -> str:
-    """Servers decode the arguments of past calls; those that the model got wrong are shown to it as a string."""
-    try:
-        if isinstance(msgspec.json.decode(arguments), dict):
-            return arguments
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        pass
-    return _encode({"invalid_json": arguments} if arguments.strip() else {}).decode()
 
 
 def _unanswered(carry: _Carry) -> InvalidRequest:

@@ -125,6 +125,55 @@ MIGRATIONS: Sequence[Migration] = (
         CREATE INDEX claims_by_expiry ON claims (expires);
         """
     ),
+    Migration(
+        # The release before would take the blobs of uploads for unused.
+        breaks=True,
+        statements="""
+        CREATE TABLE uploads (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            purpose TEXT NOT NULL,
+            bytes INTEGER NOT NULL,
+            expires_at REAL,
+            blob TEXT NOT NULL,
+            record BLOB NOT NULL
+        );
+        CREATE INDEX uploads_by_tenant ON uploads (tenant, created_at, id);
+        CREATE INDEX uploads_by_purpose ON uploads (tenant, purpose, created_at, id);
+        CREATE INDEX uploads_by_size ON uploads (tenant, bytes);
+        CREATE INDEX uploads_by_expiry ON uploads (expires_at, id) WHERE expires_at IS NOT NULL;
+        CREATE INDEX uploads_by_blob ON uploads (blob);
+
+        -- By which a directory of blobs knows whose it is.
+        CREATE TABLE identity (id TEXT NOT NULL);
+        INSERT INTO identity VALUES (lower(hex(randomblob(16))));
+        """,
+    ),
+    Migration(
+        # The release before would not say whose items are.
+        breaks=True,
+        statements="""
+        ALTER TABLE items ADD COLUMN tenant TEXT NOT NULL DEFAULT '';
+        UPDATE items SET tenant = (SELECT tenant FROM threads WHERE threads.id = thread);
+        DROP INDEX items_by_id;
+        -- Those that were made here come before those that a client gave, whose turn is 0.
+        CREATE INDEX items_by_id ON items (tenant, id, turn = 0) WHERE id IS NOT NULL;
+        """,
+    ),
+    Migration(
+        # The release before would not know what is deleted.
+        breaks=True,
+        statements="""
+        -- listed: not deleted. retained: bytes of files that outlive their container.
+        ALTER TABLE containers ADD COLUMN listed INTEGER NOT NULL DEFAULT 1;
+        ALTER TABLE containers ADD COLUMN name TEXT NOT NULL DEFAULT 'auto';
+        ALTER TABLE containers ADD COLUMN ended_at REAL NOT NULL DEFAULT 0;
+        ALTER TABLE containers ADD COLUMN retained INTEGER NOT NULL DEFAULT 0;
+        CREATE INDEX containers_ended ON containers (ended_at) WHERE NOT running;
+        CREATE INDEX containers_retaining ON containers (tenant, ended_at, id) WHERE retained > 0;
+        """,
+    ),
 )
 
 

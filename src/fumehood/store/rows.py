@@ -13,7 +13,6 @@ from typing import NamedTuple
 import msgspec
 
 from fumehood.interfaces import IdempotencyClaim
-from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Exchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.items import AuthoredItem, OutputItem
@@ -28,14 +27,9 @@ DEEPEST_FORK = 8
 # Bytes that one read brings into memory; conversations that may go on are smaller.
 LARGEST_READ = 256 << 20
 
-# Clients choose ids, too: of many items with the same one, so many of the oldest and of the newest are looked at.
-_MOST_NAMESAKES = 32
-
 _responses = msgspec.json.Decoder(Response)
 _exchanges = msgspec.json.Decoder(Exchange)
 _authored: msgspec.json.Decoder[AuthoredItem] = msgspec.json.Decoder(AuthoredItem)
-_containers = msgspec.json.Decoder(ContainerRecord)
-_files = msgspec.json.Decoder(ContainerFileRecord)
 _keys = msgspec.json.Decoder(ApiKey)
 _encode = msgspec.json.Encoder().encode
 
@@ -183,8 +177,8 @@ def _append(db: sqlite3.Connection, ending: Ending, base: Base) -> Place | None:
         return None
     place = Place(_thread(db, ending.head.tenant, base, base.end + len(ending.entries)), base.end)
     db.executemany(
-        "INSERT INTO items (thread, pos, start, turn, ours, type, id, raw, exchange)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO items (tenant, thread, pos, start, turn, ours, type, id, raw, exchange)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         _item_rows(place, ending),
     )
     return place
@@ -197,7 +191,8 @@ def _item_rows(place: Place, ending: Ending) -> list[tuple[object, ...]]:
         ours = entry.turn > 0 and made not in ending.foreign
         made += entry.turn > 0
         seen = _encode(entry.exchange) if entry.exchange is not None else None
-        rows.append((*place[:1], pos, place.start, entry.turn, ours, entry.type, entry.id, entry.raw, seen))
+        item = (entry.turn, ours, entry.type, entry.id, entry.raw, seen)
+        rows.append((ending.head.tenant, place.thread, pos, place.start, *item))
     return rows
 
 
@@ -218,8 +213,9 @@ def _thread(db: sqlite3.Connection, tenant: str, base: Base, tip: int) -> int:
     copy = _new_thread(db, tenant, Base(None, 0), 0, tip)
     for part in _path(db, base):
         db.execute(
-            "INSERT INTO items (thread, pos, start, turn, ours, type, id, raw, exchange)"
-            " SELECT ?, pos, start, turn, ours, type, id, raw, exchange FROM items WHERE thread = ? AND pos < ?",
+            "INSERT INTO items (tenant, thread, pos, start, turn, ours, type, id, raw, exchange)"
+            " SELECT tenant, ?, pos, start, turn, ours, type, id, raw, exchange FROM items"
+            " WHERE thread = ? AND pos < ?",
             (copy, *part),
         )
     return copy
@@ -362,17 +358,10 @@ def input_entries(db: sqlite3.Connection, tenant: str, response_id: str) -> list
     return [one.entry for one in _kept(db, Base(thread, end)) if one.pos < start or one.entry.turn == 0]
 
 
-_OLDEST = "SELECT thread, pos FROM items WHERE id = :id ORDER BY thread, pos LIMIT :most"
-_NEWEST = "SELECT thread, pos FROM items WHERE id = :id ORDER BY thread DESC, pos DESC LIMIT :most"
-# The place alone is sorted: items may be large.
-_BY_ID = f"""
-    WITH namesakes AS (SELECT * FROM ({_OLDEST}) UNION SELECT * FROM ({_NEWEST})),
-    place AS (
-        SELECT thread, pos FROM namesakes JOIN items USING (thread, pos) JOIN threads ON threads.id = thread
-        WHERE tenant = :tenant ORDER BY turn > 0 DESC, thread, pos LIMIT 1
-    )
-    SELECT turn, type, id, raw, exchange FROM place JOIN items USING (thread, pos)
-"""  # noqa: S608
+_BY_ID = """
+    SELECT turn, type, id, raw, exchange FROM items
+    WHERE tenant = ? AND id = ? ORDER BY turn = 0, thread, pos LIMIT 1
+"""
 
 
 def entries(db: sqlite3.Connection, tenant: str, item_ids: Collection[str]) -> dict[str, Entry]:
@@ -380,55 +369,27 @@ def entries(db: sqlite3.Connection, tenant: str, item_ids: Collection[str]) -> d
     budget = _Budget("input")
     found: dict[str, Entry] = {}
     for item_id in item_ids:
-        row = db.execute(_BY_ID, {"id": item_id, "tenant": tenant, "most": _MOST_NAMESAKES}).fetchone()
+        row = db.execute(_BY_ID, (tenant, item_id)).fetchone()
         if row is not None:
             budget.spend(*row[-2:])
             found[item_id] = _entry(*row)
     return found
 
 
-# --- containers ---------------------------------------------------------------------------------------
-
-
-def put_container(db: sqlite3.Connection, record: ContainerRecord) -> None:
-    db.execute(
-        "INSERT OR REPLACE INTO containers (id, tenant, created_at, running, record) VALUES (?, ?, ?, ?, ?)",
-        (record.id, record.tenant, record.created_at, record.status == "running", _encode(record)),
-    )
-
-
-def container(db: sqlite3.Connection, container_id: str) -> ContainerRecord | None:
-    found = db.execute("SELECT record FROM containers WHERE id = ?", (container_id,)).fetchone()
-    return _containers.decode(found[0]) if found else None
-
-
-def containers(db: sqlite3.Connection, tenant: str | None, running: bool) -> list[ContainerRecord]:
-    those = "running AND " if running else ""
-    found = db.execute(
-        f"SELECT record FROM containers WHERE {those}tenant = coalesce(?, tenant) ORDER BY created_at, id",  # noqa: S608
-        (tenant,),
-    )
-    return [_containers.decode(record) for (record,) in found]
-
-
-def put_files(db: sqlite3.Connection, changed: Sequence[ContainerFileRecord], deleted: Sequence[str]) -> None:
-    db.executemany(
-        "INSERT OR REPLACE INTO files (id, container, created_at, blob, record) VALUES (?, ?, ?, ?, ?)",
-        [(one.id, one.container_id, one.created_at, one.blob, _encode(one)) for one in changed],
-    )
-    db.executemany("DELETE FROM files WHERE id = ?", [(file_id,) for file_id in deleted])
-
-
-def files(db: sqlite3.Connection, container_id: str) -> list[ContainerFileRecord]:
-    found = db.execute(
-        "SELECT record FROM files WHERE container = ? ORDER BY created_at, id", (container_id,)
-    )
-    return [_files.decode(record) for (record,) in found]
+# --- blobs --------------------------------------------------------------------------------------------
 
 
 def unused_blobs(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
-    used = "SELECT 1 FROM files WHERE blob = ? LIMIT 1"
-    return [name for name in names if db.execute(used, (name,)).fetchone() is None]
+    used = (
+        "SELECT 1 WHERE EXISTS (SELECT 1 FROM files WHERE blob = :name)"
+        " OR EXISTS (SELECT 1 FROM uploads WHERE blob = :name)"
+    )
+    return [name for name in names if db.execute(used, {"name": name}).fetchone() is None]
+
+
+def identity(db: sqlite3.Connection) -> str:
+    (found,) = db.execute("SELECT id FROM identity").fetchone()
+    return found
 
 
 # --- claims -------------------------------------------------------------------------------------------

@@ -1,22 +1,25 @@
-"""A store and blobs that forget everything at the end; imports msgspec, `interfaces`, `protocol`, the clock beside."""
+"""A store that forgets everything at the end; imports msgspec, `interfaces`, `protocol`, the clock beside."""
 
-import hashlib
-from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 import msgspec
 
-from fumehood.interfaces import Clock, Fenced, IdempotencyClaim, Lease
+from fumehood.interfaces import Amount, Clock, Fenced, IdempotencyClaim, Lease
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Segment
-from fumehood.protocol.errors import Unavailable
+from fumehood.protocol.errors import InvalidRequest, Unavailable
+from fumehood.protocol.files import FileRecord
 from fumehood.protocol.items import OutputItem
 from fumehood.protocol.keys import ApiKey
+from fumehood.protocol.listing import Window
 from fumehood.protocol.responses import INTERRUPTED, Response
 from fumehood.testing.clock import FakeClock
 
 _decoder = msgspec.json.Decoder(Response)
+_ENDS = ("running", "expired", "deleted")  # what is further on never goes back
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +67,7 @@ class _Data:
     responses: dict[str, _Row] = field(default_factory=dict[str, _Row])
     containers: dict[str, ContainerRecord] = field(default_factory=dict[str, ContainerRecord])
     files: dict[str, ContainerFileRecord] = field(default_factory=dict[str, ContainerFileRecord])
+    uploads: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
     claims: dict[tuple[str, str], tuple[IdempotencyClaim, float]] = field(
         default_factory=dict[tuple[str, str], tuple[IdempotencyClaim, float]]
     )
@@ -176,6 +180,13 @@ class MemoryStore:
     async def put_container(self, record: ContainerRecord) -> None:
         self._open().containers[record.id] = record
 
+    async def change_container(self, record: ContainerRecord, deleted_files: Sequence[str] = ()) -> bool:
+        known = self._open().containers.get(record.id)
+        if known is None or _ENDS.index(record.status) < _ENDS.index(known.status):
+            return False
+        self._data.containers[record.id] = record
+        return await self.put_files((), deleted_files)
+
     async def container(self, container_id: str) -> ContainerRecord | None:
         return self._open().containers.get(container_id)
 
@@ -189,19 +200,98 @@ class MemoryStore:
         ]
         return sorted(found, key=lambda record: (record.created_at, record.id))
 
-    async def put_files(self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()) -> None:
+    async def list_containers(
+        self, tenant: str, window: Window, name: str | None = None
+    ) -> Sequence[ContainerRecord]:
+        found = [
+            one
+            for one in await self.containers(tenant)
+            if one.status != "deleted" and name in (None, one.spec.name)
+        ]
+        return _windowed(found[::-1] if window.newest_first else found, window)
+
+    async def retaining_containers(self, tenant: str) -> Sequence[ContainerRecord]:
+        found = [one for one in await self.containers(tenant) if one.retained]
+        return sorted(found, key=lambda record: (record.ended_at, record.id))
+
+    async def ended_containers(
+        self, *, expired_before: float, deleted_before: float
+    ) -> Sequence[ContainerRecord]:
+        before = {"running": -math.inf, "expired": expired_before, "deleted": deleted_before}
+        found = [one for one in self._open().containers.values() if one.ended_at <= before[one.status]]
+        return sorted(found, key=lambda record: record.ended_at)
+
+    async def delete_container(self, container_id: str) -> None:
+        self._open().containers.pop(container_id, None)
+        await self.put_files((), [record.id for record in await self.files(container_id)])
+
+    async def put_files(self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()) -> bool:
+        running = {record.id for record in await self.containers(running=True)}
+        if not running.issuperset(record.container_id for record in changed):
+            return False
         files = self._open().files
         files.update((record.id, record) for record in changed)
         for file_id in deleted:
             files.pop(file_id, None)
+        return True
 
-    async def files(self, container_id: str) -> Sequence[ContainerFileRecord]:
+    async def file(self, container_id: str, file_id: str) -> ContainerFileRecord | None:
+        record = self._open().files.get(file_id)
+        return record if record is not None and record.container_id == container_id else None
+
+    async def files(self, container_id: str, window: Window | None = None) -> Sequence[ContainerFileRecord]:
         found = [record for record in self._open().files.values() if record.container_id == container_id]
-        return sorted(found, key=lambda record: (record.created_at, record.id))
+        found.sort(key=lambda record: (record.created_at, record.id))
+        if window is None:
+            return found
+        return _windowed(found[::-1] if window.newest_first else found, window)
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
-        used = {record.blob for record in self._open().files.values()}
+        data = self._open()
+        used = {record.blob for record in (*data.files.values(), *data.uploads.values())}
         return [name for name in names if name not in used]
+
+    # --- uploads --------------------------------------------------------------------------------------
+
+    async def add_upload(self, record: FileRecord, most: Amount | None = None) -> bool:
+        has = await self.uploaded(record.tenant)
+        if most is not None and (has.files >= most.files or has.bytes + record.bytes > most.bytes):
+            return False
+        self._data.uploads[record.id] = record
+        return True
+
+    async def upload(self, tenant: str, file_id: str) -> FileRecord | None:
+        record = self._open().uploads.get(file_id)
+        return record if record is not None and record.tenant == tenant else None
+
+    async def uploads(
+        self, tenant: str, window: Window, *, purpose: str | None = None, now: float
+    ) -> Sequence[FileRecord]:
+        found = [
+            record
+            for record in self._open().uploads.values()
+            if record.tenant == tenant
+            and purpose in (None, record.purpose)
+            and (record.expires_at is None or record.expires_at > now)
+        ]
+        found.sort(key=lambda record: (record.created_at, record.id), reverse=window.newest_first)
+        return _windowed(found, window)
+
+    async def uploaded(self, tenant: str) -> Amount:
+        sizes = [record.bytes for record in self._open().uploads.values() if record.tenant == tenant]
+        return Amount(len(sizes), sum(sizes))
+
+    async def delete_upload(self, tenant: str, file_id: str) -> FileRecord | None:
+        record = await self.upload(tenant, file_id)
+        return self._data.uploads.pop(record.id) if record is not None else None
+
+    async def expired_uploads(self, now: float, limit: int) -> Sequence[FileRecord]:
+        over = [
+            (record.expires_at, record.id, record)
+            for record in self._open().uploads.values()
+            if record.expires_at is not None and record.expires_at <= now
+        ]
+        return [record for _, _, record in sorted(over, key=lambda one: one[:2])[:limit]]
 
     # --- claims ---------------------------------------------------------------------------------------
 
@@ -263,20 +353,13 @@ def _holds(lease: Lease, row: _Row | None) -> bool:
     return row is not None and row.expires is not None and row.epoch == lease.epoch
 
 
-class MemoryBlobs:
-    """A `BlobStore` without a disk."""
-
-    def __init__(self) -> None:
-        self.blobs: dict[str, bytes] = {}
-
-    async def put(self, content: bytes | AsyncIterable[bytes]) -> str:
-        whole = content if isinstance(content, bytes) else b"".join([piece async for piece in content])
-        name = hashlib.sha256(whole).hexdigest()
-        self.blobs[name] = whole
-        return name
-
-    async def read(self, name: str) -> AsyncGenerator[bytes]:
-        yield self.blobs[name]
-
-    async def delete(self, name: str) -> None:
-        self.blobs.pop(name, None)
+def _windowed[T: (FileRecord, ContainerRecord, ContainerFileRecord)](
+    ordered: Sequence[T], window: Window
+) -> Sequence[T]:
+    ids = [record.id for record in ordered]
+    for param, cursor in (("after", window.after), ("before", window.before)):
+        if cursor and cursor not in ids:
+            raise InvalidRequest(f"'{param}' names nothing in this list.", param=param, code="invalid_value")
+    first = ids.index(window.after) + 1 if window.after else 0
+    end = ids.index(window.before) if window.before else None
+    return ordered[first:end][: window.limit + 1]

@@ -1,0 +1,1 @@
+"""What clients upload, and what becomes of it; its modules import `interfaces` and `protocol`."""
