@@ -143,19 +143,11 @@ def _without_data(part: Part) -> Part:
             uri=medium.uri, modality=part.modality, mime_type=part.mime_type, source=source, extra=extra
         )
     made = _changed(part, _referred)
-    if (
-        isinstance(made, ToolResult)
-        and made.kind == "image_generation"
-        and isinstance(made.payload["result"], str)
-    ):
-        medium = _medium(made.payload["result"], None)
-        made.payload["result"] = {
-            "type": "uri",
-            "modality": "image",
-            "uri": medium.uri,
-            "digest": medium.digest,
-            "bytes": medium.bytes,
-        }
+    if isinstance(made, ToolResult) and made.kind == "image_generation":
+        picture = made.payload.get("result")
+        if isinstance(picture, str):
+            medium = _medium(picture, None)
+            made.payload["result"] = {"type": "uri", "modality": "image", "uri": medium.uri, **_told(medium)}
     return made
 
 
