@@ -1,7 +1,10 @@
 """How parts look in each view, and what becomes of parts that others wrote; imports `fumehood.parts`."""
 
+import json
+from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from inline_snapshot import snapshot
 
@@ -9,8 +12,10 @@ from fumehood.parts.canonical import Json, Other, ToolCall, ToolResult
 from fumehood.parts.content import without_way_back
 from fumehood.parts.convert import convert, from_vendor, to_vendor
 from fumehood.parts.forms import VIEWS, Malformed
+from fumehood.parts.messages import finish_reason, to_messages
+from fumehood.parts.validate import validate
 from fumehood.parts.views import NoSuchView, from_view, to_view
-from tests.support.part_samples import GEMINI, GEMINI_GROUNDED, OPENAI
+from tests.support.part_samples import GEMINI, GEMINI_GROUNDED, OPENAI, SAMPLES
 
 CODE = OPENAI[2]
 
@@ -390,3 +395,60 @@ def test_a_place_that_is_not_there_is_refused() -> None:
     written[0]["fumehood.source"]["place"] = 7
     with pytest.raises(Malformed, match="there is no place 7"):
         convert("option2", "openai", written)
+
+
+# --- messages -----------------------------------------------------------------------------------------
+
+TURN: list[Any] = [
+    {"type": "message", "role": "user", "content": "Compute."},
+    CODE,
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "3"},
+    {"type": "message", "role": "assistant", "content": "It is 2."},
+]
+
+
+def shape(view: str, items: list[Any]) -> list[tuple[Any, list[Any]]]:
+    messages: Any = to_messages(view, from_vendor("openai", items))
+    return [(message["role"], [part["type"] for part in message["parts"]]) for message in messages]
+
+
+def test_messages_of_option_2_have_a_servers_tools_with_the_assistant() -> None:
+    assert shape("option2", TURN) == [
+        ("user", ["text"]),
+        ("assistant", ["server_tool_call", "server_tool_call_response", "tool_call"]),
+        ("tool", ["tool_call_response"]),
+        ("assistant", ["text"]),
+    ]
+
+
+def test_messages_of_option_1_have_every_response_with_the_tool() -> None:
+    assert shape("option1", TURN[:3]) == [
+        ("user", ["text"]),
+        ("assistant", ["tool_call"]),
+        ("tool", ["tool_call_response"]),
+        ("assistant", ["tool_call"]),
+    ]
+
+
+def test_output_messages_say_why_the_model_stopped() -> None:
+    for items, reason in ((TURN[1:3], "tool_call"), (TURN[1:], "stop"), (TURN[1:2], "stop")):
+        parts = from_vendor("openai", items)
+        assert finish_reason(parts) == reason
+        for message in to_messages("option2", parts, finish_reason(parts)):
+            assert message["finish_reason"] == reason
+            assert validate(message) == [] or items == TURN[1:]
+
+
+OTEL = Path(__file__).parents[3] / "shared" / "reference" / "otel"
+
+
+@pytest.mark.skipif(not OTEL.is_dir(), reason="the reference is not here")
+def test_opentelemetry_takes_the_messages() -> None:
+    for name, reason in (("input", None), ("output", "stop")):
+        schema = jsonschema_rs.Draft202012Validator(
+            json.loads((OTEL / f"gen-ai-{name}-messages.json").read_bytes())
+        )
+        for vendor, items in SAMPLES.items():
+            for view in VIEWS:
+                schema.validate(to_messages(view, from_vendor(vendor, items), reason))
