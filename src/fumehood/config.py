@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeAliasType, cast, get_args, get_origin, get_type_hints
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
-from fumehood.models.settings import ModelSettings
+from fumehood.models.settings import ModelSettings, check_url, read_secret
 
 type Positive = Annotated[int, Meta(ge=1)]
 type Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -141,6 +140,25 @@ class CodeInterpreter(_Section, frozen=True):
     settings: CodeInterpreterSettings = CodeInterpreterSettings()
 
 
+class ShellSettings(_Section, frozen=True):
+    """
+    execution_timeout: seconds that one command may run.
+    model_characters, kept_characters: how much of what the commands of a call say the model is told, and how much the
+        item holds.
+    """
+
+    execution_timeout: Seconds = 60.0
+    model_characters: Annotated[int, Meta(ge=100)] = 20_000
+    kept_characters: Annotated[int, Meta(ge=100)] = 1 << 18
+
+
+class Shell(_Section, frozen=True):
+    """Runs in the containers of the code interpreter, and only where that is enabled."""
+
+    enabled: bool = True
+    settings: ShellSettings = ShellSettings()
+
+
 class FileSearchSettings(_Section, frozen=True):
     pass
 
@@ -162,6 +180,7 @@ class WebSearch(_Section, frozen=True):
 
 class Providers(_Section, frozen=True):
     code_interpreter: CodeInterpreter = CodeInterpreter()
+    shell: Shell = Shell()
     file_search: FileSearch = FileSearch()
     web_search: WebSearch = WebSearch()
 
@@ -255,12 +274,12 @@ def secret(environ: Mapping[str, str], variable: str | None, setting: str) -> st
     """What the variable that a setting names holds; raises Misconfigured if there is none."""
     if variable is None:
         return None
-    value = environ.get(variable, "").strip()
-    if not value or not value.isascii() or not value.isprintable():
+    try:
+        return read_secret(environ, variable)
+    except (KeyError, ValueError):
         raise Misconfigured(
             f"{setting} names the variable {variable}, which holds nothing that could be a key."
-        )
-    return value
+        ) from None
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -388,14 +407,9 @@ def _url_problems(setting: str, url: str) -> Iterator[str]:
     if url.startswith("unix:/"):
         return
     try:
-        parts = urlsplit(url)
-        ported = parts.port is None or parts.port > 0
-    except ValueError:
-        parts, ported = urlsplit(""), False
-    if parts.scheme not in ("http", "https") or not parts.hostname or not ported:
-        yield f"{setting}: that is no URL such as http://127.0.0.1:8000."
-    elif parts.username is not None or parts.password is not None:
-        yield f"{setting}: a URL with a password in it would be written down in too many places; use a variable."
+        check_url(setting, url, "http://127.0.0.1:8000 or unix:/run/sandboxd.sock")
+    except ValueError as error:
+        yield f"{error}."
 
 
 def _variable_problems(setting: str, variable: str | None) -> Iterator[str]:

@@ -48,11 +48,13 @@ class Caller:
     """Whose request it is; nothing of another tenant exists for it.
 
     key: the id of the key that it came with, empty where none is needed.
+    metrics: whether it may see the figures of all tenants together.
     """
 
     tenant: str = ""
     key: str = ""
     limits: KeyLimits = USUAL
+    metrics: bool = False
 
 
 class Clock(Protocol):

@@ -1,4 +1,4 @@
-"""What messages and results of calls say, in the words of chat completions; imports msgspec and `protocol`."""
+"""Contents of messages and results, in the words of chat completions; imports msgspec, a sibling and `protocol`."""
 
 import base64
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from fumehood.models.item_content import Content, ImageAddress, Part, text_of
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
 
-_TEXT_TYPES = frozenset({"input_text", "output_text", "text"})
 _MIME_TYPES_OF_TEXT = frozenset(
     {
         "application/json",
@@ -26,32 +26,6 @@ _MIME_TYPES_OF_TEXT = frozenset(
     }
 )
 _UNKNOWN_MIME_TYPES = frozenset({"", "application/octet-stream"})
-
-
-# --- as clients write it ------------------------------------------------------------------------------
-
-
-class _ImageAddress(msgspec.Struct):
-    url: str
-    detail: str | None = None
-
-
-class Part(msgspec.Struct):
-    """A part of a content, of any type."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    image_url: str | _ImageAddress | None = None
-    detail: str | None = None
-    file_data: str | None = None
-    filename: str | None = None
-
-
-type Content = str | list[Part] | None
-
-
-# --- as chat completions knows it ---------------------------------------------------------------------
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text"):
@@ -101,13 +75,6 @@ def split(content: Content) -> tuple[str, list[ChatPart]]:
     return (text or Results.ELSEWHERE if others else text), others
 
 
-def spoken(content: Content) -> str:
-    """What the model said in a message; raises InvalidRequest."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(_text_of(part) for part in content)
-
-
 def pictures(urls: Sequence[str]) -> list[ChatPart]:
     return [ImagePart(ImageUrl(url)) for url in urls]
 
@@ -125,25 +92,13 @@ def _render_part(part: Part) -> ChatPart:
         case "input_file":
             return _file(part)
         case _:
-            return TextPart(_text_of(part))
-
-
-def _text_of(part: Part) -> str:
-    if part.type in _TEXT_TYPES:
-        return part.text or ""
-    if part.type == "refusal":
-        return part.refusal or ""
-    raise InvalidRequest(
-        f"Content of type {clean_name(part.type)!r} cannot be shown to this model: its server takes text, images and "
-        "files.",
-        param="input",
-    )
+            return TextPart(text_of(part))
 
 
 def _image(part: Part) -> ImagePart:
     address = part.image_url
-    url = address.url if isinstance(address, _ImageAddress) else address
-    detail = part.detail or (address.detail if isinstance(address, _ImageAddress) else None)
+    url = address.url if isinstance(address, ImageAddress) else address
+    detail = part.detail or (address.detail if isinstance(address, ImageAddress) else None)
     if not url or not url.startswith(("data:image/", "https://", "http://")):
         raise InvalidRequest(
             "An input_image needs an image_url, which is the image as a data: URL or its http(s) address.",

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from fumehood.models.chat_content import Content, spoken
-from fumehood.models.chat_foreign import Call, Result
-from fumehood.models.chat_foreign import read as read_foreign
-from fumehood.models.chat_rendering import shown_arguments
+from fumehood.models.foreign_items import Call, Result
+from fumehood.models.foreign_items import read as read_foreign
+from fumehood.models.item_content import Content, shown_arguments, spoken
 from fumehood.models.sealed import Origin
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.errors import InvalidRequest

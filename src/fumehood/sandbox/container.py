@@ -57,7 +57,7 @@ class ContainerSettings:
     retention_hours: how long an expired one can be looked at, and the files that users put there are kept for the
         container that takes its place.
     retained_bytes: how much of such files is kept for one tenant; the oldest go first.
-    sandboxes_outlive: whether those of an earlier process may still be there; else containers that had one have expired.
+    sandboxes_outlive: whether those of an earlier process may still be there; else containers that had one expire.
     sweep_seconds: how often somebody looks for containers that nobody uses any more.
     orphan_seconds: how long a sandbox that belongs to no container may have been idle.
     """
