@@ -1,5 +1,6 @@
 """Every method of the OpenAI SDK's `client.containers`, in its strict mode; imports openai and the support."""
 
+import asyncio
 import inspect
 import io
 import tarfile
@@ -17,7 +18,7 @@ from openai.resources.containers.files import AsyncFiles
 from openai.resources.containers.files.content import AsyncContent
 
 from fumehood.protocol.keys import KeyLimits
-from tests.support.tenants import INTERPRETER, House, two_tenants
+from tests.support.tenants import INTERPRETER, House, Party, two_tenants
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -368,6 +369,61 @@ async def test_files_content_retrieve(client: AsyncOpenAI, container: str, tmp_p
     assert refused.value.status_code == 416
     with pytest.raises(openai.NotFoundError):
         await contents.retrieve("cfile_unknown", container_id=container)
+
+
+# --- a crowd ------------------------------------------------------------------------------------------
+
+
+async def test_two_tenants_with_fifty_containers_each(tmp_path: Path) -> None:
+    """All at once: made, filled, used, listed, and gone; nobody sees anything of the other's."""
+    number = 50
+
+    async def one(party: Party, mark: str) -> str:
+        made = (await party.ask("POST", "/v1/containers", {"name": "crowd"})).json["id"]
+        form = f'--b\r\ncontent-disposition: form-data; name="file"; filename="given.txt"\r\n\r\n{mark}\r\n--b--\r\n'
+        headers = {"content-type": "multipart/form-data; boundary=b"}
+        put = await party.ask("POST", f"/v1/containers/{made}/files", form.encode(), **headers)
+        assert put.status == 200, put.body
+        tool = {"type": "code_interpreter", "container": made}
+        assert (await party.create(tools=[tool])).status == 200
+        content = await party.ask("GET", f"/v1/containers/{made}/files/{put.json['id']}/content")
+        assert content.body == mark.encode()
+        return made
+
+    async with two_tenants(tmp_path) as house:
+        before = house.rows()
+        parties = (house.ann, house.ben)
+        made = await asyncio.gather(
+            *(
+                one(party, f"{tenant} {place}")
+                for place in range(number)
+                for tenant, party in enumerate(parties)
+            )
+        )
+        assert len(set(made)) == 2 * number
+        for tenant, party in enumerate(parties):
+            own = made[tenant::2]
+            listed = (await party.ask("GET", "/v1/containers?limit=100")).json
+            assert {one["id"] for one in listed["data"]} == set(own)
+            assert not listed["has_more"]
+            foreign = made[1 - tenant]
+            assert (await party.ask("DELETE", f"/v1/containers/{foreign}")).status == 404
+        gone = [
+            (party, name) for tenant, party in enumerate(parties) for name in made[tenant::2][: number // 2]
+        ]
+        await asyncio.gather(*(party.ask("DELETE", f"/v1/containers/{name}") for party, name in gone))
+        house.clock.advance(21 * 60)
+        await house.containers.sweep()
+        for party in parties:
+            listed = (await party.ask("GET", "/v1/containers?limit=100")).json["data"]
+            assert [one["status"] for one in listed] == ["expired"] * (number // 2)
+        house.clock.advance(8 * 24 * 3600)
+        await house.containers.sweep()
+        await house.containers.sweep()
+        left = {name: number - before[name] for name, number in house.rows().items()}
+        assert (left["containers"], left["files"]) == (0, 0)
+        assert await house.sandboxes.sandboxes() == []
+        assert house.blobs.blobs == {}
 
 
 # --- along a conversation -----------------------------------------------------------------------------

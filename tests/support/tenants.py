@@ -96,6 +96,8 @@ class House:
     runs: EngineRuns
     containers: SandboxContainers
     files: UploadedFiles
+    sandboxes: ScriptedSandboxes
+    blobs: MemoryBlobs
 
     @asynccontextmanager
     async def restarted(self) -> AsyncGenerator[Party]:
@@ -141,7 +143,8 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[House]:
     store = await SqliteStore.open(database)
     steps = [Step(None, [Stdout(text="made\n"), WriteFile("made.txt", b"content")])] * _MANY
     sandboxes = ScriptedSandboxes(*steps)
-    blobs = ReferredBlobs(MemoryBlobs(), store)
+    contents = MemoryBlobs()
+    blobs = ReferredBlobs(contents, store)
     files = UploadedFiles(store, blobs, clock)
     containers = SandboxContainers(
         sandboxes,
@@ -176,6 +179,8 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[House]:
                 runs,
                 containers,
                 files,
+                sandboxes,
+                contents,
             )
     finally:
         await containers.close()
