@@ -1,4 +1,4 @@
-"""/v1/containers and their files: make, find, fill, read and delete; imports msgspec, `interfaces`, `protocol`, siblings."""
+"""/v1/containers and their files: make, find, fill, read and delete; imports `interfaces`, `protocol`, siblings."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
