@@ -125,6 +125,12 @@ MIGRATIONS: Sequence[Migration] = (
         CREATE INDEX claims_by_expiry ON claims (expires);
         """
     ),
+    Migration(
+        """
+        -- What the files and pictures of an input were when its response began.
+        ALTER TABLE items ADD COLUMN attachments BLOB;
+        """
+    ),
 )
 
 
