@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from fumehood.protocol.attachments import Attachment, FilePart
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.events import StreamEvent
@@ -268,6 +269,11 @@ class HostedTool(Protocol):
         """The types of the items that it makes."""
         ...
 
+    @property
+    def finds_files(self) -> bool:
+        """Whether its calls find the files and pictures of the conversation, and can look at them."""
+        ...
+
     async def offer(self, spec: ToolSpec, caller: Caller, past: Sequence[Segment]) -> OfferedTool:
         """Check the configuration and everything that it names; raises ApiError. Nothing is created yet.
 
@@ -285,6 +291,22 @@ class HostedTool(Protocol):
 
     async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:
         """What must outlive the items of this conversation, which are about to be compacted; None if nothing must."""
+        ...
+
+
+# --- files in inputs ----------------------------------------------------------------------------------
+
+
+class Attachments(Protocol):
+    """Finds out what the files and pictures of an input are."""
+
+    async def find(self, caller: Caller, part: FilePart, *, whole: bool) -> Attachment:
+        """What a part holds or names. Its name is fit for a container, but may be that of another file too.
+
+        Raises NotFound for an upload that the caller does not have, and for what cannot be had from its address;
+        InvalidRequest for what cannot be taken. `param` names the field of the part.
+        whole: whether a model will be shown files that are no text.
+        """
         ...
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from fumehood.aside import ITEM, aside
+from fumehood.engine.attached import Attacher
 from fumehood.engine.compaction import USUAL_LIMIT, Compactor
 from fumehood.engine.history import History
 from fumehood.engine.log import EventLog, LagLimits
@@ -14,6 +15,7 @@ from fumehood.engine.preparation import Preparation, Prepared
 from fumehood.engine.tokens import Tokens, is_rendered
 from fumehood.engine.truncation import check_length
 from fumehood.interfaces import (
+    Attachments,
     Caller,
     Clock,
     HostedTool,
@@ -92,6 +94,7 @@ class EngineRuns:
         lag: LagLimits | None = None,
         disabled_tools: frozenset[str] = frozenset(),
         sealer: Sealer | None = None,
+        attachments: Attachments | None = None,
     ) -> None:
         self._models = models
         self._store = store
@@ -106,7 +109,9 @@ class EngineRuns:
         self._tokens = Tokens()
         self._compactor = Compactor(sealer, tools, self._tokens)
         self._compacting: set[asyncio.Task[CompactedResponse]] = set()
-        self._preparation = Preparation(history, self._compactor, by_type, disabled_tools, clock)
+        self._preparation = Preparation(
+            history, Attacher(attachments), models, self._compactor, by_type, disabled_tools, clock
+        )
 
     async def start(
         self,
@@ -117,6 +122,7 @@ class EngineRuns:
         past: Sequence[Segment] | None = None,
     ) -> EngineRun:
         prepared = await self._preparation.prepare(request, caller, past)
+        prepared.check_files()
         if response_id is not None:
             prepared.response.id = response_id
         backend = self._models.backend(prepared.response.model)

@@ -55,7 +55,8 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         address that is passed on as it is.
     media_type, bytes: of its content.
     file_id: of the upload that it is.
-    text: what a model reads of it, where the item itself does not hold it; data: likewise the content, as a data: URL.
+    text: what a model reads of it, where the item itself does not hold it; left_out: bytes that come after that.
+    data: the content as a data: URL, where the item does not hold it and somebody needs it.
     gone: it was there once, and is not to be had any more.
     """
 
@@ -65,6 +66,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     bytes: int = 0
     file_id: str = ""
     text: str | None = None
+    left_out: int = 0
     data: str | None = None
     gone: bool = False
 
@@ -205,7 +207,7 @@ def shown_text(name: str, text: str, left_out: int = 0) -> str:
     """
     shown = text[:LONGEST_TEXT]
     left_out += len(text) - len(shown)
-    rest = f"\n[{left_out:,} more are left out here. {found_by_code(name)}]" if left_out else ""
+    rest = f"\n[About {left_out:,} more characters are left out here. {found_by_code(name)}]" if left_out else ""
     return f"The file {name}:\n{shown}{rest}"
 
 

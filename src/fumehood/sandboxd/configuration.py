@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAliasType, get_args, get_origin, get_type_h
 
 import msgspec
 
-from fumehood.sandboxd.egress.addresses import networks
+from fumehood.serving.addresses import networks
 from fumehood.sandboxd.egress.names import normalised
 from fumehood.sandboxd.settings import Settings
 

@@ -75,6 +75,7 @@ class CodeInterpreter:
 
     types = frozenset({NAME})
     item_types = frozenset({_ITEM})
+    finds_files = True
 
     def __init__(
         self, containers: Containers, clock: Clock, settings: InterpreterSettings | None = None
