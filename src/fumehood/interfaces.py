@@ -1,9 +1,10 @@
-"""Every seam of the server, one Protocol each; imports `fumehood.protocol` and the standard library.
+"""Every seam of the server, one Protocol each; imports `protocol` and `storage`.
 
 A request walks through them from top to bottom: `Runs` starts a `Run`, which asks a `ModelBackend` for turns and
-`HostedTool`s for calls; the code interpreter asks `Containers`, and those a `SandboxProvider`; `Store` and
-`BlobStore` keep what must not be lost. Whoever implements one passes its kit in `fumehood.testing`. What a method
-raises is said here and nowhere else.
+`HostedTool`s for calls; the code interpreter asks `Containers`, and those a `SandboxProvider`; `Files` are what
+clients upload. `Store` and `Blobs` keep what must not be lost: they are written down in `fumehood.storage`, and given
+here too. Whoever implements one passes its kit in `fumehood.testing`. What a method raises is said here and nowhere
+else.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
@@ -14,8 +15,10 @@ from fumehood.protocol.attachments import Attachment, FilePart
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.events import StreamEvent
+from fumehood.protocol.files import FileRecord, NewFile
 from fumehood.protocol.items import OutputItem, ProducedFile
-from fumehood.protocol.keys import USUAL, ApiKey, KeyLimits
+from fumehood.protocol.keys import USUAL, KeyLimits
+from fumehood.protocol.listing import Window
 from fumehood.protocol.models import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
 from fumehood.protocol.responses import CompactedResponse, CreateResponse, InputTokens, Response
 from fumehood.protocol.sandbox import (
@@ -29,6 +32,16 @@ from fumehood.protocol.sandbox import (
     Unpacked,
 )
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
+from fumehood.storage import Amount as Amount
+from fumehood.storage import Blobs as Blobs
+from fumehood.storage import BlobStore as BlobStore
+from fumehood.storage import Fenced as Fenced
+from fumehood.storage import IdempotencyClaim as IdempotencyClaim
+from fumehood.storage import Kept as Kept
+from fumehood.storage import Lease as Lease
+from fumehood.storage import Sealer as Sealer
+from fumehood.storage import Store as Store
+from fumehood.storage import Unsealable as Unsealable
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,156 +382,34 @@ class Containers(Protocol):
     async def close(self) -> None: ...
 
 
-# --- what clients carry for us ------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------
 
 
-class Unsealable(Exception):
-    """What should have been sealed here for this tenant was not, or was changed since; says which, and no secret."""
+class Files(Protocol):
+    """What clients have uploaded. Another tenant's files, and those whose time is over, are not there."""
 
-
-class Sealer(Protocol):
-    """Makes text that clients can carry and nobody else can read, change, or use for another tenant."""
-
-    def seal(self, tenant: str, content: bytes) -> str: ...
-
-    def open(self, tenant: str, sealed: str) -> bytes:
-        """Raises Unsealable."""
-        ...
-
-
-# --- what is kept -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The right to write to a running response; worth nothing once another epoch has begun."""
-
-    response_id: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class IdempotencyClaim:
-    """Which response a request has become; the digest is of its body."""
-
-    digest: bytes
-    response_id: str
-
-
-class Fenced(Exception):
-    """Somebody else has taken over this response, or ended it."""
-
-
-class Store(Protocol):
-    """Responses, conversations, containers. What a method has returned from is durable, `begin` excepted.
-
-    Made for several processes: a running response has a lease, and what its owner writes after it was lost raises
-    Fenced. Raises Unavailable where the database cannot be reached.
-    """
-
-    async def begin(self, tenant: str, response: Response) -> Lease:
-        """A response that runs now; readable soon, and `failed` after the next `recover` if nothing more comes."""
-        ...
-
-    async def renew(self, leases: Sequence[Lease]) -> Sequence[Lease]:
-        """Those that are still ours, for a while longer."""
-        ...
-
-    async def commit(
-        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[Entry]
-    ) -> None:
-        """The end of a response: it with all its entries, input and output, or nothing. They continue the
-        conversation of `response.previous_response_id`. Without a lease it is one that was never begun.
-        Raises Fenced.
+    async def create(self, caller: Caller, new: NewFile, content: AsyncIterable[bytes]) -> FileRecord:
+        """Keep it; it is durable then. Raises InvalidRequest, BodyTooLarge, RateLimited (as many as the tenant may
+        have), Unavailable, and whatever the content raises; then nothing is left of it.
         """
         ...
 
-    async def recover(self) -> int:
-        """Mark as failed every response that runs under nobody's lease; how many."""
+    async def file(self, caller: Caller, file_id: str) -> FileRecord:
+        """Raises NotFound."""
         ...
 
-    async def response(self, tenant: str, response_id: str) -> Response | None: ...
-
-    async def conversation(self, tenant: str, response_id: str) -> Sequence[Segment] | None:
-        """Everything up to the end of that response; None if there is none, or it still runs."""
+    async def files(self, caller: Caller, window: Window, purpose: str | None = None) -> Sequence[FileRecord]:
+        """Raises InvalidRequest."""
         ...
 
-    async def input_entries(self, tenant: str, response_id: str) -> Sequence[Entry] | None:
-        """What stood before the output of that response, oldest first: the conversation and its own input."""
+    def read(
+        self, caller: Caller, file_id: str, start: int = 0, end: int | None = None
+    ) -> AsyncGenerator[bytes]:
+        """The content in pieces, or those bytes of it; raises NotFound before the first."""
         ...
 
-    async def entries(self, tenant: str, item_ids: Sequence[str]) -> dict[str, Entry]:
-        """Those items of the tenant's that are kept, by id."""
-        ...
-
-    async def delete_response(self, tenant: str, response_id: str) -> bool:
-        """False if there is none. Its items go as soon as no living response stands on them."""
-        ...
-
-    async def put_container(self, record: ContainerRecord) -> None: ...
-
-    async def container(self, container_id: str) -> ContainerRecord | None: ...
-
-    async def containers(
-        self, tenant: str | None = None, *, running: bool = False
-    ) -> Sequence[ContainerRecord]:
-        """Of one tenant or of all, all or those that are running, oldest first."""
-        ...
-
-    async def put_files(
-        self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()
-    ) -> None: ...
-
-    async def files(self, container_id: str) -> Sequence[ContainerFileRecord]:
-        """Oldest first."""
-        ...
-
-    async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
-        """Those of these blobs that no file of any container refers to."""
-        ...
-
-    async def claim(
-        self, tenant: str, key: str, claim: IdempotencyClaim, seconds: float
-    ) -> IdempotencyClaim | None:
-        """For so many seconds the tenant's idempotency key stands for this request; None. If it stands for one
-        already, that one, and nothing is changed.
-        """
-        ...
-
-    async def release(self, tenant: str, key: str, response_id: str) -> None:
-        """The key stands for nothing any more, if it stood for this response."""
-        ...
-
-    async def put_key(self, key: ApiKey) -> None: ...
-
-    async def revoke_key(self, key_id: str, now: float) -> bool:
-        """False if there is none, or it was revoked already."""
-        ...
-
-    async def keys(self) -> Sequence[ApiKey]:
-        """All that ever were, revoked ones too, oldest first."""
-        ...
-
-    async def keys_revision(self) -> int:
-        """Another number as soon as anybody, in another process too, has put or revoked a key."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-class BlobStore(Protocol):
-    """Bytes by the name of their content; equal contents are one blob. Raises Unavailable where the disk fails."""
-
-    async def put(self, content: bytes | AsyncIterable[bytes]) -> str:
-        """Keep them, whole or not at all; the name."""
-        ...
-
-    def read(self, name: str) -> AsyncGenerator[bytes]:
-        """Raises KeyError before the first piece."""
-        ...
-
-    async def delete(self, name: str) -> None:
-        """One that is not there is no error."""
+    async def delete(self, caller: Caller, file_id: str) -> None:
+        """Copies that containers hold stay: they have records of their own. Raises NotFound."""
         ...
 
 

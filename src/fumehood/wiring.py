@@ -24,7 +24,7 @@ from fumehood.gateway.origins import ANY, Origins
 from fumehood.gateway.request_log import RequestLines, RequestLog, to_logging
 from fumehood.gateway.server import Server
 from fumehood.interfaces import (
-    BlobStore,
+    Blobs,
     Clock,
     Containers,
     HostedTool,
@@ -45,6 +45,7 @@ from fumehood.sandbox.kept_files import FileLimits
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings
 from fumehood.sandbox.remote import RemoteSandboxes
 from fumehood.store.blobs import DiskBlobs
+from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.store.sealing import KeyedSealer, KeysRefused, own_keys, read_keys, read_keys_file
 from fumehood.store.sqlite import SqliteStore, StoreRefused
 from fumehood.tools.code_interpreter import CodeInterpreter
@@ -118,7 +119,7 @@ async def assembled(
                 "server.cors_origins: without keys, * would let every web page run code here: name the origins, or "
                 "make a key with `fumehood keys create`."
             )
-        blobs = DiskBlobs(Path(config.storage.blobs))
+        blobs = ReferredBlobs(DiskBlobs(Path(config.storage.blobs)), store)
         try:
             models = open_models(config.models, clock, environ)
         except ValueError as error:
@@ -275,7 +276,7 @@ async def _interpreter(
     config: Config,
     sandboxes: SandboxProvider,
     store: Store,
-    blobs: BlobStore,
+    blobs: Blobs,
     clock: Clock,
     stack: AsyncExitStack,
 ) -> tuple[Containers, list[HostedTool]]:

@@ -16,6 +16,7 @@ from fumehood.sandbox.container import ContainerSettings, Isolation
 from fumehood.sandbox.containers import SandboxContainers
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings
 from fumehood.store.blobs import DiskBlobs
+from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.store.sqlite import SqliteStore
 from fumehood.testing import (
     Action,
@@ -47,8 +48,9 @@ def over(
 ) -> Subject:
     clock = FakeClock()
     settings = ContainerSettings(isolation=isolation, containers_per_tenant=1000)
+    kept = store or MemoryStore(clock)
     containers = SandboxContainers(
-        provider, store or MemoryStore(clock), blobs or MemoryBlobs(), clock, settings
+        provider, kept, ReferredBlobs(blobs or MemoryBlobs(), kept), clock, settings
     )
 
     async def end_sandbox(container_id: str) -> None:

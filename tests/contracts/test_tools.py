@@ -7,6 +7,7 @@ import pytest
 
 from fumehood.protocol.sandbox import Stdout
 from fumehood.sandbox.containers import SandboxContainers
+from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.testing import (
     Answer,
     FakeClock,
@@ -42,7 +43,8 @@ class TestCodeInterpreter(ToolKit):
             Step("wait()", [Stdout("waiting\n"), asyncio.Event()]),
         ]
         async with ScriptedSandboxes(always=steps) as provider:
-            containers = SandboxContainers(provider, MemoryStore(clock), MemoryBlobs(), clock)
+            store = MemoryStore(clock)
+            containers = SandboxContainers(provider, store, ReferredBlobs(MemoryBlobs(), store), clock)
             yield Subject(
                 CodeInterpreter(containers, clock),
                 '{"type": "code_interpreter", "container": {"type": "auto"}}',

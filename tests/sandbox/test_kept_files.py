@@ -14,6 +14,7 @@ from fumehood.protocol.sandbox import FileEntry, FileListing, SandboxSpec
 from fumehood.protocol.sandbox_errors import SandboxGone, TooLarge, Unreachable
 from fumehood.sandbox.container import ContainerSettings
 from fumehood.sandbox.kept_files import FileLimits, KeptFiles, is_produced
+from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.testing import (
     DeleteFile,
     FakeClock,
@@ -134,7 +135,7 @@ async def test_what_is_saved_outlives_the_sandbox() -> None:
 
 
 async def test_a_full_disk_costs_the_copy_and_not_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def full(_: object) -> str:
+    async def full(*_: object) -> str:
         raise Unavailable("The gateway's disk cannot be used now: No space left on device.")
 
     async with host(Step("x", [WriteFile("a.txt", b"a")])) as here:
@@ -201,7 +202,7 @@ class Desk:
         self.blobs = MemoryBlobs()
         self.files = KeptFiles(
             self.store,
-            self.blobs,
+            ReferredBlobs(self.blobs, self.store),
             self.clock,
             msgspec.convert(limits, FileLimits) if limits else FileLimits(),
         )

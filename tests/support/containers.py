@@ -14,6 +14,7 @@ from fumehood.protocol.sandbox import (
 )
 from fumehood.sandbox.container import ContainerSettings, SandboxContainer
 from fumehood.sandbox.containers import SandboxContainers
+from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.testing import FakeClock, MemoryBlobs, MemoryStore, ScriptedSandbox, ScriptedSandboxes, Step
 
 SOMEBODY = Caller("somebody")
@@ -51,7 +52,9 @@ class Host:
 
     def __post_init__(self) -> None:
         self.kept = self.store or MemoryStore(self.clock)
-        self.containers = SandboxContainers(self.scripted, self.kept, self.blobs, self.clock, self.settings)
+        self.containers = SandboxContainers(
+            self.scripted, self.kept, ReferredBlobs(self.blobs, self.kept), self.clock, self.settings
+        )
 
     def beside(self) -> "Host":
         return Host(self.scripted, self.settings, self.clock, self.kept, self.blobs)

@@ -16,6 +16,7 @@ from fumehood.protocol.items import CodeInterpreterCall, Execution, Logs, Output
 from fumehood.protocol.tools import ToolSpec, read_tool
 from fumehood.sandbox.container import ContainerSettings
 from fumehood.sandbox.containers import SandboxContainers
+from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.testing import FakeClock, MemoryBlobs, MemoryStore, ScriptedSandboxes, Step
 from fumehood.testing.tool_kit import call
 from fumehood.tools.code_interpreter import CodeInterpreter
@@ -69,7 +70,11 @@ class Interpreter:
     def __post_init__(self) -> None:
         self.store = MemoryStore(self.clock)
         self.containers = SandboxContainers(
-            self.provider, self.store, self.blobs, self.clock, self.containers_settings
+            self.provider,
+            self.store,
+            ReferredBlobs(self.blobs, self.store),
+            self.clock,
+            self.containers_settings,
         )
         self.tool = CodeInterpreter(self.containers, self.clock, self.settings)
 

@@ -15,6 +15,7 @@ from fumehood.protocol.keys import USUAL, ApiKey, KeyLimits, digest_of, hint_of,
 from fumehood.protocol.models import ModelRequest
 from fumehood.protocol.sandbox import Stdout
 from fumehood.sandbox.containers import SandboxContainers
+from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.store.sealing import KeyedSealer, own_keys
 from fumehood.store.sqlite import SqliteStore
 from fumehood.testing import (
@@ -126,7 +127,7 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[House]:
     store = await SqliteStore.open(database)
     steps = [Step(None, [Stdout(text="made\n"), WriteFile("made.txt", b"content")])] * _MANY
     sandboxes = ScriptedSandboxes(*steps)
-    containers = SandboxContainers(sandboxes, store, MemoryBlobs(), clock)
+    containers = SandboxContainers(sandboxes, store, ReferredBlobs(MemoryBlobs(), store), clock)
     model = ScriptedModel(*[_turn] * _MANY)
     tools = [CodeInterpreter(containers, clock)]
     sealer = KeyedSealer(own_keys(directory / "keys"))

@@ -15,7 +15,7 @@ from typing import Self
 
 import msgspec
 
-from fumehood.interfaces import BlobStore, Caller, Clock, Sandbox, SandboxProvider, SandboxRef, Store
+from fumehood.interfaces import Blobs, Caller, Clock, Sandbox, SandboxProvider, SandboxRef, Store
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.errors import ContainerExpired, NotFound, RateLimited, Unavailable
 from fumehood.protocol.names import clean_name
@@ -46,7 +46,7 @@ class SandboxContainers:
         self,
         provider: SandboxProvider,
         store: Store,
-        blobs: BlobStore,
+        blobs: Blobs,
         clock: Clock,
         settings: ContainerSettings | None = None,
     ) -> None:

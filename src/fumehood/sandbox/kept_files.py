@@ -6,24 +6,21 @@ Names and sizes are told by a sandbox and trusted by nobody: names are checked, 
 import asyncio
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterable,
     Awaitable,
     Callable,
-    Generator,
     Iterable,
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 import msgspec
 
-from fumehood.interfaces import BlobStore, Clock, Sandbox, Store
+from fumehood.interfaces import Blobs, Clock, Sandbox, Store
 from fumehood.protocol.containers import ContainerFileRecord
 from fumehood.protocol.errors import Unavailable
 from fumehood.protocol.names import clean_name
@@ -99,13 +96,11 @@ def file_id(container_id: str, path: str) -> str:
 class KeptFiles:
     """Records in a store and content in blobs, for all containers of one process."""
 
-    def __init__(self, store: Store, blobs: BlobStore, clock: Clock, limits: FileLimits) -> None:
+    def __init__(self, store: Store, blobs: Blobs, clock: Clock, limits: FileLimits) -> None:
         self._store = store
         self._blobs = blobs
         self._clock = clock
         self._limits = limits
-        # Blobs that are there and in no record yet: nobody may take them for unused.
-        self._arriving: Counter[str] = Counter()
 
     # ---- out of a sandbox -----------------------------------------------------------------------------------------
 
@@ -125,23 +120,23 @@ class KeptFiles:
         gone = [known.pop(path) for path in _deleted(listing, before) if _same(known.get(path), before[path])]
         fresh = [file for file in listing.files if is_produced(file.path) and _differs(file, before)]
         harvest = _Harvest(container_id, known, {file.path for file in fresh}, self._limits)
-        with self._arrivals() as arrived:
-            await self._take_all(sandbox, fresh, harvest, arrived)
+        async with AsyncExitStack() as arrivals:
+            await self._take_all(sandbox, fresh, harvest, arrivals)
             changed = [record for file in fresh if (record := harvest.taken.get(file.path)) is not None]
             await self._store.put_files(changed, [record.id for record in gone])
         replaced = [known[record.path] for record in changed if record.path in known]
-        await self._drop(record.blob for record in (*gone, *replaced))
+        await self._blobs.drop(record.blob for record in (*gone, *replaced))
         return Look(mark if harvest.cut_short else listing.mark, changed, harvest.notes())
 
     async def _take_all(
-        self, sandbox: Sandbox, files: Iterable[FileEntry], harvest: "_Harvest", arrived: list[str]
+        self, sandbox: Sandbox, files: Iterable[FileEntry], harvest: "_Harvest", arrivals: AsyncExitStack
     ) -> None:
         waiting = iter(files)
 
         async def take_some() -> None:
             for file in waiting:
                 if harvest.has_place_for(file.path):
-                    await self._take(sandbox, file, harvest, arrived)
+                    await self._take(sandbox, file, harvest, arrivals)
 
         try:
             async with asyncio.timeout(self._limits.seconds), asyncio.TaskGroup() as group:
@@ -152,11 +147,13 @@ class KeptFiles:
             reason = str(errors.exceptions[0]) or "out of time"
             logger.warning("Files of %s could not all be kept: %s", harvest.container_id, reason)
 
-    async def _take(self, sandbox: Sandbox, file: FileEntry, harvest: "_Harvest", arrived: list[str]) -> None:
+    async def _take(
+        self, sandbox: Sandbox, file: FileEntry, harvest: "_Harvest", arrivals: AsyncExitStack
+    ) -> None:
         counted = _Counted(sandbox.read(file.path), harvest, max(file.size, 0))
         try:
             counted.reserve()
-            blob = await self._put(counted, arrived)
+            kept = await arrivals.enter_async_context(self._blobs.keep(counted))
         except (FileNotFound, FileRefused):  # not there any more, or not a file any more
             counted.give_back()
         except (TooLarge, Unavailable):  # too much for one file, for the container, or for the disk
@@ -164,29 +161,7 @@ class KeptFiles:
             harvest.unkept.append(file.path)
             harvest.add(file, max(file.size, 0), "", self._clock.now())
         else:
-            harvest.add(file, counted.bytes, blob, self._clock.now())
-
-    async def _put(self, content: bytes | AsyncIterable[bytes], arrived: list[str]) -> str:
-        name = await self._blobs.put(content)
-        self._arriving[name] += 1
-        arrived.append(name)
-        return name
-
-    @contextmanager
-    def _arrivals(self) -> Generator[list[str]]:
-        arrived: list[str] = []
-        try:
-            yield arrived
-        finally:
-            self._arriving.subtract(arrived)
-            self._arriving += Counter()  # without those that count nothing
-
-    async def _drop(self, blobs: Iterable[str]) -> None:
-        """Let go of what no record refers to any more."""
-        named = sorted({name for name in blobs if name})
-        for name in await self._store.unused_blobs(named) if named else ():
-            if not self._arriving[name]:
-                await self._blobs.delete(name)
+            harvest.add(file, kept.bytes, kept.name, self._clock.now())
 
     # ---- into a sandbox -------------------------------------------------------------------------------------------
 
@@ -217,7 +192,7 @@ class KeptFiles:
         lost = [record for record in records if record.path not in restored.placed]
         if moved or lost:
             await self._store.put_files(moved, [record.id for record in lost])
-            await self._drop(record.blob for record in lost)
+            await self._blobs.drop(record.blob for record in lost)
 
     async def _content(self, record: ContainerFileRecord) -> bytes | AsyncGenerator[bytes]:
         """Raises KeyError if it is not there, before anybody waits for the rest."""
@@ -244,7 +219,7 @@ class KeptFiles:
                 modified_ns = (await sandbox.write(free, content)).modified_ns
             except SandboxError as error:  # the copy is what counts
                 logger.warning("A file could not be put into the sandbox of %s: %s", container_id, error)
-        with self._arrivals() as arrived:
+        async with self._blobs.keep(content) as kept:
             record = ContainerFileRecord(
                 id=file_id(container_id, free),
                 container_id=container_id,
@@ -253,7 +228,7 @@ class KeptFiles:
                 created_at=self._clock.now(),
                 modified_ns=modified_ns,
                 source="assistant",
-                blob=await self._put(content, arrived),
+                blob=kept.name,
             )
             await self._store.put_files([record])
         return record
@@ -285,7 +260,7 @@ class KeptFiles:
         records = await self._store.files(container_id)
         if records:
             await self._store.put_files([], [record.id for record in records])
-            await self._drop(record.blob for record in records)
+            await self._blobs.drop(record.blob for record in records)
 
 
 @dataclass(slots=True)

@@ -9,10 +9,12 @@ import fcntl
 import hashlib
 import os
 import re
-from collections.abc import AsyncGenerator, AsyncIterable, Callable
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from fumehood.protocol.errors import Unavailable
 
@@ -30,58 +32,58 @@ class DiskBlobs:
         self._incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
         _sweep(self._incoming)
 
-    async def put(self, content: bytes | AsyncIterable[bytes]) -> str:
+    async def put(
+        self,
+        content: bytes | AsyncIterable[bytes],
+        named: Callable[[str], Awaitable[None]] | None = None,
+    ) -> str:
         """Raises Unavailable where the disk does not take it; then nothing of it is left."""
-        if isinstance(content, bytes):
-            return await _on_disk(self._put, content)
         incoming = await _on_disk(_Incoming, self._incoming)
         try:
-            waiting = bytearray()
-            async for piece in content:
-                waiting += piece
-                if len(waiting) >= _WRITE_AT_ONCE:
-                    await _on_disk(incoming.write, bytes(waiting))
-                    waiting.clear()
-            return await _on_disk(self._finish, incoming, bytes(waiting))
+            rest = content if isinstance(content, bytes) else await _write(incoming, content)
+            name = await _on_disk(incoming.complete, rest)
+            if named is not None:
+                await named(name)
+            await _uninterrupted(_on_disk(self._move, incoming, name))
         except BaseException:
             # Not here: a thread may still be writing, and this waits for it.
             asyncio.get_running_loop().run_in_executor(None, incoming.discard)
             raise
+        return name
 
-    async def read(self, name: str) -> AsyncGenerator[bytes]:
-        if not _NAME.fullmatch(name):
-            raise KeyError(name)
-        file, piece = await _on_disk(_open, self._path(name), name)
+    async def size(self, name: str) -> int:
+        return await _on_disk(_size, self._path(name), name)
+
+    async def read(self, name: str, start: int = 0, end: int | None = None) -> AsyncGenerator[bytes]:
+        reading = await _on_disk(_Reading, self._path(name), name, start, end)
         try:
-            while piece:
+            while piece := await _on_disk(reading.next):
                 yield piece
-                piece = await _on_disk(file.read, _PIECE)
         finally:
-            file.close()
+            reading.close()
 
     async def delete(self, name: str) -> None:
-        if _NAME.fullmatch(name):
-            await _on_disk(self._path(name).unlink, missing_ok=True)
+        with suppress(KeyError):
+            await _uninterrupted(_on_disk(self._path(name).unlink, missing_ok=True))
+
+    async def names(self, older_than: float) -> AsyncGenerator[Sequence[str]]:
+        until = time.time() - older_than
+        for number in range(256):
+            found = await _on_disk(_older_names, self._directory / f"{number:02x}", until)
+            if found:
+                yield found
 
     def _path(self, name: str) -> Path:
+        """Raises KeyError for what is no name."""
+        if not _NAME.fullmatch(name):
+            raise KeyError(name)
         return self._directory / name[:2] / name[2:4] / name
 
-    def _put(self, content: bytes) -> str:
-        incoming = _Incoming(self._incoming)
-        try:
-            return self._finish(incoming, content)
-        except BaseException:
-            incoming.discard()
-            raise
-
-    def _finish(self, incoming: "_Incoming", rest: bytes) -> str:
-        incoming.write(rest)
-        name = incoming.name()
+    def _move(self, incoming: "_Incoming", name: str) -> None:
         path = self._path(name)
         _make_directory(path.parent.parent)
         _make_directory(path.parent)
         incoming.move(path)
-        return name
 
 
 class _Incoming:
@@ -101,13 +103,15 @@ class _Incoming:
         self._hash.update(content)
         self._file.write(content)
 
-    def name(self) -> str:
+    def complete(self, rest: bytes) -> str:
+        """All of it is on the disk; its name, which it does not have yet."""
+        self.write(rest)
+        self._file.flush()
+        os.fsync(self._file.fileno())
         return self._hash.hexdigest()
 
     def move(self, path: Path) -> None:
-        """Whole, on the disk, and there by name; equal content that is there already is replaced."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """There by name; equal content that is there already is replaced."""
         self._path.rename(path)
         _sync_directory(path.parent)
         self._file.close()
@@ -118,12 +122,52 @@ class _Incoming:
             self._file.close()
 
 
-def _open(path: Path, name: str) -> tuple[BinaryIO, bytes]:
+class _Reading:
+    """A blob that is being read, from `start` up to `end`."""
+
+    def __init__(self, path: Path, name: str, start: int, end: int | None) -> None:
+        try:
+            self._file = path.open("rb", buffering=0)
+        except FileNotFoundError:
+            raise KeyError(name) from None
+        self._file.seek(start)
+        self._left = sys.maxsize if end is None else max(end - start, 0)
+
+    def next(self) -> bytes:
+        piece = self._file.read(min(_PIECE, self._left))
+        self._left -= len(piece)
+        return piece
+
+    def close(self) -> None:
+        self._file.close()
+
+
+async def _write(incoming: _Incoming, content: AsyncIterable[bytes]) -> bytes:
+    """All but what is too little to be written alone."""
+    waiting = bytearray()
+    async for piece in content:
+        waiting += piece
+        if len(waiting) >= _WRITE_AT_ONCE:
+            await _on_disk(incoming.write, bytes(waiting))
+            waiting.clear()
+    return bytes(waiting)
+
+
+def _size(path: Path, name: str) -> int:
     try:
-        file = path.open("rb")
+        return path.stat().st_size
     except FileNotFoundError:
         raise KeyError(name) from None
-    return file, file.read(_PIECE)
+
+
+def _older_names(directory: Path, until: float) -> list[str]:
+    """Those two levels below that were put before that time; blobs may come and go meanwhile."""
+    found: list[str] = []
+    for path in directory.glob("*/*"):
+        with suppress(FileNotFoundError):
+            if _NAME.fullmatch(path.name) and path.stat().st_mtime < until:
+                found.append(path.name)
+    return found
 
 
 def _make_directory(path: Path) -> None:
@@ -155,3 +199,13 @@ async def _on_disk[**P, T](work: Callable[P, T], *args: P.args, **kwargs: P.kwar
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise Unavailable(f"The gateway's disk cannot be used now: {reason}. Try again later.") from error
+
+
+async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
+    """Whoever is cancelled meanwhile leaves when it is done: else nobody could tell whether the blob is there."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        raise

@@ -126,6 +126,27 @@ MIGRATIONS: Sequence[Migration] = (
         """
     ),
     Migration(
+        # The release before would take the blobs of uploads for unused.
+        breaks=True,
+        statements="""
+        CREATE TABLE uploads (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            purpose TEXT NOT NULL,
+            bytes INTEGER NOT NULL,
+            expires_at REAL,
+            blob TEXT NOT NULL,
+            record BLOB NOT NULL
+        );
+        CREATE INDEX uploads_by_tenant ON uploads (tenant, created_at, id);
+        CREATE INDEX uploads_by_purpose ON uploads (tenant, purpose, created_at, id);
+        CREATE INDEX uploads_by_size ON uploads (tenant, bytes);
+        CREATE INDEX uploads_by_expiry ON uploads (expires_at, id) WHERE expires_at IS NOT NULL;
+        CREATE INDEX uploads_by_blob ON uploads (blob);
+        """,
+    ),
+    Migration(
         """
         -- What the files and pictures of an input were when its response began.
         ALTER TABLE items ADD COLUMN attachments BLOB;

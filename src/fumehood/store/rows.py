@@ -436,8 +436,11 @@ def files(db: sqlite3.Connection, container_id: str) -> list[ContainerFileRecord
 
 
 def unused_blobs(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
-    used = "SELECT 1 FROM files WHERE blob = ? LIMIT 1"
-    return [name for name in names if db.execute(used, (name,)).fetchone() is None]
+    used = (
+        "SELECT 1 WHERE EXISTS (SELECT 1 FROM files WHERE blob = :name)"
+        " OR EXISTS (SELECT 1 FROM uploads WHERE blob = :name)"
+    )
+    return [name for name in names if db.execute(used, {"name": name}).fetchone() is None]
 
 
 # --- claims -------------------------------------------------------------------------------------------

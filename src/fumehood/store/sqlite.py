@@ -15,13 +15,15 @@ from typing import Self
 
 import msgspec
 
-from fumehood.interfaces import Fenced, IdempotencyClaim, Lease
+from fumehood.interfaces import Amount, Fenced, IdempotencyClaim, Lease
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import Unavailable
+from fumehood.protocol.files import FileRecord
 from fumehood.protocol.keys import ApiKey
+from fumehood.protocol.listing import Window
 from fumehood.protocol.responses import Response
-from fumehood.store import rows
+from fumehood.store import rows, upload_rows
 from fumehood.store.cached import CachedConversations, Place
 from fumehood.store.database import Database, Job, Work
 from fumehood.store.migrations import StoreRefused
@@ -241,6 +243,34 @@ class SqliteStore:
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
         return await self._database.read(lambda db: rows.unused_blobs(db, names))
+
+    # --- uploads --------------------------------------------------------------------------------------
+
+    async def add_upload(self, record: FileRecord, most: Amount | None = None) -> bool:
+        return await self._database.write(lambda db: upload_rows.add(db, record, most))
+
+    async def upload(self, tenant: str, file_id: str) -> FileRecord | None:
+        if not _storable(file_id):
+            return None
+        return await self._database.read(lambda db: upload_rows.one(db, tenant, file_id))
+
+    async def uploads(
+        self, tenant: str, window: Window, *, purpose: str | None = None, now: float
+    ) -> Sequence[FileRecord]:
+        if purpose is not None and not _storable(purpose):
+            return []
+        return await self._database.read(lambda db: upload_rows.some(db, tenant, window, purpose, now))
+
+    async def uploaded(self, tenant: str) -> Amount:
+        return await self._database.read(lambda db: upload_rows.total(db, tenant))
+
+    async def delete_upload(self, tenant: str, file_id: str) -> FileRecord | None:
+        if not _storable(file_id):
+            return None
+        return await self._database.write(lambda db: upload_rows.delete(db, tenant, file_id))
+
+    async def expired_uploads(self, now: float, limit: int) -> Sequence[FileRecord]:
+        return await self._database.read(lambda db: upload_rows.expired(db, now, limit))
 
     # --- claims ---------------------------------------------------------------------------------------
 

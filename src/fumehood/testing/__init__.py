@@ -5,7 +5,8 @@ names end in `_kit`, which need pytest and are not imported here.
 """
 
 from fumehood.testing.clock import FakeClock
-from fumehood.testing.memory_store import MemoryBlobs, MemoryStore
+from fumehood.testing.memory_blobs import MemoryBlobs
+from fumehood.testing.memory_store import MemoryStore
 from fumehood.testing.scripted import (
     Action,
     DeleteFile,

@@ -1,6 +1,7 @@
-"""What every implementation of `BlobStore` must pass; imports pytest and `interfaces`.
+"""What every implementation of `BlobStore` and of `Blobs` must pass; imports pytest, `interfaces` and siblings.
 
-Give a test class the fixture `blobs` and inherit from `BlobKit`.
+Give a test class the fixture `blobs` and inherit from `BlobKit`; or the fixtures `blobs`, `primitive` and `store`,
+which belong together, and inherit from `ReferencesKit`.
 """
 
 import asyncio
@@ -9,11 +10,16 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from fumehood.interfaces import BlobStore
+from fumehood.interfaces import Blobs, BlobStore, Store
+from fumehood.protocol.files import FileRecord
 
 
-async def whole(blobs: BlobStore, name: str) -> bytes:
-    return b"".join([piece async for piece in blobs.read(name)])
+async def whole(blobs: BlobStore | Blobs, name: str, start: int = 0, end: int | None = None) -> bytes:
+    return b"".join([piece async for piece in blobs.read(name, start, end)])
+
+
+async def _all_names(blobs: BlobStore, older_than: float) -> set[str]:
+    return {name async for names in blobs.names(older_than) for name in names}
 
 
 async def _pieces(*pieces: bytes) -> AsyncGenerator[bytes]:
@@ -87,3 +93,131 @@ class BlobKit:
         assert (await anext(reading)).startswith(b"y")
         await reading.aclose()
         assert len(await whole(blobs, name)) == 3_000_000
+
+    async def test_a_part_is_read_alone(self, blobs: BlobStore) -> None:
+        content = bytes(range(256)) * 4000
+        name = await blobs.put(content)
+        assert await blobs.size(name) == len(content)
+        for start, end in ((0, 1), (5, 5), (7, 700_001), (len(content) - 1, None), (3, len(content) + 9)):
+            assert await whole(blobs, name, start, end) == content[start:end]
+        assert await whole(blobs, name, len(content)) == b""
+        for absent in ("ab" * 32, "../secret", ""):
+            with pytest.raises(KeyError):
+                await blobs.size(absent)
+
+    async def test_names(self, blobs: BlobStore) -> None:
+        assert await _all_names(blobs, -60) == set()
+        names = {await blobs.put(bytes([number])) for number in range(20)}
+        assert await _all_names(blobs, -60) == names
+        assert await _all_names(blobs, 3600) == set()
+        gone = names.pop()
+        await blobs.delete(gone)
+        assert await _all_names(blobs, -60) == names
+
+    async def test_a_name_is_told_before_the_blob_has_it(self, blobs: BlobStore) -> None:
+        told: list[str] = []
+
+        async def named(name: str) -> None:
+            with pytest.raises(KeyError):
+                await blobs.size(name)
+            told.append(name)
+
+        assert [await blobs.put(_pieces(b"con", b"tent"), named)] == told
+
+        async def refuse(name: str) -> None:
+            told.append(name)
+            raise RuntimeError("not this one")
+
+        with pytest.raises(RuntimeError, match="not this one"):
+            await blobs.put(b"refused", refuse)
+        assert await _all_names(blobs, -60) == {told[0]}
+
+
+def _record(file_id: str, blob: str) -> FileRecord:
+    return FileRecord(
+        id=file_id, tenant="t", filename="f", bytes=1, purpose="user_data", created_at=1.0, blob=blob
+    )
+
+
+class ReferencesKit:
+    async def test_what_a_record_refers_to_stays(
+        self, blobs: Blobs, primitive: BlobStore, store: Store
+    ) -> None:
+        async with blobs.keep(_pieces(b"con", b"tent")) as kept:
+            assert kept.bytes == 7
+            await blobs.drop([kept.name])
+            assert await whole(blobs, kept.name) == b"content"
+            await store.add_upload(_record("file-1", kept.name))
+        assert await whole(blobs, kept.name) == b"content"
+        await blobs.drop([kept.name, ""])
+        assert await primitive.size(kept.name) == 7
+        await store.delete_upload("t", "file-1")
+        await blobs.drop([kept.name])
+        with pytest.raises(KeyError):
+            await primitive.size(kept.name)
+
+    async def test_what_went_wrong_leaves_nothing(self, blobs: Blobs, primitive: BlobStore) -> None:
+        with pytest.raises(RuntimeError, match="no room"):
+            async with blobs.keep(b"content"):
+                raise RuntimeError("no room")
+        assert await _all_names(primitive, -60) == set()
+
+    async def test_who_fails_takes_nothing_from_others(
+        self, blobs: Blobs, primitive: BlobStore, store: Store
+    ) -> None:
+        async with blobs.keep(b"content") as kept:
+            with pytest.raises(RuntimeError, match="no room"):
+                async with blobs.keep(b"content"):
+                    raise RuntimeError("no room")
+            assert await primitive.size(kept.name) == 7
+            await store.add_upload(_record("file-1", kept.name))
+        assert await primitive.size(kept.name) == 7
+
+    async def test_a_blob_that_is_there_can_be_held(
+        self, blobs: Blobs, primitive: BlobStore, store: Store
+    ) -> None:
+        name = await primitive.put(b"content")
+        async with blobs.hold(name):
+            await blobs.drop([name])
+            await store.add_upload(_record("file-1", name))
+        assert await whole(blobs, name) == b"content"
+        async with blobs.hold(name):
+            await store.delete_upload("t", "file-1")
+            await blobs.drop([name])
+            assert await primitive.size(name) == 7
+        with pytest.raises(KeyError):
+            await primitive.size(name)
+        with pytest.raises(KeyError):
+            async with blobs.hold(name):
+                pass
+
+    async def test_many_come_and_go_at_once(self, blobs: Blobs, primitive: BlobStore, store: Store) -> None:
+        """Equal contents, each with a record for a moment: while there is one, there is the blob."""
+
+        async def visit(number: int) -> None:
+            for round_number in range(5):
+                file_id = f"file-{number}-{round_number}"
+                async with blobs.keep(b"shared") as kept:
+                    await store.add_upload(_record(file_id, kept.name))
+                assert await whole(blobs, kept.name) == b"shared"
+                await store.delete_upload("t", file_id)
+                await blobs.drop([kept.name])
+
+        await asyncio.gather(*(visit(number) for number in range(8)))
+        assert await _all_names(primitive, -60) == set()
+
+    async def test_orphans_are_swept_when_they_are_old(
+        self, blobs: Blobs, primitive: BlobStore, store: Store
+    ) -> None:
+        used = await primitive.put(b"used")
+        await store.add_upload(_record("file-1", used))
+        orphans = {await primitive.put(bytes([number])) for number in range(3)}
+        assert await blobs.sweep() == 0
+        assert await _all_names(primitive, -60) == {used, *orphans}
+        await self.let_pass(blobs, 7200)
+        assert await blobs.sweep() == 3
+        assert await _all_names(primitive, -60) == {used}
+
+    async def let_pass(self, blobs: Blobs, seconds: float) -> None:
+        """Make all blobs so much older."""
+        raise NotImplementedError

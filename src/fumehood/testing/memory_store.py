@@ -1,18 +1,19 @@
-"""A store and blobs that forget everything at the end; imports msgspec, `interfaces`, `protocol`, the clock beside."""
+"""A store that forgets everything at the end; imports msgspec, `interfaces`, `protocol`, the clock beside."""
 
-import hashlib
-from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 import msgspec
 
-from fumehood.interfaces import Clock, Fenced, IdempotencyClaim, Lease
+from fumehood.interfaces import Amount, Clock, Fenced, IdempotencyClaim, Lease
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Segment
-from fumehood.protocol.errors import Unavailable
+from fumehood.protocol.errors import InvalidRequest, Unavailable
+from fumehood.protocol.files import FileRecord
 from fumehood.protocol.items import OutputItem
 from fumehood.protocol.keys import ApiKey
+from fumehood.protocol.listing import Window
 from fumehood.protocol.responses import INTERRUPTED, Response
 from fumehood.testing.clock import FakeClock
 
@@ -64,6 +65,7 @@ class _Data:
     responses: dict[str, _Row] = field(default_factory=dict[str, _Row])
     containers: dict[str, ContainerRecord] = field(default_factory=dict[str, ContainerRecord])
     files: dict[str, ContainerFileRecord] = field(default_factory=dict[str, ContainerFileRecord])
+    uploads: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
     claims: dict[tuple[str, str], tuple[IdempotencyClaim, float]] = field(
         default_factory=dict[tuple[str, str], tuple[IdempotencyClaim, float]]
     )
@@ -200,8 +202,51 @@ class MemoryStore:
         return sorted(found, key=lambda record: (record.created_at, record.id))
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
-        used = {record.blob for record in self._open().files.values()}
+        data = self._open()
+        used = {record.blob for record in (*data.files.values(), *data.uploads.values())}
         return [name for name in names if name not in used]
+
+    # --- uploads --------------------------------------------------------------------------------------
+
+    async def add_upload(self, record: FileRecord, most: Amount | None = None) -> bool:
+        has = await self.uploaded(record.tenant)
+        if most is not None and (has.files >= most.files or has.bytes + record.bytes > most.bytes):
+            return False
+        self._data.uploads[record.id] = record
+        return True
+
+    async def upload(self, tenant: str, file_id: str) -> FileRecord | None:
+        record = self._open().uploads.get(file_id)
+        return record if record is not None and record.tenant == tenant else None
+
+    async def uploads(
+        self, tenant: str, window: Window, *, purpose: str | None = None, now: float
+    ) -> Sequence[FileRecord]:
+        found = [
+            record
+            for record in self._open().uploads.values()
+            if record.tenant == tenant
+            and purpose in (None, record.purpose)
+            and (record.expires_at is None or record.expires_at > now)
+        ]
+        found.sort(key=lambda record: (record.created_at, record.id), reverse=window.newest_first)
+        return _windowed(found, window)
+
+    async def uploaded(self, tenant: str) -> Amount:
+        sizes = [record.bytes for record in self._open().uploads.values() if record.tenant == tenant]
+        return Amount(len(sizes), sum(sizes))
+
+    async def delete_upload(self, tenant: str, file_id: str) -> FileRecord | None:
+        record = await self.upload(tenant, file_id)
+        return self._data.uploads.pop(record.id) if record is not None else None
+
+    async def expired_uploads(self, now: float, limit: int) -> Sequence[FileRecord]:
+        over = [
+            (record.expires_at, record.id, record)
+            for record in self._open().uploads.values()
+            if record.expires_at is not None and record.expires_at <= now
+        ]
+        return [record for _, _, record in sorted(over, key=lambda one: one[:2])[:limit]]
 
     # --- claims ---------------------------------------------------------------------------------------
 
@@ -263,20 +308,11 @@ def _holds(lease: Lease, row: _Row | None) -> bool:
     return row is not None and row.expires is not None and row.epoch == lease.epoch
 
 
-class MemoryBlobs:
-    """A `BlobStore` without a disk."""
-
-    def __init__(self) -> None:
-        self.blobs: dict[str, bytes] = {}
-
-    async def put(self, content: bytes | AsyncIterable[bytes]) -> str:
-        whole = content if isinstance(content, bytes) else b"".join([piece async for piece in content])
-        name = hashlib.sha256(whole).hexdigest()
-        self.blobs[name] = whole
-        return name
-
-    async def read(self, name: str) -> AsyncGenerator[bytes]:
-        yield self.blobs[name]
-
-    async def delete(self, name: str) -> None:
-        self.blobs.pop(name, None)
+def _windowed(ordered: Sequence[FileRecord], window: Window) -> Sequence[FileRecord]:
+    ids = [record.id for record in ordered]
+    for param, cursor in (("after", window.after), ("before", window.before)):
+        if cursor and cursor not in ids:
+            raise InvalidRequest(f"'{param}' names nothing in this list.", param=param, code="invalid_value")
+    first = ids.index(window.after) + 1 if window.after else 0
+    end = ids.index(window.before) if window.before else None
+    return ordered[first:end][: window.limit + 1]

@@ -30,6 +30,7 @@ from fumehood.protocol.keys import ApiKey, KeyLimits
 from fumehood.protocol.responses import Response, Usage
 from fumehood.protocol.sandbox import NetworkDisabled
 from fumehood.testing.store_kit_leases import LeasesKit
+from fumehood.testing.store_kit_uploads import UploadsKit
 from fumehood.testing.turns import (
     StoreSubject,
     answered,
@@ -513,5 +514,5 @@ class CachingKit:
         assert found[0] is one
 
 
-class StoreKit(ResponsesKit, ConversationsKit, DeletionKit, LeasesKit, RecordsKit):
+class StoreKit(ResponsesKit, ConversationsKit, DeletionKit, LeasesKit, RecordsKit, UploadsKit):
     """All that holds for every store."""

@@ -1,0 +1,1 @@
+"""What clients upload, and what of it their requests refer to."""

@@ -1,0 +1,115 @@
+"""Blobs that live as long as a record refers to them; imports `interfaces`, `protocol` and the standard library.
+
+Between the arrival of a blob and its record there is a moment when nothing refers to it, and between the look for
+records and a deletion there is one in which a record may come. So whoever brings a blob holds its name meanwhile, and
+whoever deletes lets nobody take hold of that name until it is done.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable
+from contextlib import asynccontextmanager
+from itertools import batched
+
+from fumehood.interfaces import BlobStore, Kept, Store
+from fumehood.protocol.errors import Unavailable
+
+logger = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 3600.0
+_AT_ONCE = 100
+
+
+class ReferredBlobs:
+    """`Blobs` over a store of blobs and one of records, for one process.
+
+    grace_seconds: how old a blob must be to be swept.
+    """
+
+    def __init__(self, blobs: BlobStore, store: Store, *, grace_seconds: float = _GRACE_SECONDS) -> None:
+        self._blobs = blobs
+        self._store = store
+        self._grace_seconds = grace_seconds
+        self._held: Counter[str] = Counter()
+        self._going: dict[str, asyncio.Event] = {}
+        self._unwanted: set[str] = set()  # somebody has dropped it while another held it
+        self._dropping = asyncio.Lock()
+
+    @asynccontextmanager
+    async def keep(self, content: bytes | AsyncIterable[bytes]) -> AsyncGenerator[Kept]:
+        held: list[str] = []
+
+        async def take_hold(name: str) -> None:
+            await self._take_hold(name)
+            held.append(name)
+
+        try:
+            name = await self._blobs.put(content, take_hold)
+            yield Kept(name, await self._blobs.size(name))
+        except BaseException:
+            self._unwanted.update(held)
+            raise
+        finally:
+            for name in held:
+                await self._let_go(name)
+
+    @asynccontextmanager
+    async def hold(self, name: str) -> AsyncGenerator[None]:
+        await self._take_hold(name)
+        try:
+            await self._blobs.size(name)
+            yield
+        finally:
+            await self._let_go(name)
+
+    async def drop(self, names: Iterable[str]) -> None:
+        await self._drop(names)
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> AsyncGenerator[bytes]:
+        return self._blobs.read(name, start, end)
+
+    async def sweep(self) -> int:
+        number = 0
+        async for names in self._blobs.names(self._grace_seconds):
+            number += await self._drop(names)
+        return number
+
+    async def _take_hold(self, name: str) -> None:
+        while (going := self._going.get(name)) is not None:
+            await going.wait()
+        self._held[name] += 1
+
+    async def _let_go(self, name: str) -> None:
+        self._held[name] -= 1
+        if self._held[name]:
+            return
+        del self._held[name]
+        if name in self._unwanted:
+            self._unwanted.remove(name)
+            await self._drop([name])
+
+    async def _drop(self, names: Iterable[str]) -> int:
+        number = 0
+        for some in batched(sorted({name for name in names if name}), _AT_ONCE):
+            try:
+                async with self._dropping:
+                    number += await self._drop_some(some)
+            except Unavailable as error:
+                logger.warning("Blobs could not be deleted, and are left to the next sweep: %s", error)
+        return number
+
+    async def _drop_some(self, names: Iterable[str]) -> int:
+        free = [name for name in names if name not in self._held]
+        self._unwanted.update(name for name in names if name in self._held)
+        gone = asyncio.Event()
+        self._going.update((name, gone) for name in free)
+        try:
+            unused = await self._store.unused_blobs(free)
+            for name in unused:
+                await self._blobs.delete(name)
+            return len(unused)
+        finally:
+            for name in free:
+                del self._going[name]
+            gone.set()
