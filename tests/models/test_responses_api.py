@@ -13,8 +13,8 @@ from msgspec import Raw
 from fumehood.models.responses_api import ResponsesApi
 from fumehood.models.settings import ModelSettings, Secret
 from fumehood.models.upstream import Upstream
-from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.attachments import Attachment
+from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import InvalidRequest, ModelError
 from fumehood.protocol.models import (
     AnyModelEvent,

@@ -9,7 +9,6 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import NoReturn
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -72,9 +71,9 @@ class Fetcher:
             async with asyncio.timeout(self._limits.seconds):
                 return await self._follow(url)
         except TimeoutError:
-            _refuse(f"it took longer than {self._limits.seconds:g} seconds")
+            raise _refused(f"it took longer than {self._limits.seconds:g} seconds") from None
         except (aiohttp.ClientError, OSError, ValueError):  # their words may tell of our network
-            _refuse("its server does not answer as it should")
+            raise _refused("its server does not answer as it should") from None
 
     def close(self) -> None:
         self._resolver.close()
@@ -86,9 +85,9 @@ class Fetcher:
             if isinstance(found, Fetched):
                 return found
             if address.scheme == "https" and found.scheme != "https":
-                _refuse("it leads from https to http")
+                raise _refused("it leads from https to http")
             address = found
-        _refuse("it leads on and on")
+        raise _refused("it leads on and on")
 
     async def _ask(self, url: URL) -> Fetched | URL:
         """The answer, or where it leads to."""
@@ -107,14 +106,14 @@ class Fetcher:
             if answer.status in _REDIRECTIONS:
                 return _checked(str(url.join(URL(answer.headers.get("Location", "")))))
             if answer.status != HTTPStatus.OK:
-                _refuse(f"its server answers with status {answer.status}")
+                raise _refused(f"its server answers with status {answer.status}")
             return Fetched(await self._read(answer), answer.content_type, url.name)
 
     async def _read(self, answer: aiohttp.ClientResponse) -> bytes:
         if answer.headers.get("Content-Encoding", "identity") != "identity":
-            _refuse("its server compresses it, unasked")
+            raise _refused("its server compresses it, unasked")
         if not answer.content_type.startswith(self._limits.media_types):
-            _refuse(f"it is of the type {clean_name(answer.content_type, 100)}, which is not fetched")
+            raise _refused(f"it is of the type {clean_name(answer.content_type, 100)}, which is not fetched")
         content = bytearray()
         if (answer.content_length or 0) <= self._limits.bytes:
             async for piece in answer.content.iter_chunked(_PIECE):
@@ -123,7 +122,7 @@ class Fetcher:
                     break
             else:
                 return bytes(content)
-        _refuse(f"it is larger than {self._limits.bytes:,} bytes")
+        raise _refused(f"it is larger than {self._limits.bytes:,} bytes")
 
     async def _usable(self, url: URL) -> list[str]:
         """The addresses that it may be fetched from."""
@@ -134,10 +133,10 @@ class Fetcher:
             try:
                 found = await self._resolver.addresses(host.rstrip("."))
             except ResolveFailed:
-                _refuse("its name has no address")
+                raise _refused("its name has no address") from None
         usable = [address for address in found if self._may_reach(address)]
         if not usable:
-            _refuse("it leads to an address that is not public")
+            raise _refused("it leads to an address that is not public")
         return usable
 
     def _may_reach(self, text: str) -> bool:
@@ -182,13 +181,13 @@ def _checked(text: str) -> URL:
     except ValueError:
         whole, url = False, URL()
     if not whole:
-        _refuse("it is no http or https address")
+        raise _refused("it is no http or https address")
     if url.user is not None or url.password is not None:
-        _refuse("it holds a user or a password")
+        raise _refused("it holds a user or a password")
     if "%" in (url.raw_host or ""):
-        _refuse("it leads to an address that is not public")
+        raise _refused("it leads to an address that is not public")
     return url.with_fragment(None)
 
 
-def _refuse(why: str) -> NoReturn:
-    raise FetchRefused(f"The address cannot be fetched: {why}.")
+def _refused(why: str) -> FetchRefused:
+    return FetchRefused(f"The address cannot be fetched: {why}.")

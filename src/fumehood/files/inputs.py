@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import NoReturn
 
 from msgspec.structs import replace
 
@@ -83,11 +82,11 @@ class InputFiles:
 
     async def _picture(self, caller: Caller, record: FileRecord) -> Attachment:
         if record.bytes > self._limits.picture_bytes:
-            _refuse_picture(record, f"is larger than {self._limits.picture_bytes:,} bytes")
+            raise _no_picture(record, f"is larger than {self._limits.picture_bytes:,} bytes")
         content = await self._read(caller, record, record.bytes)
         media_type = picture_type(content)
         if media_type is None:
-            _refuse_picture(record, f"is no {_PICTURES}")
+            raise _no_picture(record, f"is no {_PICTURES}")
         return Attachment(
             name=file_name(record.filename, media_type),
             kind="picture",
@@ -181,8 +180,8 @@ def _beginning(named: str, start: bytes, whole: bool) -> str | None:
     return None if text is None else text[:LONGEST_TEXT]
 
 
-def _refuse_picture(record: FileRecord, why: str) -> NoReturn:
-    raise InvalidRequest(
+def _no_picture(record: FileRecord, why: str) -> InvalidRequest:
+    return InvalidRequest(
         f"The file '{record.id}' ({clean_name(record.filename)}) {why}, so it is no picture for a model.",
         param="file_id",
         code="invalid_value",

@@ -134,7 +134,9 @@ def file_parts(kind: str, raw: bytes) -> list[Placed]:
     """All that an item holds, in order; what cannot be read is none."""
     try:
         field = _HOLDERS[kind]
-        found = [(place, _read(part)) for place, part in enumerate(_lists.decode(_objects.decode(raw)[field]))]
+        found = [
+            (place, _read(part)) for place, part in enumerate(_lists.decode(_objects.decode(raw)[field]))
+        ]
     except (KeyError, msgspec.DecodeError, UnicodeError, RecursionError):
         return []
     return [Placed(f"{field}[{place}]", part) for place, part in found if part.type in _TYPES]
@@ -207,7 +209,9 @@ def shown_text(name: str, text: str, left_out: int = 0) -> str:
     """
     shown = text[:LONGEST_TEXT]
     left_out += len(text) - len(shown)
-    rest = f"\n[About {left_out:,} more characters are left out here. {found_by_code(name)}]" if left_out else ""
+    rest = (
+        f"\n[About {left_out:,} more characters are left out here. {found_by_code(name)}]" if left_out else ""
+    )
     return f"The file {name}:\n{shown}{rest}"
 
 

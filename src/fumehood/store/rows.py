@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from fumehood.interfaces import IdempotencyClaim
-from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.attachments import Attachment
+from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Exchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.items import AuthoredItem, OutputItem

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from fumehood.interfaces import Fenced, IdempotencyClaim
-from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.attachments import Attachment
+from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.conversation import Entry, Exchange
 from fumehood.protocol.errors import Unavailable
 from fumehood.protocol.folding import OUTPUTS, project_response

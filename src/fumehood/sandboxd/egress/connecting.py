@@ -6,10 +6,10 @@ import ipaddress
 import socket
 from http import HTTPStatus
 
-from fumehood.serving.addresses import Addresses
 from fumehood.sandboxd.egress.bounds import Bounds
 from fumehood.sandboxd.egress.messages import Refused
 from fumehood.sandboxd.egress.names import Authority
+from fumehood.serving.addresses import Addresses
 from fumehood.serving.resolver import ResolveFailed, Resolver
 
 
