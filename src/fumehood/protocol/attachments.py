@@ -43,6 +43,7 @@ _PICTURES = (
     (b"GIF87a", "image/gif"),
     (b"GIF89a", "image/gif"),
 )
+_types = mimetypes.MimeTypes()  # the same on every machine
 _SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/gif": ".gif", "image/webp": ".webp"}
 
 type AttachmentKind = Literal["picture", "text", "binary"]
@@ -181,7 +182,7 @@ def media_type_of(filename: str, told: str = "") -> str:
     """What it is called: by whoever gave it, or else by its name."""
     if told and told != _UNKNOWN:
         return told
-    return mimetypes.guess_type(filename, strict=False)[0] or ""
+    return _types.guess_type(filename, strict=False)[0] or ""
 
 
 def is_text_by_name(media_type: str) -> bool:
