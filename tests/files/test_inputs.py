@@ -76,7 +76,7 @@ class House:
 async def test_an_upload_of_text_is_read(filename: str, content: bytes, text: str) -> None:
     found = await House().of_upload(filename, content)
     assert (found.kind, found.name, found.bytes, found.file_id) == ("text", filename, len(content), "file-1")
-    assert (found.text, found.data) == (text, None)
+    assert (found.text, found.left_out, found.data) == (text, 0, None)
 
 
 async def test_of_a_long_text_the_beginning_is_read_and_nothing_else() -> None:
@@ -84,7 +84,7 @@ async def test_of_a_long_text_the_beginning_is_read_and_nothing_else() -> None:
     content = "é".encode() * (5 * LONGEST_TEXT)
     found = await house.of_upload("t.txt", content)
     assert found.text == "é" * LONGEST_TEXT
-    assert found.left_out == len(content) - 2 * LONGEST_TEXT
+    assert found.left_out == LONGEST_TEXT + len(content) - BYTES_OF_LONGEST_TEXT
     assert house.uploads.reads == [("file-1", BYTES_OF_LONGEST_TEXT)]
 
 

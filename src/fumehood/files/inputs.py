@@ -99,7 +99,7 @@ class InputFiles:
     async def _file(self, caller: Caller, record: FileRecord, whole: bool) -> Attachment:
         start = await self._read(caller, record, BYTES_OF_LONGEST_TEXT)
         named = media_type_of(record.filename)
-        text = await aside(len(start), _beginning, named, start, len(start) == record.bytes)
+        text, left_out = await aside(len(start), _beginning, named, start, record.bytes)
         found = Attachment(
             name=file_name(record.filename),
             kind="binary" if text is None else "text",
@@ -107,7 +107,7 @@ class InputFiles:
             bytes=record.bytes,
             file_id=record.id,
             text=text,
-            left_out=0 if text is None else record.bytes - len(text.encode(errors="replace")),
+            left_out=left_out,
         )
         if text is not None or not whole or record.bytes > self._limits.file_bytes:
             return found
@@ -174,10 +174,14 @@ def _file(name: str, told: str, content: bytes) -> Attachment:
     return Attachment(name=name, kind=kind, media_type=media_type_of(name, told), bytes=len(content))
 
 
-def _beginning(named: str, start: bytes, whole: bool) -> str | None:
-    """As much as is shown, if it is text. By its name a file can be text, but not be none: anybody can be wrong."""
-    text = as_text(named if is_text_by_name(named) else "", start, whole=whole)
-    return None if text is None else text[:LONGEST_TEXT]
+def _beginning(named: str, start: bytes, size: int) -> tuple[str | None, int]:
+    """As much as is shown, if it is text, and about how much that leaves out. By its name a file can be text, but not
+    be none: anybody can be wrong.
+    """
+    text = as_text(named if is_text_by_name(named) else "", start, whole=len(start) == size)
+    if text is None:
+        return None, 0
+    return text[:LONGEST_TEXT], len(text[LONGEST_TEXT:]) + size - len(start)
 
 
 def _no_picture(record: FileRecord, why: str) -> InvalidRequest:
