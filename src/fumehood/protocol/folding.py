@@ -45,6 +45,7 @@ OUTPUTS = "code_interpreter_call.outputs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 EXECUTION = "fumehood:execution"
+IMAGE_URLS = "message.input_image.image_url"
 INCLUDABLE = frozenset(
     {
         OUTPUTS,
@@ -54,7 +55,7 @@ INCLUDABLE = frozenset(
         "file_search_call.results",
         "web_search_call.results",
         "web_search_call.action.sources",
-        "message.input_image.image_url",
+        IMAGE_URLS,
         "computer_call_output.output.image_url",
     }
 )
