@@ -101,7 +101,12 @@ class CodeInterpreterSettings(_Section, frozen=True):
     always_include_outputs: show outputs also to clients that did not ask for them.
     inline_bytes: pictures up to this size are data: URLs, larger ones addresses of container files.
     model_characters, kept_characters: how much of what code prints the model is told, and how much the item holds.
-    file_bytes, container_bytes, container_files: what is kept of the files that code writes.
+    file_bytes, container_bytes, container_files: what is kept of the files that code writes, and, the last two, how
+        much a user may put into a container.
+    idle_minutes, longest_idle_minutes: how long a container lives that nobody uses, and what a client may choose.
+    life_hours: how long a container lives at most.
+    retention_hours, retained_bytes: how long an expired container and the files that users put there are remembered,
+        and how many bytes of such files for one tenant.
     """
 
     isolation: Literal["container", "execution"] = "container"
@@ -124,6 +129,11 @@ class CodeInterpreterSettings(_Section, frozen=True):
     file_bytes: Positive = 64 << 20
     container_bytes: Positive = 512 << 20
     container_files: Positive = 1000
+    idle_minutes: Positive = 20
+    longest_idle_minutes: Positive = 60
+    life_hours: Annotated[float, Meta(gt=0, le=8760)] = 24.0
+    retention_hours: Annotated[float, Meta(ge=0, le=8760)] = 168.0
+    retained_bytes: Annotated[int, Meta(ge=0)] = 2 << 30
 
 
 class CodeInterpreter(_Section, frozen=True):
@@ -353,6 +363,8 @@ def _interpreter_problems(settings: CodeInterpreterSettings) -> Iterator[str]:
     elif settings.sandbox_token_env is not None:
         yield "sandbox_token_env: a token goes with a sandbox_url; the embedded server needs none."
     yield from _variable_problems("sandbox_token_env", settings.sandbox_token_env)
+    if settings.idle_minutes > settings.longest_idle_minutes:
+        yield "idle_minutes: it is more than longest_idle_minutes, which is the most that anybody may have."
 
 
 def _url_problems(setting: str, url: str) -> Iterator[str]:

@@ -351,32 +351,102 @@ class Container(Protocol):
 
 
 class Containers(Protocol):
-    """Container identity over sandboxes: who owns it, how long it lives, which files it has."""
+    """Container identity over sandboxes: who owns it, how long it lives, which files it has.
+
+    What an operator allows (networks, minutes, how many, how much) is enforced here, for tools and clients alike. Every
+    method that is about one container's files, and `container`, counts as a use of it; `check` does not.
+    """
 
     def reserve(self) -> str:
         """An id for a container that begins with its first call."""
+        ...
+
+    def approve(self, spec: ContainerSpec) -> ContainerSpec:
+        """The spec as a container would have it, with everything chosen; raises InvalidRequest for what no container
+        may have here (`network_policy`, `expires_after.minutes`).
+        """
+        ...
+
+    async def create(self, caller: Caller, spec: ContainerSpec) -> ContainerRecord:
+        """A container that is there before its first call, with the uploads that the spec names; its sandbox comes
+        later. Raises InvalidRequest (as `approve`; `file_ids`), RateLimited (as many as the tenant may have).
+        """
         ...
 
     async def check(self, caller: Caller, container_id: str) -> ContainerRecord:
         """Raises NotFound, ContainerExpired."""
         ...
 
-    async def open(self, caller: Caller, container_id: str, spec: ContainerSpec) -> Container:
+    async def open(
+        self, caller: Caller, container_id: str, spec: ContainerSpec, heir_of: str | None = None
+    ) -> Container:
         """The container of that id, which begins now if it was only reserved; raises NotFound, ContainerExpired,
-        RateLimited (as many as the tenant may have).
+        InvalidRequest, RateLimited (as many as the tenant may have).
+
+        heir_of: an earlier container of the caller's, which has expired; one that begins now is given the files that
+            users had put there, as far as they are still kept.
         """
         ...
 
+    async def container(self, caller: Caller, container_id: str) -> ContainerRecord:
+        """Also one that has expired; raises NotFound."""
+        ...
+
+    async def containers(
+        self, caller: Caller, window: Window, name: str | None = None
+    ) -> Sequence[ContainerRecord]:
+        """Those of the caller, expired ones too, all or those of that name. Raises InvalidRequest."""
+        ...
+
+    async def delete(self, caller: Caller, container_id: str) -> None:
+        """It is gone, with its files; what runs in it is stopped. Raises NotFound."""
+        ...
+
+    async def put(
+        self, caller: Caller, container_id: str, path: str, content: bytes | AsyncIterable[bytes]
+    ) -> ContainerFileRecord:
+        """Put a user's file at that path below /mnt/data, in place of one that is there. Raises NotFound,
+        InvalidRequest (`file`), BodyTooLarge, Unavailable, and what `content` raises; then nothing was changed.
+        """
+        ...
+
+    async def place(
+        self, caller: Caller, container_id: str, file_ids: Sequence[str]
+    ) -> Sequence[ContainerFileRecord]:
+        """Put uploads into the container, under their names as far as these are free; one that is there already, of the
+        same name and content, is not put there twice. Raises NotFound, InvalidRequest, BodyTooLarge, Unavailable.
+        """
+        ...
+
+    async def unpack(
+        self,
+        caller: Caller,
+        container_id: str,
+        content: bytes | AsyncIterable[bytes],
+        kind: ArchiveFormat,
+        into: str = "",
+    ) -> Sequence[ContainerFileRecord]:
+        """Unpack a user's archive below a directory of /mnt/data; what it left there. Raises as `put` does."""
+        ...
+
     async def file(self, caller: Caller, container_id: str, file_id: str) -> ContainerFileRecord:
-        """Raises NotFound, also for what is another tenant's."""
+        """Raises NotFound, also for what is another tenant's, and for files of an expired container."""
         ...
 
-    async def files(self, caller: Caller, container_id: str) -> Sequence[ContainerFileRecord]:
-        """Raises NotFound."""
+    async def files(
+        self, caller: Caller, container_id: str, window: Window | None = None
+    ) -> Sequence[ContainerFileRecord]:
+        """All of them, oldest first, or a window. Raises NotFound, InvalidRequest."""
         ...
 
-    def read(self, caller: Caller, container_id: str, file_id: str) -> AsyncGenerator[bytes]:
-        """The content in pieces; raises NotFound before the first."""
+    def read(
+        self, caller: Caller, container_id: str, file_id: str, start: int = 0, end: int | None = None
+    ) -> AsyncGenerator[bytes]:
+        """The bytes from `start` up to `end`, or to the last, in pieces; raises NotFound before the first."""
+        ...
+
+    async def delete_file(self, caller: Caller, container_id: str, file_id: str) -> None:
+        """Raises NotFound, Unavailable."""
         ...
 
     async def close(self) -> None: ...

@@ -1,31 +1,53 @@
 """Containers and their files as clients see them, and as they are kept; imports msgspec and siblings."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, Raw, UnsetType
 
+from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
-from fumehood.protocol.sandbox import MemoryTier, NetworkDisabled, NetworkPolicy
+from fumehood.protocol.sandbox import (
+    MEMORY_TIERS,
+    MemoryTier,
+    NetworkAllowlist,
+    NetworkDisabled,
+    NetworkPolicy,
+)
 
 DATA_DIRECTORY = "/mnt/data"
 _LONGEST_PATH = 4200  # longer than any path in a sandbox
+_OF_AN_ALLOWLIST = frozenset({"allowed_domains", "domain_secrets"})
 
 type FileSource = Literal["user", "assistant"]
+type ContainerStatus = Literal["running", "expired", "deleted"]
+
+
+# --- as they are kept ---------------------------------------------------------------------------------
 
 
 class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller may choose about a container."""
+    """What a caller may choose about a container.
+
+    file_ids: uploads that are in it from the beginning.
+    idle_minutes: how long it lives without being used; None for as long as the operator has chosen.
+    """
 
     name: str = "auto"
     memory: MemoryTier = "1g"
     network: NetworkPolicy = NetworkDisabled()
     file_ids: tuple[str, ...] = ()
-    idle_minutes: int = 20
+    idle_minutes: int | None = None
 
 
 class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A container as it is kept; times are seconds since 1970.
 
+    spec: with everything chosen, and without what is secret.
+    secrets: the values that its network policy names, sealed.
+    status: one that is deleted is there for nobody; its record stays a while for those who look for leftovers.
+    ended_at: when it expired or was deleted, 0 before. retained: bytes of users' files that outlive it.
     sandbox, address: where it lives now, empty before the first call and after its sandbox was lost.
     incarnation: how many sandboxes it has had.
     mark: the state of its files at the last look.
@@ -34,9 +56,12 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     tenant: str
     spec: ContainerSpec
-    status: Literal["running", "expired"] = "running"
+    secrets: str = ""
+    status: ContainerStatus = "running"
     created_at: float
     last_active_at: float
+    ended_at: float = 0.0
+    retained: int = 0
     sandbox: str = ""
     address: str = ""
     incarnation: int = 0
@@ -47,6 +72,8 @@ class ContainerFileRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A file of a container; `path` is relative to /mnt/data and comes from untrusted code.
 
     id: stays the same while the path does, however often the file is written.
+    modified_ns: as its sandbox tells it, 0 where it is in none.
+    source: who made it first; what a user gave stays a user's, also when code has changed it.
     blob: the copy that outlives its sandbox, empty where there is none.
     """
 
@@ -58,6 +85,52 @@ class ContainerFileRecord(msgspec.Struct, frozen=True, kw_only=True):
     modified_ns: int
     source: FileSource
     blob: str = ""
+
+
+# --- on the wire --------------------------------------------------------------------------------------
+
+
+class ExpiresAfter(msgspec.Struct, frozen=True, kw_only=True):
+    anchor: Literal["last_active_at"] = "last_active_at"
+    minutes: int
+
+
+class CreateContainer(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /v1/containers. Nulls are tolerated, and so are fields that nobody here knows."""
+
+    name: str
+    expires_after: ExpiresAfter | None = None
+    file_ids: list[str] | None = None
+    memory_limit: str | None = None
+    network_policy: dict[str, Raw] | None = None
+    skills: list[Raw] | None = None
+
+
+class CreateContainerFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /v1/containers/{container_id}/files, where it is JSON."""
+
+    file_id: str
+
+
+class ShownNetwork(msgspec.Struct, frozen=True, kw_only=True):
+    """A network policy without its secrets."""
+
+    type: Literal["disabled", "allowlist"]
+    allowed_domains: list[str] | UnsetType = UNSET
+
+
+class ContainerObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A container on the wire."""
+
+    id: str
+    object: Literal["container"] = "container"
+    created_at: int
+    name: str
+    status: str
+    expires_after: ExpiresAfter
+    last_active_at: int
+    memory_limit: MemoryTier
+    network_policy: ShownNetwork
 
 
 class ContainerFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +145,23 @@ class ContainerFile(msgspec.Struct, frozen=True, kw_only=True):
     source: FileSource
 
 
+def container_on_the_wire(record: ContainerRecord) -> ContainerObject:
+    network = record.spec.network
+    shown = ShownNetwork(type="disabled")
+    if isinstance(network, NetworkAllowlist):
+        shown = ShownNetwork(type="allowlist", allowed_domains=list(network.allowed_domains))
+    return ContainerObject(
+        id=record.id,
+        created_at=int(record.created_at),
+        name=record.spec.name,
+        status=record.status,
+        expires_after=ExpiresAfter(minutes=record.spec.idle_minutes or 0),
+        last_active_at=int(record.last_active_at),
+        memory_limit=record.spec.memory,
+        network_policy=shown,
+    )
+
+
 def file_on_the_wire(record: ContainerFileRecord) -> ContainerFile:
     return ContainerFile(
         id=record.id,
@@ -81,3 +171,38 @@ def file_on_the_wire(record: ContainerFileRecord) -> ContainerFile:
         path=clean_name(f"{DATA_DIRECTORY}/{record.path}", _LONGEST_PATH),
         source=record.source,
     )
+
+
+# --- what clients ask for -----------------------------------------------------------------------------
+
+
+class _Network(msgspec.Struct):
+    type: Literal["disabled", "allowlist"]
+
+
+def memory_tier(limit: str | None, param: str) -> MemoryTier:
+    """Raises InvalidRequest, which names the parameter."""
+    if limit is None:
+        return ContainerSpec().memory
+    for tier in MEMORY_TIERS:
+        if tier == limit:
+            return tier
+    tiers = ", ".join(f"'{tier}'" for tier in MEMORY_TIERS)
+    raise InvalidRequest(
+        f"{param} must be one of {tiers}, not '{clean_name(limit, 20)}'.", param=param, code="invalid_value"
+    )
+
+
+def network_policy(policy: Mapping[str, Raw] | None, param: str) -> NetworkPolicy:
+    """Raises InvalidRequest, which names the parameter. Whether so much is allowed, `Containers.approve` says."""
+    if policy is None:
+        return NetworkDisabled()
+    known = {key: value for key, value in policy.items() if key in _OF_AN_ALLOWLIST}
+    try:
+        if msgspec.json.decode(msgspec.json.encode(policy), type=_Network).type == "disabled":
+            return NetworkDisabled()
+        return msgspec.json.decode(
+            msgspec.json.encode({**known, "type": "allowlist"}), type=NetworkAllowlist
+        )
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"{param}: {error}", param=param, code="invalid_value") from None

@@ -4,16 +4,16 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
 from fumehood.interfaces import Clock, Sandbox, SandboxProvider, SandboxRef, Store
-from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
-from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest, Note, SandboxSpec, Tenant
+from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
+from fumehood.protocol.sandbox import AnyOutput, ArchiveFormat, End, ExecuteRequest, Note, SandboxSpec, Tenant
 from fumehood.protocol.sandbox_errors import (
     AtCapacity,
     SandboxError,
@@ -24,6 +24,7 @@ from fumehood.protocol.sandbox_errors import (
     Unreachable,
 )
 from fumehood.sandbox.executions import followed, lost
+from fumehood.sandbox.domain_secrets import DomainSecrets
 from fumehood.sandbox.kept_files import FileLimits, KeptFiles, Placed, in_words
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ _NEW_SANDBOX = (
     "A new sandbox: variables, imports and packages of earlier calls are gone, files in /mnt/data are there."
 )
 _BEGINS_ANEW = "The next call begins in a new sandbox, with the files of earlier calls."
+_OVER = "The container is not there any more: it has expired, or was deleted."
 _NO_VARIABLES = "The next call begins without variables."
 
 
@@ -48,6 +50,13 @@ class ContainerSettings:
         has a fresh one, and only files are carried from call to call.
     claim_timeout: seconds until a sandbox that is not to be had is given up.
     containers_per_tenant: how many may run.
+    allowed_domains: the most that a container may reach; `*` stands for every domain.
+    idle_minutes, longest_idle_minutes: how long a container lives that nobody uses, unless its caller chose otherwise,
+        and what it may choose at most.
+    life_hours: how long it lives at most, however much it is used.
+    retention_hours: how long an expired one can be looked at, and the files that users put there are kept for the
+        container that takes its place.
+    retained_bytes: how much of such files is kept for one tenant; the oldest go first.
     sweep_seconds: how often somebody looks for containers that nobody uses any more.
     orphan_seconds: how long a sandbox that belongs to no container may have been idle.
     """
@@ -55,6 +64,12 @@ class ContainerSettings:
     isolation: Isolation = "container"
     claim_timeout: float = 30.0
     containers_per_tenant: int = 50
+    allowed_domains: frozenset[str] = frozenset()
+    idle_minutes: int = 20
+    longest_idle_minutes: int = 60
+    life_hours: float = 24.0
+    retention_hours: float = 168.0
+    retained_bytes: int = 2 << 30
     files: FileLimits = field(default_factory=FileLimits)
     sweep_seconds: float = 30.0
     orphan_seconds: float = 300.0
@@ -69,6 +84,7 @@ class House:
     files: KeptFiles
     clock: Clock
     settings: ContainerSettings
+    secrets: DomainSecrets
 
 
 @dataclass(slots=True, eq=False)
@@ -78,22 +94,39 @@ class Living:
     record: how things stand. stored: how the store was last seen; what differs is `mark` and `last_active_at`, which
         are written now and then, since losing them costs a longer listing and a little of the container's time.
     turn: calls come one after another, so that each finds its own files; across processes the sandbox server sees to
-        their order. users: calls that run or wait.
+        their order.
+    filing: for whoever changes both the sandbox's files and what is recorded of them.
+    users: calls and transfers that run or wait.
+    passing: sandboxes that end with what they are used for.
+    over: whether the store has said that there is no such container any more.
     """
 
     record: ContainerRecord
     stored: ContainerRecord
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    saving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    filing: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
+    passing: set[SandboxRef] = field(default_factory=set[SandboxRef])
+    over: bool = False
 
     def change(self, **changes: object) -> None:
         self.record = msgspec.structs.replace(self.record, **changes)
 
-    async def write(self, store: Store) -> None:
-        if (record := self.record) != self.stored:
-            await store.put_container(record)
+    async def write(self, store: Store) -> bool:
+        """False if there is no such container any more."""
+        if (record := self.record) != self.stored and not self.over:
+            self.over = not await store.change_container(record)
             self.stored = record
+        return not self.over
+
+    @contextmanager
+    def used(self) -> Generator[None]:
+        """Meanwhile it does not expire."""
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
 
 
 class SandboxContainer:
@@ -114,20 +147,17 @@ class SandboxContainer:
         request = msgspec.structs.replace(request, execution_id=execution_id)
         alone = self._house.settings.isolation == "execution"
         run = self._alone if alone else self._in_turn
-        self._living.users += 1
-        try:
+        with self._living.used():
             async with aclosing(run(request, execution_id)) as events:
                 async for event in events:
                     yield event
-        finally:
-            self._living.users -= 1
 
     async def collect(self) -> Sequence[ContainerFileRecord]:
         found, self._found = self._found, ()
         return found
 
     async def save(self, path: str, content: bytes) -> ContainerFileRecord:
-        async with self._living.saving:
+        async with self._living.filing:
             sandbox: Sandbox | None = None
             with suppress(SandboxError):
                 sandbox = await attached(self._house.provider, self._living.record)
@@ -139,12 +169,12 @@ class SandboxContainer:
         waiting = self._living.turn.locked()
         async with self._living.turn:
             if not await self._still_runs(waiting):
-                yield _over("The container has expired.")
+                yield _over(_OVER)
                 return
             try:
                 sandbox, notes = await self._bound()
             except SandboxError as error:
-                yield not_to_be_had(error)
+                yield _over(_OVER) if self._living.over else not_to_be_had(error)
                 return
             for text in notes:
                 yield Note(text)
@@ -154,7 +184,7 @@ class SandboxContainer:
                         for text in await self._after(sandbox, event):
                             yield Note(text)
                         if not event.state_kept:
-                            event = _with(event, _BEGINS_ANEW)
+                            event = _with(event, _OVER if self._living.over else _BEGINS_ANEW)
                     yield event
 
     async def _bound(self) -> tuple[Sandbox, list[str]]:
@@ -164,7 +194,10 @@ class SandboxContainer:
                 living = await attached(self._house.provider, self._living.record)
         except TimeoutError:
             raise Unreachable("The sandbox server does not answer.") from None
-        return (living, []) if living is not None else await self._reborn()
+        if living is not None:
+            return living, []
+        async with self._living.filing:  # what is put there meanwhile must be in one or the other
+            return await self._reborn()
 
     async def _reborn(self) -> tuple[Sandbox, list[str]]:
         record = self._living.record
@@ -175,10 +208,12 @@ class SandboxContainer:
         restored = await self._house.files.restore(record.id, sandbox)
         await self._house.files.settle(record.id, restored)
         self._living.change(sandbox=ref.id, address=ref.address, incarnation=number, mark=restored.mark)
-        await self._living.write(self._house.store)
+        if not await self._living.write(self._house.store):
+            await release(self._house.provider, ref)
+            raise SandboxGone(_OVER)
         notes = [_NEW_SANDBOX] if number > 1 else []
         if restored.missing:
-            notes.append(f"Not to be had any more: {in_words(restored.missing)}.")
+            notes.append(f"Not to be had in this sandbox: {in_words(restored.missing)}.")
         return sandbox, notes
 
     async def _after(self, sandbox: Sandbox, end: End) -> Sequence[str]:
@@ -198,7 +233,8 @@ class SandboxContainer:
         self, sandbox: Sandbox, mark: str, began: dict[str, Placed] | None = None
     ) -> tuple[str, Sequence[str]]:
         try:
-            look = await self._house.files.look(self.id, sandbox, mark, began)
+            async with self._living.filing:
+                look = await self._house.files.look(self.id, sandbox, mark, began)
         except SandboxError as error:
             logger.warning("The files of %s could not be listed: %s", self.id, error.message)
             return mark, ["The files of this call could not be listed."]
@@ -209,49 +245,29 @@ class SandboxContainer:
 
     async def _alone(self, request: ExecuteRequest, execution_id: str) -> AsyncGenerator[AnyOutput]:
         if not await self._still_runs():
-            yield _over("The container has expired.")
+            yield _over(_OVER)
             return
-        record = self._living.record
-        ref = SandboxRef(f"{record.id}-{secrets.token_hex(4)}")
-        released = False
+        end: End | None = None
         try:
-            try:
-                ref = await claimed(self._house, record, ref.id)
-            except SandboxError as error:
-                released = True  # there is none
-                yield not_to_be_had(error)
-                return
-            async with aclosing(self._in(ref, request, execution_id)) as events:
-                async for event in events:
-                    if isinstance(event, End):
-                        released = True
-                        await release(self._house.provider, ref)
-                        self._living.change(last_active_at=self._house.clock.now())
-                    yield event
-        finally:
-            if not released:
-                await release(self._house.provider, ref)
-
-    async def _in(
-        self, ref: SandboxRef, request: ExecuteRequest, execution_id: str
-    ) -> AsyncGenerator[AnyOutput]:
-        try:
-            sandbox = await self._house.provider.attach(ref)
-            restored = await self._house.files.restore(self.id, sandbox)
+            async with fresh_sandbox(self._house, self._living) as sandbox:
+                restored = await self._house.files.restore(self.id, sandbox)
+                if restored.missing:
+                    yield Note(f"Not to be had in this call: {in_words(restored.missing)}.")
+                async with aclosing(followed(sandbox, request, execution_id, self._house.clock)) as events:
+                    async for event in events:
+                        if not isinstance(event, End):
+                            yield event
+                            continue
+                        end = event
+                        if end.state_kept and end.status != "lost":
+                            _, notes = await self._look(sandbox, restored.mark, restored.placed)
+                            for text in notes:
+                                yield Note(text)
         except SandboxError as error:
-            yield not_to_be_had(error)
-            return
-        if restored.missing:
-            yield Note(f"Not to be had in this call: {in_words(restored.missing)}.")
-        async with aclosing(followed(sandbox, request, execution_id, self._house.clock)) as events:
-            async for event in events:
-                if isinstance(event, End):
-                    if event.state_kept and event.status != "lost":
-                        _, notes = await self._look(sandbox, restored.mark, restored.placed)
-                        for text in notes:
-                            yield Note(text)
-                    event = msgspec.structs.replace(_with(event, _NO_VARIABLES), state_kept=False)
-                yield event
+            end = not_to_be_had(error)
+        self._living.change(last_active_at=self._house.clock.now())
+        if end is not None:
+            yield msgspec.structs.replace(_with(end, _NO_VARIABLES), state_kept=False)
 
     # ---- the record -----------------------------------------------------------------------------------------------
 
@@ -266,6 +282,18 @@ class SandboxContainer:
         if record != self._living.stored:  # another process has changed it
             self._living.record = self._living.stored = record
         return True
+
+
+@asynccontextmanager
+async def fresh_sandbox(house: House, living: Living) -> AsyncGenerator[Sandbox]:
+    """An empty sandbox of the container's kind, which ends with the block. Raises SandboxError."""
+    ref = await claimed(house, living.record, f"{living.record.id}-{secrets.token_hex(4)}")
+    living.passing.add(ref)
+    try:
+        yield await house.provider.attach(ref)
+    finally:
+        living.passing.discard(ref)
+        await release(house.provider, ref)
 
 
 async def attached(provider: SandboxProvider, record: ContainerRecord) -> Sandbox | None:
@@ -283,7 +311,11 @@ async def claimed(house: House, record: ContainerRecord, name: str) -> SandboxRe
     clock, patience = house.clock, house.settings.claim_timeout
     until = clock.monotonic() + patience
     pause = _FIRST_PAUSE
-    spec = sandbox_spec(record.tenant, record.spec)
+    spec = SandboxSpec(
+        memory=record.spec.memory,
+        network=house.secrets.network(record),
+        tenant=_tenant_name(record.tenant),
+    )
     while True:
         try:
             async with asyncio.timeout(patience):
@@ -305,10 +337,6 @@ async def release(provider: SandboxProvider, ref: SandboxRef) -> None:
                 await provider.destroy(ref)
         except SandboxError as error:
             logger.warning("The sandbox %s could not be ended: %s", ref.id, error.message)
-
-
-def sandbox_spec(tenant: str, spec: ContainerSpec) -> SandboxSpec:
-    return SandboxSpec(memory=spec.memory, network=spec.network, tenant=_tenant_name(tenant))
 
 
 def _tenant_name(tenant: str) -> str:

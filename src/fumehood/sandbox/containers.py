@@ -1,6 +1,6 @@
 """Containers over sandboxes: who owns them, how long they live, which files they have; imports `interfaces`, siblings.
 
-docs/code-interpreter.md tells what users may expect of them.
+docs/containers.md tells what users may expect of them.
 """
 
 import asyncio
@@ -9,25 +9,24 @@ import hmac
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from contextlib import aclosing
 from typing import Self
 
 import msgspec
 
-from fumehood.interfaces import Blobs, Caller, Clock, Sandbox, SandboxProvider, SandboxRef, Store
+from fumehood.interfaces import Blobs, Caller, Clock, Files, Kept, Sandbox, SandboxProvider, Sealer, Store
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
-from fumehood.protocol.errors import ContainerExpired, NotFound, RateLimited, Unavailable
+from fumehood.protocol.errors import ContainerExpired, InvalidRequest, NotFound, RateLimited, Unavailable
+from fumehood.protocol.listing import Window
 from fumehood.protocol.names import clean_name
+from fumehood.protocol.sandbox import ArchiveFormat
 from fumehood.protocol.sandbox_errors import SandboxError
-from fumehood.sandbox.container import (
-    ContainerSettings,
-    House,
-    Living,
-    SandboxContainer,
-    attached,
-    release,
-)
+from fumehood.sandbox.admission import approved, name_for, path_of
+from fumehood.sandbox.container import ContainerSettings, House, Living, SandboxContainer, attached
+from fumehood.sandbox.domain_secrets import DomainSecrets
+from fumehood.sandbox.endings import Endings
+from fumehood.sandbox.given_files import Given, GivenFiles
 from fumehood.sandbox.kept_files import KeptFiles
 
 logger = logging.getLogger(__name__)
@@ -35,12 +34,16 @@ logger = logging.getLogger(__name__)
 _PREFIX = "cntr_"
 _RANDOM_DIGITS = 32
 _SEAL_DIGITS = 16
-_ACTIVE_SECONDS = 60.0  # opening one more often than this need not be written down
+_ACTIVE_SECONDS = 60.0  # a use that comes sooner after another one need not be written down
 _MOST_KNOWN = 4096
 
 
 class SandboxContainers:
-    """`Containers` whose sandboxes come from a provider. `async with` sweeps meanwhile; the provider stays open."""
+    """`Containers` whose sandboxes come from a provider. `async with` sweeps meanwhile; the provider stays open.
+
+    sealer: for what is secret about a container; without one, nothing secret is taken.
+    uploads: where files are found by their ids; without them there are none.
+    """
 
     def __init__(
         self,
@@ -49,15 +52,20 @@ class SandboxContainers:
         blobs: Blobs,
         clock: Clock,
         settings: ContainerSettings | None = None,
+        *,
+        sealer: Sealer | None = None,
+        uploads: Files | None = None,
     ) -> None:
         chosen = settings or ContainerSettings()
-        self._house = House(provider, store, KeptFiles(store, blobs, clock, chosen.files), clock, chosen)
+        files = KeptFiles(store, blobs, clock, chosen.files)
+        self._house = House(provider, store, files, clock, chosen, DomainSecrets(sealer))
+        self._uploads = uploads
+        self._given = GivenFiles(self._house, blobs)
         self._living: OrderedDict[str, Living] = OrderedDict()  # those used last at the end
+        self._endings = Endings(self._house, self._living)
         self._seal = secrets.token_bytes(32)
         self._beginning = asyncio.Lock()
         self._sweeper: asyncio.Task[None] | None = None
-        # Where no sandbox was ever needed, none is looked for: that alone could start a server.
-        self._may_have_orphans = chosen.isolation == "execution"
 
     async def __aenter__(self) -> Self:
         self.start()
@@ -80,6 +88,24 @@ class SandboxContainers:
         for living in list(self._living.values()):
             await living.write(self._house.store)
 
+    async def _sweep_forever(self) -> None:
+        while True:
+            await self._house.clock.sleep(self._house.settings.sweep_seconds)
+            try:
+                await self.sweep()
+            except Exception:
+                logger.exception("Containers could not be swept.")
+
+    async def sweep(self) -> None:
+        """End what nobody uses any more."""
+        await self._endings.sweep()
+
+    async def lose_sandboxes(self) -> None:
+        """Before anything else, where the sandboxes of earlier days are gone for certain: containers that had one have
+        expired.
+        """
+        await self._endings.lose_sandboxes()
+
     # ---- containers -----------------------------------------------------------------------------------------------
 
     def reserve(self) -> str:
@@ -95,32 +121,89 @@ class SandboxContainers:
         body, seal = digits[:_RANDOM_DIGITS], digits[_RANDOM_DIGITS:]
         return hmac.compare_digest(seal.encode(), self._sealed(body).encode())
 
+    def approve(self, spec: ContainerSpec) -> ContainerSpec:
+        return approved(spec, self._house.settings)
+
+    async def create(self, caller: Caller, spec: ContainerSpec) -> ContainerRecord:
+        spec = self.approve(spec)
+        try:
+            wanted = await self._found(caller, spec.file_ids)
+        except NotFound as error:
+            raise InvalidRequest(error.message, param="file_ids", code="invalid_value") from None
+        record = await self._begun(caller, self.reserve(), spec)
+        try:
+            await self._given.place(self._known(record), wanted)
+        except BaseException:
+            await self._endings.delete(record)
+            raise
+        return record
+
     async def check(self, caller: Caller, container_id: str) -> ContainerRecord:
-        record = await self._owned(caller, container_id)
-        if record.status == "expired" or await self._has_expired(record):
+        record = await self._current(await self._owned(caller, container_id))
+        if record.status == "expired":
             raise ContainerExpired("Container is expired.")
         return record
 
-    async def open(self, caller: Caller, container_id: str, spec: ContainerSpec) -> SandboxContainer:
+    async def open(
+        self, caller: Caller, container_id: str, spec: ContainerSpec, heir_of: str | None = None
+    ) -> SandboxContainer:
         try:
             record = await self.check(caller, container_id)
         except NotFound:
             if not self._was_reserved(container_id):
                 raise
-            record = await self._begun(caller, container_id, spec)
+            record = await self._begun(caller, container_id, self.approve(spec))
+            if heir_of is not None and not record.incarnation:
+                await self._inherit(caller, record, heir_of)
+        return SandboxContainer(self._house, await self._used(record))
+
+    async def container(self, caller: Caller, container_id: str) -> ContainerRecord:
+        record = await self._current(await self._owned(caller, container_id))
+        return record if record.status == "expired" else (await self._used(record)).record
+
+    async def containers(
+        self, caller: Caller, window: Window, name: str | None = None
+    ) -> Sequence[ContainerRecord]:
+        found = await self._house.store.list_containers(caller.tenant, window, name)
+        return [self._shown(await self._current(record)) for record in found]
+
+    async def delete(self, caller: Caller, container_id: str) -> None:
+        await self._endings.delete(await self._owned(caller, container_id))
+
+    async def _owned(self, caller: Caller, container_id: str) -> ContainerRecord:
+        record = await self._house.store.container(container_id)
+        if record is None or record.tenant != caller.tenant or record.status == "deleted":
+            raise NotFound(f"Container with id '{clean_name(container_id, 80)}' not found.")
+        return record
+
+    async def _current(self, record: ContainerRecord) -> ContainerRecord:
+        """What is over ends now, or as soon as nobody is in it any more."""
+        if record.status != "running" or not self._endings.is_over(record):
+            return record
+        await self._endings.expire(record)
+        return msgspec.structs.replace(record, status="expired")
+
+    def _shown(self, record: ContainerRecord) -> ContainerRecord:
+        living = self._living.get(record.id)
+        if living is None or record.status != "running":
+            return record
+        active_at = max(record.last_active_at, living.record.last_active_at)
+        return msgspec.structs.replace(record, last_active_at=active_at)
+
+    async def _used(self, record: ContainerRecord) -> Living:
+        """What this process knows of a container that is used now."""
         living = self._known(record)
         now = self._house.clock.now()
+        living.change(last_active_at=now)
         if now - living.stored.last_active_at > _ACTIVE_SECONDS and not living.users:
-            living.change(last_active_at=now)
             await living.write(self._house.store)
-        return SandboxContainer(self._house, living)
+        return living
 
     def _known(self, record: ContainerRecord) -> Living:
-        """What this process knows of the container, beyond what the store says."""
-        living = self._living.pop(record.id, None)
-        if living is None or (living.stored != record and not living.users):
-            living = Living(record, record)
-        self._living[record.id] = living
+        living = self._living.get(record.id)
+        if living is None or (living.stored != record and not living.users):  # another process has changed it
+            living = self._living[record.id] = Living(self._shown(record), record)
+        self._living.move_to_end(record.id)
         if len(self._living) > _MOST_KNOWN:
             idle = next((name for name, one in self._living.items() if not one.users), record.id)
             del self._living[idle]
@@ -128,119 +211,131 @@ class SandboxContainers:
 
     async def _begun(self, caller: Caller, container_id: str, spec: ContainerSpec) -> ContainerRecord:
         async with self._beginning:  # else several at once could be one too many
-            known = await self._house.store.container(container_id)
-            if known is not None:
+            if await self._house.store.container(container_id) is not None:
                 return await self.check(caller, container_id)
             running = await self._house.store.containers(caller.tenant, running=True)
             most = caller.limits.containers or self._house.settings.containers_per_tenant
             if len(running) >= most:
-                running = [record for record in running if not await self._has_expired(record)]
+                running = [one for one in running if (await self._current(one)).status == "running"]
             if len(running) >= most:
                 raise RateLimited(
-                    f"As many containers are running as are allowed ({most}); "
-                    "those that nobody uses expire by themselves.",
+                    f"As many containers are running as are allowed ({most}): delete one, or wait until one that nobody "
+                    "uses expires.",
                     code="container_limit_exceeded",
                 )
             now = self._house.clock.now()
+            public, sealed = self._house.secrets.sealed(caller.tenant, container_id, spec)
             record = ContainerRecord(
-                id=container_id, tenant=caller.tenant, spec=spec, created_at=now, last_active_at=now
+                id=container_id,
+                tenant=caller.tenant,
+                spec=public,
+                secrets=sealed,
+                created_at=now,
+                last_active_at=now,
             )
             await self._house.store.put_container(record)
             return record
 
-    async def _owned(self, caller: Caller, container_id: str) -> ContainerRecord:
-        record = await self._house.store.container(container_id)
-        if record is None or record.tenant != caller.tenant:
-            raise NotFound(f"Container with id '{clean_name(container_id, 80)}' not found.")
-        return record
+    async def _inherit(self, caller: Caller, record: ContainerRecord, earlier_id: str) -> None:
+        """Give it what users had put into a container that has expired."""
+        earlier = await self._house.store.container(earlier_id)
+        if earlier is None or earlier.tenant != caller.tenant or earlier.status != "expired":
+            return
+        files = [file for file in await self._house.store.files(earlier_id) if file.source == "user" and file.blob]
+        wanted = [Given(file.path, Kept(file.blob, file.bytes)) for file in files]
+        try:
+            await self._given.place(self._known(record), wanted)
+        except NotFound:  # let go of at this very moment
+            logger.warning("The files of %s could not be given to %s.", earlier_id, record.id)
 
     # ---- files ----------------------------------------------------------------------------------------------------
 
+    async def put(
+        self, caller: Caller, container_id: str, path: str, content: bytes | AsyncIterable[bytes]
+    ) -> ContainerFileRecord:
+        path = path_of(path)
+        living = await self._with_files(caller, container_id)
+        with living.used():
+            return await self._given.put(living, path, content)
+
+    async def place(
+        self, caller: Caller, container_id: str, file_ids: Sequence[str]
+    ) -> Sequence[ContainerFileRecord]:
+        living = await self._with_files(caller, container_id)
+        with living.used():
+            return await self._given.place(living, await self._found(caller, file_ids))
+
+    async def unpack(
+        self,
+        caller: Caller,
+        container_id: str,
+        content: bytes | AsyncIterable[bytes],
+        kind: ArchiveFormat,
+        into: str = "",
+    ) -> Sequence[ContainerFileRecord]:
+        into = path_of(into) if into else ""
+        living = await self._with_files(caller, container_id)
+        with living.used():
+            return await self._given.unpack(living, content, kind, into)
+
+    async def _found(self, caller: Caller, file_ids: Sequence[str]) -> list[Given]:
+        """Uploads of the caller's; raises NotFound."""
+        if file_ids and self._uploads is None:
+            raise NotFound("This server keeps no uploads.")
+        uploads = [
+            await self._uploads.file(caller, file_id) for file_id in dict.fromkeys(file_ids) if self._uploads
+        ]
+        return [
+            Given(name_for(upload.filename, upload.id), Kept(upload.blob, upload.bytes)) for upload in uploads
+        ]
+
     async def file(self, caller: Caller, container_id: str, file_id: str) -> ContainerFileRecord:
-        for record in await self.files(caller, container_id):
-            if record.id == file_id:
-                return record
-        raise _no_file(container_id, file_id)
+        await self._with_files(caller, container_id)
+        record = await self._house.store.file(container_id, file_id)
+        if record is None:
+            raise _no_file(container_id, file_id)
+        return record
 
-    async def files(self, caller: Caller, container_id: str) -> Sequence[ContainerFileRecord]:
-        try:
-            await self.check(caller, container_id)
-        except ContainerExpired:
-            raise NotFound("Container is expired; its files are gone.") from None
-        return await self._house.store.files(container_id)
+    async def files(
+        self, caller: Caller, container_id: str, window: Window | None = None
+    ) -> Sequence[ContainerFileRecord]:
+        await self._with_files(caller, container_id)
+        return await self._house.store.files(container_id, window)
 
-    async def read(self, caller: Caller, container_id: str, file_id: str) -> AsyncGenerator[bytes]:
-        record = await self.file(caller, container_id, file_id)
+    async def read(
+        self, caller: Caller, container_id: str, file_id: str, start: int = 0, end: int | None = None
+    ) -> AsyncGenerator[bytes]:
+        living = await self._with_files(caller, container_id)
+        record = await self._house.store.file(container_id, file_id)
+        if record is None:
+            raise _no_file(container_id, file_id)
 
         async def find_sandbox() -> Sandbox | None:
-            return await attached(self._house.provider, await self._owned(caller, container_id))
+            return await attached(self._house.provider, living.record)
 
-        try:
-            async with aclosing(self._house.files.read(record, find_sandbox)) as pieces:
-                async for piece in pieces:
-                    yield piece
-        except KeyError:
-            raise _no_file(container_id, file_id) from None
-        except SandboxError as error:
-            raise Unavailable("The container's sandbox cannot be reached; try again later.") from error
-
-    # ---- the end of a container -----------------------------------------------------------------------------------
-
-    async def _sweep_forever(self) -> None:
-        while True:
-            await self._house.clock.sleep(self._house.settings.sweep_seconds)
+        with living.used():
             try:
-                await self.sweep()
-            except Exception:
-                logger.exception("Containers could not be swept.")
+                async with aclosing(self._house.files.read(record, find_sandbox, start, end)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+            except KeyError:
+                raise _no_file(container_id, file_id) from None
+            except SandboxError as error:
+                raise Unavailable("The container's sandbox cannot be reached; try again later.") from error
 
-    async def sweep(self) -> None:
-        """End what nobody uses any more; keep what is in use from being ended by another process."""
-        running = await self._house.store.containers(running=True)
-        for record in running:
-            living = self._living.get(record.id)
-            if living is not None and living.users:
-                living.record = msgspec.structs.replace(living.record, last_active_at=self._house.clock.now())
-                await self._house.store.put_container(living.record)
-            else:
-                await self._has_expired(record)
-        if self._may_have_orphans or any(record.incarnation for record in running):
-            self._may_have_orphans = True
-            await self._end_orphans({record.sandbox for record in running})
+    async def delete_file(self, caller: Caller, container_id: str, file_id: str) -> None:
+        living = await self._with_files(caller, container_id)
+        record = await self._house.store.file(container_id, file_id)
+        if record is None:
+            raise _no_file(container_id, file_id)
+        with living.used():
+            await self._given.delete(living, record)
 
-    async def _has_expired(self, record: ContainerRecord) -> bool:
-        """Whether its time is over; then it ends now."""
-        living = self._living.get(record.id)
-        if living is not None and living.users:
-            return False
-        active_at = max(record.last_active_at, living.record.last_active_at if living else 0)
-        if self._house.clock.now() < active_at + 60 * record.spec.idle_minutes:
-            return False
-        self._living.pop(record.id, None)
-        expired = msgspec.structs.replace(record, status="expired", sandbox="", address="", mark="")
-        await self._house.store.put_container(expired)
-        if record.sandbox:
-            await release(self._house.provider, SandboxRef(record.sandbox, record.address))
-        await self._house.files.forget(record.id)
-        return True
-
-    async def _end_orphans(self, bound: set[str]) -> None:
-        """Sandboxes of our containers that no record points to: a process died between two steps."""
+    async def _with_files(self, caller: Caller, container_id: str) -> Living:
         try:
-            sandboxes = await self._house.provider.sandboxes()
-        except SandboxError as error:
-            logger.warning("Sandboxes could not be listed: %s", error.message)
-            return
-        idle_since = self._house.clock.now() - self._house.settings.orphan_seconds
-        for info in sandboxes:
-            container_id = info.id.rpartition("-")[0]
-            living = self._living.get(container_id)
-            in_use = info.running or info.waiting or (living is not None and living.users)
-            if info.id in bound or in_use or info.last_used_at > idle_since:
-                continue
-            # Other gateways may use the same server: what is not in our store is not ours.
-            if await self._house.store.container(container_id) is not None:
-                await release(self._house.provider, SandboxRef(info.id))
+            return await self._used(await self.check(caller, container_id))
+        except ContainerExpired:
+            raise NotFound("Container is expired; its files are gone.") from None
 
 
 def _no_file(container_id: str, file_id: str) -> NotFound:

@@ -12,7 +12,7 @@ from msgspec import Raw
 from fumehood.interfaces import CallContext, Caller, Clock, Containers, Memory
 from fumehood.protocol.containers import DATA_DIRECTORY, ContainerSpec
 from fumehood.protocol.conversation import Entry, Exchange, Segment
-from fumehood.protocol.errors import ContainerExpired, NotFound
+from fumehood.protocol.errors import ContainerExpired, InvalidRequest, NotFound
 from fumehood.protocol.items import ProducedFile
 from fumehood.protocol.names import clean_name
 from fumehood.protocol.sandbox import NetworkAllowlist
@@ -40,6 +40,10 @@ _PARAMETERS = Raw(
     )
 )
 _GONE = "The container of the earlier calls is gone, with their variables and files; this call began in a new one."
+_EXPIRED = (
+    "The container of the earlier calls has expired, with their variables and the files that they wrote; this call began "
+    "in a new one, with the files that the user had put there."
+)
 _NOT_KEPT = "(the output was not kept)"
 _MOST_REMEMBERED = 8  # containers of a conversation that is compacted
 _MOST_TOLD = 50  # files of the last one that the model is told of
@@ -85,15 +89,24 @@ class CodeInterpreter:
         self._settings = settings or InterpreterSettings()
 
     async def offer(self, spec: ToolSpec, caller: Caller, past: Sequence[Segment]) -> "OfferedInterpreter":
-        choice = read_container(spec, self._settings.allowed_domains)
-        container_id, news = choice.container_id, ""
+        choice = read_container(spec)
+        self._approve(choice.spec)
+        container_id, news, heir_of = choice.container_id, "", None
         if container_id is not None:
             await self._check_named(caller, container_id)
         else:
-            container_id, news = await self._automatic(caller, past)
-        place = Workplace(self._containers, self._clock, self._settings, container_id, choice.spec, news)
+            container_id, news, heir_of = await self._automatic(caller, past)
+        place = Workplace(
+            self._containers, self._clock, self._settings, container_id, choice.spec, news, heir_of
+        )
         function = FunctionSpec(name=NAME, description=self._describe(choice.spec), parameters=_PARAMETERS)
         return OfferedInterpreter(place, caller, function)
+
+    def _approve(self, spec: ContainerSpec) -> None:
+        try:
+            self._containers.approve(spec)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"container.{error.message}", param="tools") from None
 
     async def _check_named(self, caller: Caller, container_id: str) -> None:
         try:
@@ -101,16 +114,20 @@ class CodeInterpreter:
         except (NotFound, ContainerExpired) as error:
             raise type(error)(error.message, param="tools") from None
 
-    async def _automatic(self, caller: Caller, past: Sequence[Segment]) -> tuple[str, str]:
-        """The container that the conversation used last, or the name of a new one; and what there is to tell."""
+    async def _automatic(self, caller: Caller, past: Sequence[Segment]) -> tuple[str, str, str | None]:
+        """The container that the conversation used last, or the name of a new one; what there is to tell; and whose
+        files the new one is given.
+        """
         earlier = _newest_container(past)
         if earlier is None:
-            return self._containers.reserve(), ""
+            return self._containers.reserve(), "", None
         try:
             await self._containers.check(caller, earlier)
-        except (NotFound, ContainerExpired):
-            return self._containers.reserve(), _GONE
-        return earlier, ""
+        except NotFound:
+            return self._containers.reserve(), _GONE, None
+        except ContainerExpired:
+            return self._containers.reserve(), _EXPIRED, earlier
+        return earlier, "", None
 
     def _describe(self, spec: ContainerSpec) -> str:
         settings = self._settings

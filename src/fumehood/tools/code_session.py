@@ -52,14 +52,12 @@ class InterpreterSettings:
     """
     execution_timeout: seconds that the code of one call may run.
     keeps_variables: whether they are there in the next call: what the containers do, for the model to know.
-    allowed_domains: the most that a request may allow its container to reach; `*` stands for every domain.
     inline_bytes: pictures up to this size are data: URLs, larger ones addresses of container files.
     python, libraries: what the model is told is there.
     """
 
     execution_timeout: float = 60.0
     keeps_variables: bool = True
-    allowed_domains: frozenset[str] = frozenset()
     inline_bytes: int = 1 << 20
     output: OutputLimits = field(default_factory=OutputLimits)
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -71,6 +69,7 @@ class Workplace:
     """Where the calls of one request run, and how.
 
     news: what the model should know first; told with the first result, and then not again.
+    heir_of: the container that this one replaces, see `Containers.open`.
     """
 
     containers: Containers
@@ -79,6 +78,7 @@ class Workplace:
     container_id: str
     spec: ContainerSpec
     news: str = ""
+    heir_of: str | None = None
 
     def take_news(self) -> str:
         news, self.news = self.news, ""
@@ -132,7 +132,7 @@ class CodeSession:
         yield (*self._code_done(), InterpreterInterpreting(item_id=self._id, output_index=self._index))
         try:
             container = await self._place.containers.open(
-                self._context.caller, self._place.container_id, self._place.spec
+                self._context.caller, self._place.container_id, self._place.spec, self._place.heir_of
             )
         except ApiError as error:
             yield self._failed(f"The code did not run: {error.message}")

@@ -1,28 +1,14 @@
 """`container` of a code interpreter tool, in every shape that clients send; imports `protocol`."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 from msgspec import Raw
 
-from fumehood.protocol.containers import ContainerSpec
+from fumehood.protocol.containers import ContainerSpec, memory_tier, network_policy
 from fumehood.protocol.errors import InvalidRequest
-from fumehood.protocol.sandbox import (
-    MEMORY_TIERS,
-    MemoryTier,
-    NetworkAllowlist,
-    NetworkDisabled,
-    NetworkPolicy,
-)
 from fumehood.protocol.tools import ToolSpec
-
-ANY_DOMAIN = "*"
-
-
-class _Network(msgspec.Struct):
-    type: Literal["disabled", "allowlist"]
 
 
 class _Fields(msgspec.Struct):
@@ -47,8 +33,8 @@ class ContainerChoice:
     spec: ContainerSpec
 
 
-def read_container(spec: ToolSpec, allowed_domains: Collection[str]) -> ContainerChoice:
-    """Raises InvalidRequest; `allowed_domains` is the most that a container may reach."""
+def read_container(spec: ToolSpec) -> ContainerChoice:
+    """Raises InvalidRequest. Whether there may be such a container, `Containers.approve` says."""
     try:
         container = msgspec.json.decode(spec.raw, type=_Tool).container
     except msgspec.DecodeError as error:
@@ -57,47 +43,22 @@ def read_container(spec: ToolSpec, allowed_domains: Collection[str]) -> Containe
         return ContainerChoice(None, ContainerSpec())
     if isinstance(container, str):
         return ContainerChoice(container, ContainerSpec())
-    memory = _memory(container.memory_limit)
+    try:
+        return _chosen(container)
+    except InvalidRequest as error:
+        raise _refused(error.message) from None
+
+
+def _chosen(container: _Fields) -> ContainerChoice:
+    memory = memory_tier(container.memory_limit, "container.memory_limit")
     if container.id is not None:
         return ContainerChoice(container.id, ContainerSpec(memory=memory))
     if container.type is None:
         raise _refused("container must be an id, or an object whose type is 'auto'.")
     if container.file_ids:
         raise _refused("container.file_ids is not served yet: this server has no files to put there.")
-    network = _network(container.network_policy, allowed_domains)
+    network = network_policy(container.network_policy, "container.network_policy")
     return ContainerChoice(None, ContainerSpec(memory=memory, network=network))
-
-
-def _memory(limit: str | None) -> MemoryTier:
-    if limit is None:
-        return ContainerSpec().memory
-    for tier in MEMORY_TIERS:
-        if tier == limit:
-            return tier
-    tiers = ", ".join(f"'{tier}'" for tier in MEMORY_TIERS)
-    raise _refused(f"container.memory_limit must be one of {tiers}, not '{limit[:20]}'.")
-
-
-def _network(policy: dict[str, Raw] | None, allowed_domains: Collection[str]) -> NetworkPolicy:
-    if policy is None:
-        return NetworkDisabled()
-    where = "container.network_policy"
-    known = {key: value for key, value in policy.items() if key in {"allowed_domains", "domain_secrets"}}
-    try:
-        if msgspec.json.decode(msgspec.json.encode(policy), type=_Network).type == "disabled":
-            return NetworkDisabled()
-        network = msgspec.json.decode(
-            msgspec.json.encode({**known, "type": "allowlist"}), type=NetworkAllowlist
-        )
-    except msgspec.DecodeError as error:
-        raise _refused(f"{where}: {error}") from None
-    if not allowed_domains:
-        raise _refused(f"{where}: this server allows containers no network.")
-    if ANY_DOMAIN not in allowed_domains:
-        beyond = [domain for domain in network.allowed_domains if domain.lower() not in allowed_domains]
-        if beyond:
-            raise _refused(f"{where}: this server does not allow the domain {beyond[0]!r}.")
-    return network
 
 
 def echoed(spec: ToolSpec) -> bytes:

@@ -1,0 +1,147 @@
+"""How containers end: idle ones, old ones, deleted ones, and what each leaves; imports `interfaces` and siblings."""
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+
+from fumehood.interfaces import SandboxRef
+from fumehood.protocol.containers import ContainerRecord, ContainerStatus
+from fumehood.protocol.sandbox_errors import SandboxError
+from fumehood.sandbox.container import House, Living, release
+
+logger = logging.getLogger(__name__)
+
+_TOMBSTONE_SECONDS = 3600.0  # in which leftovers of a deleted container are still known for what they are
+
+
+class Endings:
+    """For all containers of one process; `living` is what it knows of them."""
+
+    def __init__(self, house: House, living: dict[str, Living]) -> None:
+        self._house = house
+        self._living = living
+        # Where no sandbox was ever needed, none is looked for: that alone could start a server.
+        self._may_have_orphans = house.settings.isolation == "execution"
+
+    # ---- one container --------------------------------------------------------------------------------------------
+
+    def is_over(self, record: ContainerRecord) -> bool:
+        """Whether its time is over, though it may be that nobody has ended it yet."""
+        now = self._house.clock.now()
+        if record.status != "running" or now >= record.created_at + 3600 * self._house.settings.life_hours:
+            return True
+        living = self._living.get(record.id)
+        if living is not None and living.users:
+            return False
+        active_at = max(record.last_active_at, living.record.last_active_at if living else 0)
+        return now >= active_at + 60 * (record.spec.idle_minutes or self._house.settings.idle_minutes)
+
+    async def expire(self, record: ContainerRecord) -> None:
+        """The files of users stay, for whoever continues the conversation."""
+        living = self._living.get(record.id)
+        if record.status != "running" or (living is not None and living.users):
+            return  # it ends as soon as nobody is in it any more
+        files = await self._house.store.files(record.id)
+        kept = [file for file in files if file.source == "user" and file.blob]
+        retained = sum(file.bytes for file in kept) if self._house.settings.retention_hours else 0
+        await self._end(record, "expired", retained)
+        await self._trim(record.tenant)
+
+    async def delete(self, record: ContainerRecord) -> None:
+        await self._end(record, "deleted", 0)
+
+    async def _end(self, record: ContainerRecord, status: ContainerStatus, retained: int) -> None:
+        living = self._living.pop(record.id, None)
+        if living is not None:
+            living.over = True
+            record = msgspec.structs.replace(
+                record, sandbox=living.record.sandbox, address=living.record.address
+            )
+        ended = msgspec.structs.replace(
+            record,
+            status=status,
+            last_active_at=max(record.last_active_at, living.record.last_active_at if living else 0),
+            ended_at=self._house.clock.now(),
+            secrets="",
+            sandbox="",
+            address="",
+            mark="",
+            retained=retained,
+        )
+        files = await self._house.store.files(record.id)
+        gone = [file for file in files if not retained or file.source == "assistant" or not file.blob]
+        if not await self._house.store.change_container(ended, [file.id for file in gone]):
+            return  # somebody else was faster
+        refs = [SandboxRef(record.sandbox, record.address)] if record.sandbox else []
+        for ref in (*refs, *(living.passing if living else ())):
+            await release(self._house.provider, ref)
+        await self._house.files.drop(gone)
+
+    async def _trim(self, tenant: str) -> None:
+        """Let go of the oldest files that are kept beyond the end of their containers, until they are few enough."""
+        store = self._house.store
+        retaining = await store.retaining_containers(tenant)
+        excess = sum(record.retained for record in retaining) - self._house.settings.retained_bytes
+        for record in retaining:
+            if excess <= 0:
+                return
+            excess -= record.retained
+            files = await store.files(record.id)
+            await store.change_container(
+                msgspec.structs.replace(record, retained=0), [file.id for file in files]
+            )
+            await self._house.files.drop(files)
+
+    # ---- all of them ----------------------------------------------------------------------------------------------
+
+    async def sweep(self) -> None:
+        """End what nobody uses any more; keep what is in use from being ended by another process."""
+        store, clock = self._house.store, self._house.clock
+        running = await store.containers(running=True)
+        for record in running:
+            living = self._living.get(record.id)
+            if living is not None and living.users:
+                living.change(last_active_at=clock.now())
+                await living.write(store)
+            elif self.is_over(record):
+                await self.expire(record)
+        await self._bury()
+        if self._may_have_orphans or any(record.incarnation for record in running):
+            self._may_have_orphans = True
+            await self._end_orphans({record.sandbox: record for record in running})
+
+    async def _bury(self) -> None:
+        """Forget those that ended long ago, with everything that still hangs on them."""
+        store, now = self._house.store, self._house.clock.now()
+        for record in await store.ended_containers(
+            expired_before=now - 3600 * self._house.settings.retention_hours,
+            deleted_before=now - _TOMBSTONE_SECONDS,
+        ):
+            files = await store.files(record.id)
+            await store.delete_container(record.id)
+            await self._house.files.drop(files)
+
+    async def lose_sandboxes(self) -> None:
+        """Those that were bound to a server which is no more have ended with it."""
+        for record in await self._house.store.containers(running=True):
+            if record.sandbox:
+                await self.expire(record)
+
+    async def _end_orphans(self, bound: Mapping[str, ContainerRecord]) -> None:
+        """Sandboxes of our containers that no record points to: a process died between two steps."""
+        try:
+            sandboxes = await self._house.provider.sandboxes()
+        except SandboxError as error:
+            logger.warning("Sandboxes could not be listed: %s", error.message)
+            return
+        idle_since = self._house.clock.now() - self._house.settings.orphan_seconds
+        for info in sandboxes:
+            container_id = info.id.rpartition("-")[0]
+            living = self._living.get(container_id)
+            in_use = info.running or info.waiting or (living is not None and living.users)
+            if info.id in bound or in_use or info.last_used_at > idle_since:
+                continue
+            # Other gateways may use the same server: what is not in our store is not ours.
+            if await self._house.store.container(container_id) is not None:
+                await release(self._house.provider, SandboxRef(info.id))

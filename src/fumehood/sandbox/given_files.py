@@ -1,0 +1,251 @@
+"""Files that users put into containers, whether or not there is a sandbox yet; imports `interfaces`, `protocol`, siblings.
+
+A file is kept first, then put into the sandbox if one lives, then recorded: what is recorded is there.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from fumehood.interfaces import Blobs, Kept, Sandbox
+from fumehood.protocol.containers import ContainerFileRecord
+from fumehood.protocol.errors import ApiError, BodyTooLarge, InvalidRequest, NotFound, Unavailable
+from fumehood.protocol.names import clean_name
+from fumehood.protocol.sandbox import ArchiveFormat
+from fumehood.protocol.sandbox_errors import (
+    RequestRefused,
+    SandboxError,
+    SandboxGone,
+    SandboxNotFound,
+    TooLarge,
+    TryLater,
+)
+from fumehood.sandbox.container import House, Living, attached, fresh_sandbox
+from fumehood.sandbox.kept_files import file_id, free_name, kept_bytes
+
+# Puts files into a sandbox; when each of them was written, as the sandbox tells it.
+type Writing = Callable[[Sandbox], Awaitable[Mapping[str, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A file that is kept, and where it is to be."""
+
+    path: str
+    kept: Kept
+
+
+class GivenFiles:
+    """For all containers of one process. Every method raises InvalidRequest, BodyTooLarge, NotFound, Unavailable."""
+
+    def __init__(self, house: House, blobs: Blobs) -> None:
+        self._house = house
+        self._blobs = blobs
+        self._limits = house.settings.files
+
+    async def put(
+        self, living: Living, path: str, content: bytes | AsyncIterable[bytes]
+    ) -> ContainerFileRecord:
+        room = await self._room(living, [path])
+        async with self._blobs.keep(self._bounded(content, room)) as kept:
+            given = [Given(path, kept)]
+            async with living.filing:
+                (record,) = await self._record(living, given, lambda sandbox: self._write(sandbox, given))
+        return record
+
+    async def place(self, living: Living, wanted: Sequence[Given]) -> list[ContainerFileRecord]:
+        """Files whose blobs are there, under their names as far as these are free."""
+        async with AsyncExitStack() as holding, living.filing:
+            for given in wanted:
+                try:
+                    await holding.enter_async_context(self._blobs.hold(given.kept.name))
+                except KeyError:
+                    raise NotFound(f"The content of '{clean_name(given.path)}' is gone.") from None
+            known = {record.path: record for record in await self._house.store.files(living.record.id)}
+            there, missing = _settled(wanted, known)
+            placed = await self._record(living, missing, lambda sandbox: self._write(sandbox, missing))
+        records = {record.path: record for record in (*there, *placed)}
+        return list(records.values())
+
+    async def unpack(
+        self, living: Living, content: bytes | AsyncIterable[bytes], kind: ArchiveFormat, into: str
+    ) -> Sequence[ContainerFileRecord]:
+        """Nothing is unpacked in this process: a sandbox of its own shows what is in the archive, and whether that is
+        more than the container may have; only then is it unpacked in the one where the code runs.
+        """
+        spool = ""
+        try:
+            async with self._blobs.keep(self._bounded(content, self._limits.container_bytes)) as archive:
+                spool = archive.name
+                async with AsyncExitStack() as keeping:
+                    given = await self._unpacked(living, archive, kind, into, keeping)
+                    async with living.filing:
+                        return await self._record(
+                            living, given, lambda sandbox: self._unpack(sandbox, archive, kind, into)
+                        )
+        finally:
+            await self._blobs.drop([spool])
+
+    async def _unpacked(
+        self, living: Living, archive: Kept, kind: ArchiveFormat, into: str, keeping: AsyncExitStack
+    ) -> list[Given]:
+        """What is in an archive, kept until the stack is left."""
+        try:
+            async with fresh_sandbox(self._house, living) as sandbox:
+                unpacked = await sandbox.unpack(self._blobs.read(archive.name), kind=kind, into=into)
+                listing = await sandbox.list()
+                paths = [file.path for file in listing.files]
+                room = await self._room(living, paths)
+                if listing.truncated or unpacked.files > self._limits.files or unpacked.bytes > room:
+                    raise TooLarge("")
+                kept = [
+                    await keeping.enter_async_context(self._blobs.keep(self._bounded(sandbox.read(path), room)))
+                    for path in paths
+                ]
+        except SandboxError as error:
+            raise self._refusal(error) from error
+        return [Given(path, one) for path, one in zip(paths, kept, strict=True)]
+
+    # ---- into the sandbox -----------------------------------------------------------------------------------------
+
+    async def _write(self, sandbox: Sandbox, given: Sequence[Given]) -> dict[str, int]:
+        return {
+            one.path: (await sandbox.write(one.path, self._blobs.read(one.kept.name))).modified_ns
+            for one in given
+        }
+
+    async def _unpack(
+        self, sandbox: Sandbox, archive: Kept, kind: ArchiveFormat, into: str
+    ) -> dict[str, int]:
+        await sandbox.unpack(self._blobs.read(archive.name), kind=kind, into=into)
+        return {file.path: file.modified_ns for file in (await sandbox.list()).files}
+
+    async def delete(self, living: Living, record: ContainerFileRecord) -> None:
+        async with living.filing:
+            try:
+                sandbox = await attached(self._house.provider, living.record)
+                if sandbox is not None:
+                    await sandbox.delete(record.path)
+            except SandboxError as error:
+                if error.status not in (404, 410, 400):  # what is not there, or is no file any more, is deleted
+                    raise self._refusal(error) from error
+            await self._house.store.put_files([], [record.id])
+            await self._house.files.drop([record])
+
+    # ---- the records ----------------------------------------------------------------------------------------------
+
+    async def _record(
+        self, living: Living, given: Sequence[Given], write: Writing
+    ) -> list[ContainerFileRecord]:
+        """Put what is kept into the sandbox, if there is one, and write it down; whoever calls has the files."""
+        container_id = living.record.id
+        known = {record.path: record for record in await self._house.store.files(container_id)}
+        self._check_room(known, given)
+        modified = await self._written(living, write) if given else {}
+        now = self._house.clock.now()
+        records = [
+            ContainerFileRecord(
+                id=file_id(container_id, one.path),
+                container_id=container_id,
+                path=one.path,
+                bytes=one.kept.bytes,
+                created_at=known[one.path].created_at if one.path in known else now,
+                modified_ns=modified.get(one.path, 0),
+                source="user",
+                blob=one.kept.name,
+            )
+            for one in given
+        ]
+        if records and not await self._house.store.put_files(records):
+            raise NotFound(f"Container with id '{container_id}' not found.")
+        await self._house.files.drop([known[one.path] for one in given if one.path in known])
+        return records
+
+    async def _written(self, living: Living, write: Writing) -> Mapping[str, int]:
+        try:
+            sandbox = await attached(self._house.provider, living.record)
+            return {} if sandbox is None else await write(sandbox)
+        except (SandboxGone, SandboxNotFound):  # the next one is given what is recorded
+            return {}
+        except SandboxError as error:
+            raise self._refusal(error) from error
+
+    def _bounded(
+        self, content: bytes | AsyncIterable[bytes], most: int
+    ) -> bytes | AsyncGenerator[bytes]:
+        """Raises BodyTooLarge, as soon as it is known."""
+        if not isinstance(content, bytes):
+            return self._counted(content, most)
+        if len(content) > most:
+            raise self._too_large()
+        return content
+
+    async def _counted(self, content: AsyncIterable[bytes], most: int) -> AsyncGenerator[bytes]:
+        async for piece in content:
+            most -= len(piece)
+            if most < 0:
+                raise self._too_large()
+            yield piece
+
+    async def _room(self, living: Living, replaced: Collection[str]) -> int:
+        known = await self._house.store.files(living.record.id)
+        return self._limits.container_bytes - kept_bytes(one for one in known if one.path not in replaced)
+
+    def _check_room(self, known: Mapping[str, ContainerFileRecord], given: Sequence[Given]) -> None:
+        paths = {one.path for one in given}
+        staying = [record for path, record in known.items() if path not in paths]
+        size = kept_bytes(staying) + sum(one.kept.bytes for one in given)
+        if len(staying) + len(paths) > self._limits.files or size > self._limits.container_bytes:
+            raise self._too_large()
+        obstacle = _obstacle(paths, [*paths, *(record.path for record in staying)])
+        if obstacle is not None:
+            raise InvalidRequest(
+                f"'{clean_name(obstacle)}' cannot be a file and a directory at once.", param="file"
+            )
+
+    def _too_large(self) -> BodyTooLarge:
+        limits = self._limits
+        return BodyTooLarge(
+            f"There is no room for this: a container has at most {limits.files} files of {limits.container_bytes:,} "
+            "bytes together. Delete some, or use another container."
+        )
+
+    def _refusal(self, error: SandboxError) -> ApiError:
+        """What a client is told of what a sandbox said."""
+        if isinstance(error, TooLarge):
+            return self._too_large()
+        if isinstance(error, RequestRefused):
+            return InvalidRequest(f"The container refused the file: {error.message}", param="file")
+        if isinstance(error, TryLater):
+            return Unavailable("No sandbox is free at the moment; try again later.", retry_after=1.0)
+        return Unavailable("The container's sandbox cannot be reached; try again later.")
+
+
+def _settled(
+    wanted: Sequence[Given], known: Mapping[str, ContainerFileRecord]
+) -> tuple[list[ContainerFileRecord], list[Given]]:
+    """Those that are there already, of the same name and content, and the others under names that are free."""
+    there: list[ContainerFileRecord] = []
+    missing: list[Given] = []
+    taken = dict.fromkeys(known)
+    for given in wanted:
+        same = known.get(given.path)
+        if same is not None and same.blob == given.kept.name:
+            there.append(same)
+            continue
+        path = free_name(given.path, taken)
+        taken[path] = None
+        missing.append(Given(path, given.kept))
+    return there, missing
+
+
+def _obstacle(given: Collection[str], files: Collection[str]) -> str | None:
+    """A path that would have to be a file and a directory, because of what is given now."""
+    there = frozenset(files)
+    for path in files:
+        parts = path.split("/")
+        for end in range(1, len(parts)):
+            above = "/".join(parts[:end])
+            if above in there and (above in given or path in given):
+                return above
+    return None
