@@ -201,8 +201,6 @@ def network_policy(policy: Mapping[str, Raw] | None, param: str) -> NetworkPolic
     try:
         if msgspec.json.decode(msgspec.json.encode(policy), type=_Network).type == "disabled":
             return NetworkDisabled()
-        return msgspec.json.decode(
-            msgspec.json.encode({**known, "type": "allowlist"}), type=NetworkAllowlist
-        )
+        return msgspec.json.decode(msgspec.json.encode({**known, "type": "allowlist"}), type=NetworkAllowlist)
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"{param}: {error}", param=param, code="invalid_value") from None

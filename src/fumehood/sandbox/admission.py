@@ -56,7 +56,9 @@ def path_of(name: str) -> str:
     reason = _unfit(path)
     if reason is not None:
         raise InvalidRequest(
-            f"A file cannot be called '{clean_name(name, 100)}': {reason}.", param="file", code="invalid_value"
+            f"A file cannot be called '{clean_name(name, 100)}': {reason}.",
+            param="file",
+            code="invalid_value",
         )
     return path
 

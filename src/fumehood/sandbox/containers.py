@@ -241,7 +241,9 @@ class SandboxContainers:
         earlier = await self._house.store.container(earlier_id)
         if earlier is None or earlier.tenant != caller.tenant or earlier.status != "expired":
             return
-        files = [file for file in await self._house.store.files(earlier_id) if file.source == "user" and file.blob]
+        files = [
+            file for file in await self._house.store.files(earlier_id) if file.source == "user" and file.blob
+        ]
         wanted = [Given(file.path, Kept(file.blob, file.bytes)) for file in files]
         try:
             await self._given.place(self._known(record), wanted)

@@ -99,7 +99,9 @@ class GivenFiles:
                 if listing.truncated or unpacked.files > self._limits.files or unpacked.bytes > room:
                     raise TooLarge("")
                 kept = [
-                    await keeping.enter_async_context(self._blobs.keep(self._bounded(sandbox.read(path), room)))
+                    await keeping.enter_async_context(
+                        self._blobs.keep(self._bounded(sandbox.read(path), room))
+                    )
                     for path in paths
                 ]
         except SandboxError as error:
@@ -127,7 +129,11 @@ class GivenFiles:
                 if sandbox is not None:
                     await sandbox.delete(record.path)
             except SandboxError as error:
-                if error.status not in (404, 410, 400):  # what is not there, or is no file any more, is deleted
+                if error.status not in (
+                    404,
+                    410,
+                    400,
+                ):  # what is not there, or is no file any more, is deleted
                     raise self._refusal(error) from error
             await self._house.store.put_files([], [record.id])
             await self._house.files.drop([record])
@@ -170,9 +176,7 @@ class GivenFiles:
         except SandboxError as error:
             raise self._refusal(error) from error
 
-    def _bounded(
-        self, content: bytes | AsyncIterable[bytes], most: int
-    ) -> bytes | AsyncGenerator[bytes]:
+    def _bounded(self, content: bytes | AsyncIterable[bytes], most: int) -> bytes | AsyncGenerator[bytes]:
         """Raises BodyTooLarge, as soon as it is known."""
         if not isinstance(content, bytes):
             return self._counted(content, most)

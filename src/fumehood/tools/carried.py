@@ -60,8 +60,7 @@ def files_of(past: Sequence[Segment], container_of: Callable[[Entry], str | None
     for segment in past:
         for entry in segment.entries:
             if entry.type == _MEMORY:
-                for one in _recalled(entry):
-                    known[one.file.name] = one
+                known |= {one.file.name: one for one in _recalled(entry)}
             elif known and (container := container_of(entry)) is not None:
                 for one in known.values():
                     one.containers.add(container)
@@ -128,7 +127,7 @@ class Carried:
             else:
                 there[record.path] = record
                 brought.append(_told(one.file.name, record.path))
-        return "\n".join([*_sentence(brought), *missing])
+        return "\n".join([*_sentence(list(dict.fromkeys(brought))), *missing])
 
     async def _bring(self, one: Known, there: Mapping[str, ContainerFileRecord]) -> ContainerFileRecord:
         """Raises ApiError."""

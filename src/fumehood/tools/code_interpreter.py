@@ -5,11 +5,13 @@ docs/code-interpreter.md tells what the model is offered and what clients see.
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import Raw
 
-from fumehood.interfaces import CallContext, Caller, Clock, Containers, Memory
+from fumehood.interfaces import CallContext, Caller, Clock, Containers, Files, Memory
+from fumehood.protocol.attachments import Attachment, file_name, free_name
 from fumehood.protocol.containers import DATA_DIRECTORY, ContainerSpec
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.errors import ContainerExpired, InvalidRequest, NotFound
@@ -17,6 +19,7 @@ from fumehood.protocol.items import ProducedFile
 from fumehood.protocol.names import clean_name
 from fumehood.protocol.sandbox import NetworkAllowlist
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
+from fumehood.tools.carried import Carried, Known, files_of, memory_of
 from fumehood.tools.code_session import NAME, NOTHING, CodeSession, InterpreterSettings, Workplace
 from fumehood.tools.container_config import echoed, read_container
 from fumehood.tools.produced import produced_file
@@ -74,6 +77,21 @@ class _Replayed(msgspec.Struct):
 _replayed = msgspec.json.Decoder(_Replayed)
 
 
+@dataclass(frozen=True, slots=True)
+class _Active:
+    """Where the calls of a request run.
+
+    news: what the model should know of it. heir_of: see `Containers.open`.
+    earlier: the container that the conversation has used last; file_ids: the uploads that it was given.
+    """
+
+    container_id: str
+    news: str = ""
+    heir_of: str | None = None
+    earlier: str | None = None
+    file_ids: frozenset[str] = frozenset()
+
+
 class CodeInterpreter:
     """A `HostedTool`."""
 
@@ -82,24 +100,38 @@ class CodeInterpreter:
     finds_files = True
 
     def __init__(
-        self, containers: Containers, clock: Clock, settings: InterpreterSettings | None = None
+        self,
+        containers: Containers,
+        clock: Clock,
+        settings: InterpreterSettings | None = None,
+        uploads: Files | None = None,
     ) -> None:
         self._containers = containers
         self._clock = clock
         self._settings = settings or InterpreterSettings()
+        self._uploads = uploads
 
     async def offer(self, spec: ToolSpec, caller: Caller, past: Sequence[Segment]) -> "OfferedInterpreter":
         choice = read_container(spec)
         self._approve(choice.spec)
-        container_id, news, heir_of = choice.container_id, "", None
-        if container_id is not None:
-            await self._check_named(caller, container_id)
+        if choice.container_id is not None:
+            active = await self._named(caller, choice.container_id)
         else:
-            container_id, news, heir_of = await self._automatic(caller, past)
+            active = await self._automatic(caller, past)
+        chosen = await self._chosen(caller, choice.spec.file_ids, active)
+        files = [*chosen, *files_of(past, _container_of_call)]
         place = Workplace(
-            self._containers, self._clock, self._settings, container_id, choice.spec, news, heir_of
+            self._containers,
+            self._clock,
+            self._settings,
+            active.container_id,
+            choice.spec,
+            Carried(self._containers, caller, active.container_id, files),
+            active.news,
+            active.heir_of,
         )
-        function = FunctionSpec(name=NAME, description=self._describe(choice.spec), parameters=_PARAMETERS)
+        description = self._describe(choice.spec, [one.file.name for one in chosen])
+        function = FunctionSpec(name=NAME, description=description, parameters=_PARAMETERS)
         return OfferedInterpreter(place, caller, function)
 
     def _approve(self, spec: ContainerSpec) -> None:
@@ -108,29 +140,59 @@ class CodeInterpreter:
         except InvalidRequest as error:
             raise InvalidRequest(f"container.{error.message}", param="tools") from None
 
-    async def _check_named(self, caller: Caller, container_id: str) -> None:
+    async def _named(self, caller: Caller, container_id: str) -> "_Active":
         try:
             await self._containers.check(caller, container_id)
         except (NotFound, ContainerExpired) as error:
             raise type(error)(error.message, param="tools") from None
+        return _Active(container_id)
 
-    async def _automatic(self, caller: Caller, past: Sequence[Segment]) -> tuple[str, str, str | None]:
-        """The container that the conversation used last, or the name of a new one; what there is to tell; and whose
-        files the new one is given.
-        """
+    async def _automatic(self, caller: Caller, past: Sequence[Segment]) -> "_Active":
+        """The container that the conversation used last, or the name of a new one."""
         earlier = _newest_container(past)
         if earlier is None:
-            return self._containers.reserve(), "", None
+            return _Active(self._containers.reserve())
         try:
-            await self._containers.check(caller, earlier)
+            record = await self._containers.check(caller, earlier)
         except NotFound:
-            return self._containers.reserve(), _GONE, None
+            return _Active(self._containers.reserve(), _GONE, earlier=earlier)
         except ContainerExpired:
-            return self._containers.reserve(), _EXPIRED, earlier
-        return earlier, "", None
+            record = await self._containers.container(caller, earlier)
+            return _Active(
+                self._containers.reserve(), _EXPIRED, earlier, earlier, frozenset(record.spec.file_ids)
+            )
+        return _Active(earlier, earlier=earlier, file_ids=frozenset(record.spec.file_ids))
 
-    def _describe(self, spec: ContainerSpec) -> str:
+    async def _chosen(self, caller: Caller, file_ids: Sequence[str], active: "_Active") -> list[Known]:
+        """The uploads that the request wants in the container. Raises InvalidRequest for one that is not there, unless
+        the conversation has had a container before: what that was given, it has.
+        """
+        chosen: list[Known] = []
+        for file_id in file_ids:
+            had = {active.earlier} if file_id in active.file_ids and active.earlier else set[str]()
+            try:
+                file = await self._upload(caller, file_id)
+            except NotFound as error:
+                if active.earlier is None:
+                    raise InvalidRequest(
+                        f"container.file_ids: {error.message}", param="tools", code="file_not_found"
+                    ) from None
+                if had:
+                    continue
+                file = Attachment(name=clean_name(file_id, 80), file_id=file_id)
+            name = free_name(file.name, [one.file.name for one in chosen])
+            chosen.append(Known(msgspec.structs.replace(file, name=name), containers=had))
+        return chosen
+
+    async def _upload(self, caller: Caller, file_id: str) -> Attachment:
+        if self._uploads is None:
+            raise NotFound("this server keeps no uploads.")
+        record = await self._uploads.file(caller, file_id)
+        return Attachment(name=file_name(record.filename), file_id=file_id)
+
+    def _describe(self, spec: ContainerSpec, names: Sequence[str]) -> str:
         settings = self._settings
+        listed = f": {', '.join(names[:_MOST_TOLD])}{', …' if names[_MOST_TOLD:] else ''}" if names else ""
         state = (
             "Variables, imports and files are kept from call to call."
             if settings.keeps_variables
@@ -144,8 +206,8 @@ class CodeInterpreter:
             f"Runs Python {settings.python} in an isolated container and returns what it prints, the value of the "
             "last expression and the names of the files it wrote. The user sees the figures it shows.\n"
             f"- {state}\n"
-            f"- The working directory is {DATA_DIRECTORY}. Files of the user are there. Files that you write there can "
-            f"be downloaded: link them in your answer as [name](sandbox:{DATA_DIRECTORY}/name).\n"
+            f"- The working directory is {DATA_DIRECTORY}. Files of the user are there{listed}. Files that you write "
+            f"there can be downloaded: link them in your answer as [name](sandbox:{DATA_DIRECTORY}/name).\n"
             f"- Installed: {', '.join(settings.libraries)} and more; name other packages in `requirements`.\n"
             f"- {network}\n"
             f"- Code may run for {settings.execution_timeout:g} seconds."
@@ -172,14 +234,18 @@ class CodeInterpreter:
         """The containers that were used, the latest last, each with its files."""
         ids = _containers(past)[-_MOST_REMEMBERED:]
         remembered = [await self._remembered(caller, container_id) for container_id in ids]
-        if not remembered:
-            return None
+        files = files_of(past, _container_of_call)
         items = [msgspec.json.encode(one) for one in remembered]
-        *earlier, last = remembered
+        if (kept := memory_of(files)) is not None:
+            items.append(kept)
+        if not items:
+            return None
         notes = [
-            f"The code interpreter was used in an earlier container, {one.container_id}." for one in earlier
+            f"The code interpreter was used in an earlier container, {one.container_id}."
+            for one in remembered[:-1]
         ]
-        return Memory(items, "\n".join([*notes, _told(last)]))
+        notes += [_told(one) for one in remembered[-1:]]
+        return Memory(items, "\n".join([*notes, *_given(files)]))
 
     async def _remembered(self, caller: Caller, container_id: str) -> _Remembered:
         try:
@@ -240,6 +306,17 @@ def _container_of(entry: Entry) -> str | None:
         return _replayed.decode(entry.raw).container_id
     except msgspec.DecodeError:
         return None
+
+
+def _container_of_call(entry: Entry) -> str | None:
+    return _container_of(entry) if entry.type == _ITEM else None
+
+
+def _given(files: Sequence[Known]) -> list[str]:
+    if not files:
+        return []
+    names = ", ".join(one.file.name for one in files[-_MOST_TOLD:])
+    return [f"The user has given these files, which code finds in {DATA_DIRECTORY}: {names}."]
 
 
 def _told(container: _Remembered) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import Raw
 
-from fumehood.interfaces import CallContext, Clock, Container, Containers, ToolResult, ToolStep
+from fumehood.interfaces import CallContext, Caller, Clock, Container, Containers, ToolResult, ToolStep
 from fumehood.protocol.containers import ContainerSpec
 from fumehood.protocol.conversation import Exchange
 from fumehood.protocol.errors import ApiError
@@ -28,6 +28,7 @@ from fumehood.protocol.ids import new_id
 from fumehood.protocol.items import CallStatus, CodeInterpreterCall, Execution, Logs
 from fumehood.protocol.sandbox import End, EndStatus, ExecuteRequest, Requirements
 from fumehood.protocol.streaming_json import StringField
+from fumehood.tools.carried import Carried
 from fumehood.tools.code_output import CodeOutput, OutputLimits
 from fumehood.tools.produced import Gatherer, Produced
 
@@ -70,6 +71,7 @@ class Workplace:
 
     news: what the model should know first; told with the first result, and then not again.
     heir_of: the container that this one replaces, see `Containers.open`.
+    carried: files of the conversation that it has to be given first.
     """
 
     containers: Containers
@@ -77,8 +79,16 @@ class Workplace:
     settings: InterpreterSettings
     container_id: str
     spec: ContainerSpec
+    carried: Carried
     news: str = ""
     heir_of: str | None = None
+
+    async def open(self, caller: Caller) -> Container:
+        """The container with its files; raises ApiError."""
+        container = await self.containers.open(caller, self.container_id, self.spec, self.heir_of)
+        told = await self.carried.bring()
+        self.news = "\n".join(filter(None, [self.news, told]))
+        return container
 
     def take_news(self) -> str:
         news, self.news = self.news, ""
@@ -131,11 +141,13 @@ class CodeSession:
             return
         yield (*self._code_done(), InterpreterInterpreting(item_id=self._id, output_index=self._index))
         try:
-            container = await self._place.containers.open(
-                self._context.caller, self._place.container_id, self._place.spec, self._place.heir_of
-            )
+            async with asyncio.timeout(self._context.deadline - self._place.clock.monotonic()):
+                container = await self._place.open(self._context.caller)
         except ApiError as error:
             yield self._failed(f"The code did not run: {error.message}")
+            return
+        except TimeoutError:
+            yield self._failed("The code did not run: the time for this response was over before.")
             return
         await self._execute(container, arguments)
         gatherer = Gatherer(

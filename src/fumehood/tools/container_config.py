@@ -55,10 +55,9 @@ def _chosen(container: _Fields) -> ContainerChoice:
         return ContainerChoice(container.id, ContainerSpec(memory=memory))
     if container.type is None:
         raise _refused("container must be an id, or an object whose type is 'auto'.")
-    if container.file_ids:
-        raise _refused("container.file_ids is not served yet: this server has no files to put there.")
     network = network_policy(container.network_policy, "container.network_policy")
-    return ContainerChoice(None, ContainerSpec(memory=memory, network=network))
+    file_ids = tuple(dict.fromkeys(container.file_ids or ()))
+    return ContainerChoice(None, ContainerSpec(memory=memory, network=network, file_ids=file_ids))
 
 
 def echoed(spec: ToolSpec) -> bytes:
