@@ -48,8 +48,8 @@ class House:
         file_id = self.uploads.add(filename, content, SOMEBODY.tenant)
         return await self.subject.find(SOMEBODY, FilePart(type=kind, file_id=file_id), whole=whole)
 
-    async def of(self, whole: bool = False, **part: Any) -> Attachment:
-        return await self.subject.find(SOMEBODY, FilePart(**part), whole=whole)
+    async def of(self, **part: Any) -> Attachment:
+        return await self.subject.find(SOMEBODY, FilePart(**part), whole=False)
 
     async def refusal(self, **part: Any) -> ApiError:
         with pytest.raises((InvalidRequest, NotFound)) as caught:
