@@ -492,12 +492,12 @@ def test_pictures_and_calls_are_estimated_by_what_a_model_sees() -> None:
     assert 100 <= estimate(hosted("h", "x" * 400)) < 130
 
 
-def test_what_is_remembered_of_usages_is_bounded() -> None:
+async def test_what_is_remembered_of_usages_is_bounded() -> None:
     tokens = Tokens()
     made = [[msgspec.structs.replace(message("x"), id=f"msg_{number}")] for number in range(10_001)]
     for entries in made:
         tokens.note(Caller(), ModelRequest(model="m"), Usage(input_tokens=900), entries)
     first, last = (ModelRequest(model="m", segments=[Segment(tuple(made[place]))]) for place in (0, -1))
-    assert tokens.estimate(Caller(), last) == 900
-    assert tokens.estimate(Caller("another"), last) < 10
-    assert tokens.estimate(Caller(), first) < 10
+    assert await tokens.estimate(Caller(), last) == 900
+    assert await tokens.estimate(Caller("another"), last) < 10
+    assert await tokens.estimate(Caller(), first) < 10

@@ -9,11 +9,12 @@ import pytest
 from msgspec import Raw
 
 from fumehood.aside import LARGE, aside
+from fumehood.engine import compaction, tokens, truncation
 from fumehood.engine.runs import EngineRuns
-from fumehood.engine.tokens import is_rendered, tokens_of
+from fumehood.engine.tokens import estimate, is_rendered, tokens_of
 from fumehood.gateway.limits import Limits
 from fumehood.interfaces import Caller
-from fumehood.protocol.conversation import Segment
+from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.models import ModelProfile, ModelRequest
 from fumehood.protocol.responses import CreateResponse
@@ -105,6 +106,38 @@ async def test_what_is_counted_before_it_is_shown_leaves_the_loop_free() -> None
     assert (await run.wait()).status == "completed"
     assert len(model.threads) == 1
     assert model.threads[0] != threading.get_ident()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"truncation": "auto"},
+        {"context_management": [Raw(b'{"type":"compaction","compact_threshold":1000}')]},
+    ],
+    ids=["truncation", "compaction"],
+)
+async def test_what_is_too_long_is_looked_at_beside_the_loop(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = threading.get_ident()
+    looked: list[bool] = []
+
+    def looking(entry: Entry) -> int:
+        looked.append(threading.get_ident() != here or len(entry.raw) < LARGE)
+        return estimate(entry)
+
+    for module in (tokens, truncation, compaction):
+        monkeypatch.setattr(module, "estimate", looking)
+    model = ScriptedModel(says("a summary"), says("yes"), profile=ModelProfile(context_window=4000))
+    clock = FakeClock()
+    runs = EngineRuns(ScriptedModels(model), [], MemoryStore(clock), clock, sealer=PlainSealer())
+    long = [Raw(msgspec.json.encode(message(text))) for text in ("one", BIG, "two", BIG)]
+    request = CreateResponse(model="scripted", input=long, **options)
+    assert (await runs.count(request, Caller())).input_tokens > 1000
+    run = await runs.start(request, Caller())
+    assert (await run.wait()).status == "completed"
+    assert len(looked) > 4
+    assert all(looked)
 
 
 def test_an_estimate_is_no_rendering() -> None:

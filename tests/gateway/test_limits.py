@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fumehood.gateway.auth import Everybody, KeyHolders
 from fumehood.gateway.limits import Limits
 from fumehood.interfaces import Caller
-from fumehood.protocol.errors import RateLimited
+from fumehood.protocol.errors import RateLimited, Unavailable
 from fumehood.protocol.keys import USUAL, KeyLimits
 from fumehood.testing import FakeClock, MemoryStore
 from tests.support.gateway import Answer, Served, serving_gateway, text_events
@@ -129,6 +129,30 @@ def test_without_keys_only_all_together_counts() -> None:
     limits = Limits(KeyLimits(concurrent=1), total=2)
     with limits.running(Caller()), limits.running(Caller()), pytest.raises(RateLimited, match="server"):
         limits.running(Caller())
+
+
+def test_no_key_takes_the_room_of_all_for_large_bodies() -> None:
+    limits = Limits(KeyLimits(body_bytes=100), body_bytes_total=1000)
+    ann, ben = Caller("a", "ann"), Caller("b", "ben")
+    with limits.room(ann) as hers, limits.room(ann) as more, limits.room(ben) as his:
+        hers.take(400)
+        with pytest.raises(RateLimited, match="This key"):
+            more.take(101)
+        more.take(100)
+        his.take(400)
+        with limits.room(Caller()) as anybodys:
+            anybodys.take(100)
+            with pytest.raises(Unavailable, match="This server"):
+                anybodys.take(1)
+    with limits.room(Caller()) as anybodys:
+        anybodys.take(1000)
+
+
+def test_one_body_always_has_room() -> None:
+    with Limits(KeyLimits(body_bytes=800), body_bytes_total=1000).room(Caller("a", "ann")) as room:
+        room.take(800)
+        with pytest.raises(RateLimited):
+            room.take(1)
 
 
 def test_whoever_is_refused_takes_no_place() -> None:

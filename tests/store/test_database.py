@@ -249,6 +249,22 @@ async def test_files_that_are_none_of_ours(tmp_path: Path) -> None:
         assert connection.execute("SELECT name FROM sqlite_schema").fetchall() == [("theirs",)]
 
 
+async def test_the_writer_is_the_last_to_close_so_that_the_log_is_folded(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    database = await Database.open(tmp_path / "store.db")
+    (writer,) = [one for one in threading.enumerate() if one not in before and one.name == "store-writer"]
+    go_on = threading.Event()
+    reading = database.read(lambda _: go_on.wait(60))
+    closing_it = asyncio.ensure_future(database.close())
+    await asyncio.to_thread(writer.join, 0.2)
+    assert writer.is_alive()
+    go_on.set()
+    assert await reading
+    await closing_it
+    assert not writer.is_alive()
+    assert [one.name for one in tmp_path.iterdir() if "-wal" in one.name] == []
+
+
 # --- migrations ---------------------------------------------------------------------------------------
 
 ADDS = Migration(
@@ -280,6 +296,21 @@ async def test_an_older_file_is_brought_up_to_date(tmp_path: Path) -> None:
     after = await stored(again, "new", after=response)
     assert texts(await again.conversation("tenant", after.id)) == ["old", "new"]
     await again.close()
+
+
+async def test_items_of_an_older_file_are_found_by_id(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        migrate(connection, MIGRATIONS[:2])
+        connection.execute("INSERT INTO threads (id, tenant, depth, tip) VALUES (1, 'tenant', 0, 1)")
+        connection.execute(
+            "INSERT INTO items (thread, pos, start, turn, ours, type, id, raw)"
+            " VALUES (1, 0, 0, 0, 0, 'message', 'msg_old', x'7b7d')"
+        )
+    store = await SqliteStore.open(path)
+    assert set(await store.entries("tenant", ["msg_old"])) == {"msg_old"}
+    assert await store.entries("other", ["msg_old"]) == {}
+    await store.close()
 
 
 async def test_a_newer_file_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import msgspec
 from msgspec import Raw
 from msgspec.structs import replace
 
-from fumehood.engine.tokens import BYTES_A_TOKEN, Tokens, estimate, tokens_of
+from fumehood.aside import aside
+from fumehood.engine.tokens import BYTES_A_TOKEN, Tokens, effort, estimate, tokens_of_all
 from fumehood.engine.truncation import fitted, is_instruction, role_of
 from fumehood.interfaces import Caller, HostedTool, ModelBackend, Sealer, Unsealable
 from fumehood.protocol.attachments import Attachment
@@ -224,11 +225,12 @@ class Compactor:
 
     # --- making one ---
 
-    def worth(self, window: Window, turns: Sequence[Segment], limit: int) -> bool:
+    async def worth(self, window: Window, turns: Sequence[Segment], limit: int) -> bool:
         """Whether there is enough since the last compaction for another one to gain anything."""
-        new = sum(map(tokens_of, [*window.segments[window.opened :], *turns]))
-        new -= sum(map(estimate, _unanswered([*window.segments, *turns], limit)))
-        return new >= limit // _NEW_SHARE
+        new = await tokens_of_all([*window.segments[window.opened :], *turns])
+        segments = [*window.segments, *turns]
+        unanswered = await aside(effort(segments[-1:]), _unanswered, segments, limit)
+        return new - await tokens_of_all([Segment(tuple(unanswered))]) >= limit // _NEW_SHARE
 
     async def compact(
         self,
@@ -249,9 +251,9 @@ class Compactor:
         if self._sealer is None:
             raise InvalidRequest("This server does not compact.", code="unsupported_parameter")
         segments = request.segments
-        open_messages = _unanswered(segments, limit)
+        open_messages = await aside(effort(segments[-1:]), _unanswered, segments, limit)
         summary, usage = await self._summarise(backend, caller, request, window.opened, limit)
-        kept = _kept(segments, len(open_messages), limit)
+        kept = await aside(effort(segments), _kept, segments, len(open_messages), limit)
         state = _State(messages=[Raw(entry.raw) for entry in kept], summary=summary)
         state.attached = {
             place: entry.attachments

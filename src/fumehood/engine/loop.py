@@ -262,7 +262,7 @@ class Loop:
         request = self._model_request(number, self._toolbox(number))
         caller, window = self._prepared.caller, self._window
         count = await self._tokens.count(self._backend, caller, request, around=limit)
-        if count.tokens <= limit or not self._compactor.worth(window, self._segments, limit):
+        if count.tokens <= limit or not await self._compactor.worth(window, self._segments, limit):
             return
         try:
             compacted = await self._compactor.compact(

@@ -3,16 +3,17 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
-from fumehood.aside import ITEM, aside
+from fumehood.aside import aside
 from fumehood.engine.attached import Attacher
 from fumehood.engine.compaction import USUAL_LIMIT, Compactor
 from fumehood.engine.history import History
 from fumehood.engine.log import EventLog, LagLimits
 from fumehood.engine.loop import Loop, LoopLimits
 from fumehood.engine.preparation import Preparation, Prepared
-from fumehood.engine.tokens import Tokens, is_rendered
+from fumehood.engine.tokens import Tokens, effort, is_rendered
 from fumehood.engine.truncation import check_length
 from fumehood.interfaces import (
     Attachments,
@@ -239,12 +240,7 @@ class EngineRuns:
 
 def _unrendered(prepared: Prepared) -> int:
     """About how many bytes the model server has not been told of yet; what it was told of comes before all of them."""
-    size = 0
-    for segment in reversed(prepared.window.segments):
-        if is_rendered(segment):
-            break
-        size += ITEM * len(segment.entries) + segment.size
-    return size
+    return effort([*takewhile(lambda segment: not is_rendered(segment), reversed(prepared.window.segments))])
 
 
 def _must_fit(prepared: Prepared) -> bool:

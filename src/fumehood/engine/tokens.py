@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from fumehood.aside import ITEM, aside
 from fumehood.interfaces import Caller, ModelBackend
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import ModelError
@@ -63,6 +64,23 @@ def tokens_of(segment: Segment) -> int:
     if kept is None:
         kept = segment.renderings[_NAME] = sum(map(estimate, segment.entries)).to_bytes(8)
     return int.from_bytes(kept)
+
+
+async def tokens_of_all(segments: Sequence[Segment]) -> int:
+    """The estimates together; those that have yet to be made are made beside the loop if that takes long."""
+    unseen = [segment for segment in segments if _NAME not in segment.renderings]
+    await aside(effort(unseen), _look_at, unseen)
+    return sum(map(tokens_of, segments))
+
+
+def _look_at(segments: Sequence[Segment]) -> None:
+    for segment in segments:
+        tokens_of(segment)
+
+
+def effort(segments: Sequence[Segment]) -> int:
+    """What it takes to look at all that they hold, for `aside`."""
+    return sum([ITEM * len(segment.entries) + segment.size for segment in segments])
 
 
 def is_rendered(segment: Segment) -> bool:
@@ -147,19 +165,19 @@ class Tokens:
             del self._notes[next(iter(self._notes))]
         self._notes[made[-1].id] = _Note(caller.tenant, request.model, told + left_out, fixed_tokens(request))
 
-    def estimate(self, caller: Caller, request: ModelRequest) -> int:
+    async def estimate(self, caller: Caller, request: ModelRequest) -> int:
         """The last usage, and what came since; costs what came since."""
         fixed = fixed_tokens(request)
         notes, whose = self._notes, (caller.tenant, request.model)
-        since = 0
+        since: list[Segment] = []
         for segment in reversed(request.segments):
             for place in range(len(segment.entries) - 1, -1, -1):
                 note = notes.get(segment.entries[place].id or "")
                 if note is not None and note[:2] == whose:
-                    since += sum(map(estimate, segment.entries[place + 1 :]))
-                    return max(0, note.tokens + fixed - note.fixed) + since
-            since += tokens_of(segment)
-        return fixed + since
+                    since.append(Segment(segment.entries[place + 1 :]))
+                    return max(0, note.tokens + fixed - note.fixed) + await tokens_of_all(since)
+            since.append(segment)
+        return fixed + await tokens_of_all(since)
 
     async def count(
         self, backend: ModelBackend, caller: Caller, request: ModelRequest, *, around: int = 0
@@ -168,7 +186,7 @@ class Tokens:
 
         around: the number that is of interest; a server is not asked about what is far below it.
         """
-        estimated = self.estimate(caller, request)
+        estimated = await self.estimate(caller, request)
         if backend.profile(request.model).counts and estimated >= around // 2:
             try:
                 async with asyncio.timeout(_COUNT_SECONDS):

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from fumehood.engine.tokens import Tokens, estimate, tokens_of
+from fumehood.aside import aside
+from fumehood.engine.tokens import Tokens, effort, estimate, tokens_of, tokens_of_all
 from fumehood.interfaces import Caller, ModelBackend
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import InvalidRequest
@@ -77,7 +78,7 @@ async def fitted(
     if count.tokens <= room:
         return request.segments, 0
     first, rest = request.segments[:whole], request.segments[whole:]
-    estimated = sum(map(tokens_of, rest))
+    estimated = await tokens_of_all(rest)
     # What is left out is measured by estimates. Where the server's tokens are others, roughly so many of ours are one
     # of its: roughly, since a cut must not move with every digit.
     ratio = max(1, round(8 * estimated / count.tokens)) / 8 if count.exact else 1.0
@@ -86,12 +87,12 @@ async def fitted(
     segments = request.segments
     while count.tokens > room:
         drop = round(steps * step * ratio)
-        segments = (*first, *without_oldest(rest, drop))
+        segments = (*first, *await aside(effort(rest), without_oldest, rest, drop))
         if not count.exact or drop >= estimated:
             break
         count = await tokens.count(backend, caller, replace(request, segments=segments), around=room)
         steps += 1
-    return segments, estimated - sum(map(tokens_of, segments[whole:]))
+    return segments, estimated - await tokens_of_all(segments[whole:])
 
 
 def without_oldest(segments: Sequence[Segment], tokens: int) -> Sequence[Segment]:

@@ -25,6 +25,7 @@ class _Account:
 
     rate: requests in a minute, and how many may come at once.
     tokens: how many more may come, at the time `filled_at`.
+    held: bytes of bodies.
     """
 
     body_bytes: int
@@ -32,7 +33,9 @@ class _Account:
     rate: int | None
     tokens: float
     filled_at: float
+    most_held: int | None
     running: int = 0
+    held: int = 0
 
 
 class Limits:
@@ -40,8 +43,8 @@ class Limits:
     usual: what a key may do for which nothing else was said. Where no keys are needed everybody is one caller, for
         whom `concurrent` has no meaning.
     total: how many responses may be in the making at once, whoever asked for them.
-    body_bytes_total: how large the bodies of all requests that are worked on may be together. A body that comes in one
-        piece does not count: every connection may hold that much anyway.
+    body_bytes_total: how large the bodies of all requests that are worked on may be together, half of it for one key.
+        A body that comes in one piece does not count: every connection may hold that much anyway.
     """
 
     def __init__(
@@ -103,17 +106,26 @@ class Limits:
             )
         return _Running(self, account)
 
-    def place(self) -> "Place":
-        """For `with`, while a request is read and worked on."""
-        return Place(self)
+    def room(self, caller: Caller) -> "Room":
+        """For `with`, while a request of the caller's is read and worked on."""
+        return Room(self, self._account(caller))
 
-    def hold(self, size: int) -> None:
-        """So many bytes more of bodies, or less; raises Unavailable."""
+    def hold(self, account: _Account, size: int) -> None:
+        """So many bytes more of bodies; raises RateLimited, Unavailable."""
+        if account.most_held is not None and account.held + size > account.most_held:
+            raise RateLimited(
+                "This key has as many large requests as it may have at once; try again soon.", retry_after=1.0
+            )
         if self._held + size > self._body_bytes_total:
             raise Unavailable(
                 "This server has as many large requests as it can hold; try again soon.", retry_after=1.0
             )
+        account.held += size
         self._held += size
+
+    def let_go(self, account: _Account, size: int) -> None:
+        account.held -= size
+        self._held -= size
 
     def enter(self, account: _Account) -> None:
         account.running += 1
@@ -128,29 +140,36 @@ class Limits:
         if account is None:
             usual, own = self._usual, caller.limits
             rate = own.requests_per_minute or usual.requests_per_minute
+            body_bytes = own.body_bytes or usual.body_bytes or BODY_BYTES
             account = self._accounts[caller.key] = _Account(
-                body_bytes=own.body_bytes or usual.body_bytes or BODY_BYTES,
+                body_bytes=body_bytes,
                 most_running=(own.concurrent or usual.concurrent) if caller.key else None,
                 rate=rate,
                 tokens=rate or 0,
                 filled_at=self._monotonic(),
+                most_held=max(body_bytes, self._body_bytes_total // 2) if caller.key else None,
             )
         return account
 
 
-class Place:
-    """What one request holds; it is given back at the end."""
+class Room:
+    """What the body of one request takes; it is given back at the end."""
 
-    __slots__ = ("_held", "_limits")
+    __slots__ = ("_account", "_held", "_limits")
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, account: _Account) -> None:
         self._limits = limits
+        self._account = account
         self._held = 0
 
     def take(self, size: int) -> None:
-        """Raises Unavailable."""
-        self._limits.hold(size)
+        """Raises RateLimited, Unavailable."""
+        self._limits.hold(self._account, size)
         self._held += size
+
+    def give_back(self) -> None:
+        self._limits.let_go(self._account, self._held)
+        self._held = 0
 
     def __enter__(self) -> Self:
         return self
@@ -158,7 +177,7 @@ class Place:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._limits.hold(-self._held)
+        self.give_back()
 
 
 class _Running:

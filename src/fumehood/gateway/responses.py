@@ -6,7 +6,7 @@ from functools import partial
 
 from fumehood.aside import aside
 from fumehood.gateway.exchange import Exchange, Vigil
-from fumehood.gateway.limits import Limits, Place
+from fumehood.gateway.limits import Limits, Room
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.reading import check_include, read_request
@@ -49,8 +49,8 @@ class Responses:
         self._repeats = Repeats(runs, store, limits, metrics, silence)
 
     async def create(self, exchange: Exchange, caller: Caller) -> None:
-        with self._limits.place() as place:
-            request, body = await self._read(exchange, caller, place)
+        with self._limits.room(caller) as room:
+            request, body = await self._read(exchange, caller, room)
             include = self._always.union(request.include or ())
             header = exchange.headers.get(b"idempotency-key")
             if header is not None:
@@ -62,9 +62,9 @@ class Responses:
             del body
             await self._make(exchange, caller, request, partial(self._stream, exchange))
 
-    def place(self) -> Place:
-        """For `with`, while a request that came otherwise is worked on."""
-        return self._limits.place()
+    def room(self, caller: Caller) -> Room:
+        """For the body of a request that came otherwise."""
+        return self._limits.room(caller)
 
     def message_bytes(self, caller: Caller) -> int:
         """The largest request that may come as a message."""
@@ -85,9 +85,9 @@ class Responses:
         exchange.noted["model"] = request.model
         return await self._make(exchange, caller, request, follow, past)
 
-    async def _read(self, exchange: Exchange, caller: Caller, place: Place) -> tuple[CreateResponse, bytes]:
+    async def _read(self, exchange: Exchange, caller: Caller, room: Room) -> tuple[CreateResponse, bytes]:
         self._limits.count(caller, exchange.extra)
-        request, body = await read_request(exchange, self._limits.body_bytes(caller), place.take)
+        request, body = await read_request(exchange, self._limits.body_bytes(caller), room.take)
         exchange.noted["model"] = request.model
         return request, body
 
@@ -147,15 +147,15 @@ class Responses:
         exchange.noted["output_tokens"] = usage.output_tokens
 
     async def count(self, exchange: Exchange, caller: Caller) -> None:
-        with self._limits.place() as place:
-            request, _ = await self._read(exchange, caller, place)
+        with self._limits.room(caller) as room:
+            request, _ = await self._read(exchange, caller, room)
             with self._limits.running(caller):
                 counted = await self._runs.count(request, caller)
         await exchange.answer_json(counted)
 
     async def compact(self, exchange: Exchange, caller: Caller) -> None:
-        with self._limits.place() as place:
-            request, _ = await self._read(exchange, caller, place)
+        with self._limits.room(caller) as room:
+            request, _ = await self._read(exchange, caller, room)
             with self._limits.running(caller):
                 compacted = await self._compacted(exchange, caller, request)
         self._note_usage(exchange, compacted.usage)

@@ -19,7 +19,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from fumehood.aside import aside
 from fumehood.gateway.exchange import VERSION, Exchange, encode
-from fumehood.gateway.limits import Place
+from fumehood.gateway.limits import Room
 from fumehood.gateway.origins import Origins
 from fumehood.gateway.reading import decode, decode_request
 from fumehood.gateway.responses import Responses
@@ -202,8 +202,7 @@ class Sockets:
         await exchange.send_raw(
             {"type": "websocket.accept", "headers": [VERSION, identity], "message_bytes": largest}
         )
-        # Without keys everybody is one tenant; then every connection is taken for one.
-        connection = _Connection(self, exchange, largest, caller.tenant if caller.key else exchange)
+        connection = _Connection(self, exchange, caller, largest)
         try:
             await connection.to_the_end()
         finally:
@@ -263,11 +262,11 @@ class _Holdings:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request whose turn has not come; `place` is what it takes of all that bodies may."""
+    """A request whose turn has not come."""
 
     envelope: _Envelope
     body: bytes
-    place: Place
+    room: Room
 
 
 class _Lane:
@@ -290,12 +289,14 @@ class _Connection:
     whose: in whose share it holds conversations: its tenant's, or its own.
     """
 
-    def __init__(self, sockets: Sockets, handshake: Handshake, most_waiting: int, whose: Hashable) -> None:
+    def __init__(self, sockets: Sockets, handshake: Handshake, caller: Caller, most_waiting: int) -> None:
         self.answered = 0
         self._sockets = sockets
         self._handshake = handshake
+        self._caller = caller
         self._most_waiting = most_waiting
-        self._whose = whose
+        # Without keys everybody is one tenant; then every connection is taken for one.
+        self._whose: Hashable = caller.tenant if caller.key else handshake
         self._receive = handshake.receive
         self._send = handshake.send_raw
         self._scope: Scope = {
@@ -338,8 +339,7 @@ class _Connection:
             await asyncio.gather(self._closing, return_exceptions=True)
         for lane in self._lanes.values():
             while lane.waiting:
-                with lane.waiting.popleft().place:
-                    pass  # it is given back, and that is all
+                lane.waiting.popleft().room.give_back()
             if lane.following is not None:
                 lane.following.leave()
             self._let_go(lane.last)
@@ -361,7 +361,8 @@ class _Connection:
                 wire = lane.wire
                 self._enqueue(lane, envelope, body)
             elif envelope.type == "response.steer":
-                await self._write(text_message(_SteerFailed(decode(_steers, body))))
+                steer = await aside(len(body), decode, _steers, body)
+                await self._write(text_message(_SteerFailed(steer)))
             elif envelope.type != "response.processed":  # which only tells that an answer was read
                 raise InvalidRequest(
                     f"Unknown type of message: {envelope.type[:100]!r}. Send 'response.create'.",
@@ -394,11 +395,11 @@ class _Connection:
     def _enqueue(self, lane: _Lane, envelope: _Envelope, body: bytes) -> None:
         if self._waiting >= _MOST_WAITING or self._waiting_bytes + len(body) > self._most_waiting:
             raise RateLimited("Too many requests wait on this connection; read their answers first.")
-        place = self._sockets.responses.place()
-        place.take(len(body))
+        room = self._sockets.responses.room(self._caller)
+        room.take(len(body))
         self._waiting += 1
         self._waiting_bytes += len(body)
-        lane.waiting.append(_Waiting(envelope, body, place))
+        lane.waiting.append(_Waiting(envelope, body, room))
         if lane.task is None:
             lane.task = asyncio.ensure_future(self._work(lane))
 
@@ -421,7 +422,7 @@ class _Connection:
                     request = lane.waiting.popleft()
                     self._waiting -= 1
                     self._waiting_bytes -= len(request.body)
-                    with request.place:
+                    with request.room:
                         await self._answer(lane, request)
         finally:
             lane.task = None

@@ -74,9 +74,7 @@ class Job[T]:
         if self._error is None and self._on_done is not None:
             try:
                 self._on_done(self._result)
-            except (
-                Exception
-            ):  # a mistake of ours: it is in the database all the same, and others wait behind it
+            except Exception:  # a mistake of ours: what was done stays done, and others wait behind it
                 logger.exception("what follows a job of the database failed")
         if self._waiter is None or self._waiter.done():
             return
@@ -314,13 +312,11 @@ class Database:
         self.closed = True
         for _ in self._readers:
             self._reads.put(None)
+        for reader in self._readers:
+            await asyncio.to_thread(reader.join)
+        # The last connection to close folds the log into the file; of two that close at once, neither would.
         self._writer.close()
-        await asyncio.to_thread(self._join)
-
-    def _join(self) -> None:
-        # The writer last: the last connection to close folds the log into the file.
-        for thread in (*self._readers, self._writer):
-            thread.join()
+        await asyncio.to_thread(self._writer.join)
         if self._lock is not None:
             os.close(self._lock)
 

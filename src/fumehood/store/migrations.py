@@ -147,6 +147,17 @@ MIGRATIONS: Sequence[Migration] = (
         """,
     ),
     Migration(
+        # The release before would not say whose items are.
+        breaks=True,
+        statements="""
+        ALTER TABLE items ADD COLUMN tenant TEXT NOT NULL DEFAULT '';
+        UPDATE items SET tenant = (SELECT tenant FROM threads WHERE threads.id = thread);
+        DROP INDEX items_by_id;
+        -- Those that were made here come before those that a client gave, whose turn is 0.
+        CREATE INDEX items_by_id ON items (tenant, id, turn = 0) WHERE id IS NOT NULL;
+        """,
+    ),
+    Migration(
         """
         -- What the files and pictures of an input were when its response began.
         ALTER TABLE items ADD COLUMN attachments BLOB;

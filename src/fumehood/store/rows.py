@@ -29,9 +29,6 @@ DEEPEST_FORK = 8
 # Bytes that one read brings into memory; conversations that may go on are smaller.
 LARGEST_READ = 256 << 20
 
-# Clients choose ids, too: of many items with the same one, so many of the oldest and of the newest are looked at.
-_MOST_NAMESAKES = 32
-
 _responses = msgspec.json.Decoder(Response)
 _exchanges = msgspec.json.Decoder(Exchange)
 _attachments = msgspec.json.Decoder(tuple[Attachment, ...])
@@ -185,8 +182,8 @@ def _append(db: sqlite3.Connection, ending: Ending, base: Base) -> Place | None:
         return None
     place = Place(_thread(db, ending.head.tenant, base, base.end + len(ending.entries)), base.end)
     db.executemany(
-        "INSERT INTO items (thread, pos, start, turn, ours, type, id, raw, exchange, attachments)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO items (tenant, thread, pos, start, turn, ours, type, id, raw, exchange, attachments)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         _item_rows(place, ending),
     )
     return place
@@ -200,8 +197,8 @@ def _item_rows(place: Place, ending: Ending) -> list[tuple[object, ...]]:
         made += entry.turn > 0
         seen = _encode(entry.exchange) if entry.exchange is not None else None
         files = _encode(entry.attachments) if entry.attachments else None
-        kept = (entry.turn, ours, entry.type, entry.id, entry.raw, seen, files)
-        rows.append((place.thread, pos, place.start, *kept))
+        item = (entry.turn, ours, entry.type, entry.id, entry.raw, seen, files)
+        rows.append((ending.head.tenant, place.thread, pos, place.start, *item))
     return rows
 
 
@@ -222,8 +219,8 @@ def _thread(db: sqlite3.Connection, tenant: str, base: Base, tip: int) -> int:
     copy = _new_thread(db, tenant, Base(None, 0), 0, tip)
     for part in _path(db, base):
         db.execute(
-            "INSERT INTO items (thread, pos, start, turn, ours, type, id, raw, exchange, attachments)"
-            " SELECT ?, pos, start, turn, ours, type, id, raw, exchange, attachments FROM items"
+            "INSERT INTO items (tenant, thread, pos, start, turn, ours, type, id, raw, exchange, attachments)"
+            " SELECT tenant, ?, pos, start, turn, ours, type, id, raw, exchange, attachments FROM items"
             " WHERE thread = ? AND pos < ?",
             (copy, *part),
         )
@@ -371,17 +368,10 @@ def input_entries(db: sqlite3.Connection, tenant: str, response_id: str) -> list
     return [one.entry for one in _kept(db, Base(thread, end)) if one.pos < start or one.entry.turn == 0]
 
 
-_OLDEST = "SELECT thread, pos FROM items WHERE id = :id ORDER BY thread, pos LIMIT :most"
-_NEWEST = "SELECT thread, pos FROM items WHERE id = :id ORDER BY thread DESC, pos DESC LIMIT :most"
-# The place alone is sorted: items may be large.
-_BY_ID = f"""
-    WITH namesakes AS (SELECT * FROM ({_OLDEST}) UNION SELECT * FROM ({_NEWEST})),
-    place AS (
-        SELECT thread, pos FROM namesakes JOIN items USING (thread, pos) JOIN threads ON threads.id = thread
-        WHERE tenant = :tenant ORDER BY turn > 0 DESC, thread, pos LIMIT 1
-    )
-    SELECT turn, type, id, raw, exchange, attachments FROM place JOIN items USING (thread, pos)
-"""  # noqa: S608
+_BY_ID = """
+    SELECT turn, type, id, raw, exchange, attachments FROM items
+    WHERE tenant = ? AND id = ? ORDER BY turn = 0, thread, pos LIMIT 1
+"""
 
 
 def entries(db: sqlite3.Connection, tenant: str, item_ids: Collection[str]) -> dict[str, Entry]:
@@ -389,7 +379,7 @@ def entries(db: sqlite3.Connection, tenant: str, item_ids: Collection[str]) -> d
     budget = _Budget("input")
     found: dict[str, Entry] = {}
     for item_id in item_ids:
-        row = db.execute(_BY_ID, {"id": item_id, "tenant": tenant, "most": _MOST_NAMESAKES}).fetchone()
+        row = db.execute(_BY_ID, (tenant, item_id)).fetchone()
         if row is not None:
             budget.spend(*row[-3:])
             found[item_id] = _entry(*row)

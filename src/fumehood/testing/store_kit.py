@@ -204,6 +204,19 @@ class ResponsesKit:
         found = await store.entries("tenant", [user.id, "msg_unknown", model.id, model.id])
         assert found == {user.id: user, model.id: model}
 
+    async def test_ids_that_others_use_too_hide_nothing(self, subject: StoreSubject) -> None:
+        store = subject.store
+        one = turn(store)
+        mine = one.entries[0]
+        assert mine.id
+        for tenant in ("earlier", "later"):
+            crowd = turn(store, tenant, tenant=tenant)
+            crowd.entries += [msgspec.structs.replace(mine, raw=b"{}")] * 100
+            await crowd.end(await crowd.begin())
+            if tenant == "earlier":
+                await one.end(await one.begin())
+        assert await store.entries("tenant", [mine.id]) == {mine.id: mine}
+
     async def test_a_closed_store_is_unavailable(self, subject: StoreSubject) -> None:
         response = await stored(subject.store)
         await subject.store.close()

@@ -1,0 +1,124 @@
+"""Running function tools the way every adapter does; imports `prompt`, `runtime`, `serde` and `errors`."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from fumehood.client import serde
+from fumehood.client.errors import (
+    BudgetExceededError,
+    DeadlineExceededError,
+    PromptEvaluationError,
+    PromptValidationError,
+)
+from fumehood.client.prompt.tool import AnyTool, ProviderTool, Tool, ToolContext, ToolPolicy, ToolResult
+from fumehood.client.runtime.events import ToolInvoked
+
+_log = logging.getLogger(__name__)
+
+
+def tool_to_spec(tool: AnyTool) -> dict[str, Any]:
+    """A tool as providers want it described: `{"type": "function", "function": {name, description, parameters, …}}`."""
+    if isinstance(tool, ProviderTool):
+        raise PromptValidationError(
+            f"The tool {tool.name!r} is the provider's own; it has no function specification."
+        )
+    try:
+        schema = tool.parameters
+    except TypeError as error:
+        raise PromptValidationError(
+            f"The parameters of the tool {tool.name!r} have no schema: {error}"
+        ) from error
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": schema.body,
+            "strict": schema.strict,
+        },
+    }
+
+
+def parse_tool_arguments[P](tool: Tool[P, Any], arguments: str | None) -> P:
+    """The arguments that a model wrote, as the tool's parameters. Raises PromptEvaluationError(phase="tool")."""
+    try:
+        return serde.decode(arguments or "{}", tool.params_type)
+    except serde.DecodeError as error:
+        raise PromptEvaluationError(
+            f"The arguments of {tool.name!r} do not fit: {error}", phase="tool", provider_payload=arguments
+        ) from error
+
+
+def serialize_tool_message(result: ToolResult[Any]) -> str:
+    """A result as the model reads it."""
+    shown: dict[str, object] = {"success": result.success}
+    if result.message:
+        shown["message"] = result.message
+    if result.value is not None and not result.exclude_value_from_context:
+        shown["payload"] = result.value
+    return serde.encode(shown)
+
+
+@dataclass(frozen=True)
+class ToolExecutor:
+    """Runs one call: read the arguments, ask the policies, call the handler, tell the bus.
+
+    A handler that raises leaves the session as it was before. Whatever happens, one ToolInvoked is published; only a
+    passed deadline and an empty budget end the evaluation, anything else is a result for the model.
+    """
+
+    context: ToolContext
+    policies: tuple[ToolPolicy, ...] = ()
+
+    def run(
+        self, tool: AnyTool | None, name: str, arguments: str | None, call_id: str | None
+    ) -> ToolResult[Any]:
+        """tool: None if the model has called one that does not exist."""
+        params: object = arguments
+        snapshot = self.context.session.snapshot()
+        try:
+            if tool is None:
+                raise PromptEvaluationError(f"There is no tool {name!r}.", phase="tool")
+            params = parse_tool_arguments(tool, arguments)
+            result = self._allowed(tool, params)
+        except (DeadlineExceededError, BudgetExceededError):
+            raise
+        except PromptEvaluationError as error:
+            result = ToolResult.error(str(error))
+        except Exception as error:
+            _log.warning("The tool %s failed.", name, exc_info=True)
+            self.context.session.restore(snapshot)
+            result = ToolResult.error(f"The tool {name!r} failed: {type(error).__name__}: {error}")
+        publish_invocation(self.context, name, params, result, call_id, serialize_tool_message(result))
+        return result
+
+    def _allowed(self, tool: AnyTool, params: object) -> ToolResult[Any]:
+        for policy in self.policies:
+            if reason := policy(tool, params, self.context):
+                return ToolResult.error(f"{tool.name!r} may not be called now: {reason}")
+        if tool.handler is None:
+            return ToolResult.error(f"{tool.name!r} has no handler.")
+        return tool.handler(params, context=self.context)
+
+
+def publish_invocation(
+    context: ToolContext,
+    name: str,
+    params: object,
+    result: ToolResult[Any],
+    call_id: str | None,
+    rendered_output: str,
+) -> None:
+    context.event_bus.publish(
+        ToolInvoked(
+            prompt_name=context.prompt.name,
+            adapter=context.adapter.provider,
+            name=name,
+            params=params,
+            result=result,
+            session_id=context.session.session_id,
+            call_id=call_id,
+            rendered_output=rendered_output,
+        )
+    )

@@ -1,0 +1,74 @@
+"""How many tokens an evaluation may use, and how many it has used; imports `deadlines` and `errors`."""
+
+import threading
+from dataclasses import dataclass
+from typing import Self
+
+from fumehood.client.deadlines import Deadline
+from fumehood.client.errors import BudgetExceededError
+
+
+@dataclass(frozen=True)
+class TokenUsage:
+    """What was used, by one response or by several together."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    total_tokens: int = 0
+
+    def __add__(self, other: Self) -> "TokenUsage":
+        return TokenUsage(
+            self.input_tokens + other.input_tokens,
+            self.output_tokens + other.output_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.total_tokens + other.total_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits; None is no limit. A deadline in here holds like one that is given to `evaluate`."""
+
+    max_total_tokens: int | None = None
+    max_input_tokens: int | None = None
+    max_output_tokens: int | None = None
+    deadline: Deadline | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_total_tokens", "max_input_tokens", "max_output_tokens"):
+            limit: int | None = getattr(self, name)
+            if limit is not None and limit <= 0:
+                raise ValueError(f"{name} is {limit}; a budget has to be positive")
+
+
+class BudgetTracker:
+    """Adds up the usage of every turn. Share one between evaluations to share the budget."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self._used = TokenUsage()
+        self._lock = threading.Lock()
+
+    @property
+    def used(self) -> TokenUsage:
+        return self._used
+
+    def record(self, usage: TokenUsage) -> None:
+        with self._lock:
+            self._used += usage
+
+    def check(self, doing: str, *, prompt_name: str = "") -> None:
+        """Raise BudgetExceededError if a limit has been reached."""
+        used = self._used
+        for name, spent, limit in (
+            ("total", used.total_tokens, self.budget.max_total_tokens),
+            ("input", used.input_tokens, self.budget.max_input_tokens),
+            ("output", used.output_tokens, self.budget.max_output_tokens),
+        ):
+            if limit is not None and spent >= limit:
+                raise BudgetExceededError(
+                    f"{spent} of {limit} {name} tokens were used before {doing}.",
+                    prompt_name=prompt_name,
+                    phase="budget",
+                )

@@ -1,0 +1,224 @@
+"""Files behind one small interface, on the host or in memory; imports `errors` and the standard library.
+
+Paths are relative to the filesystem's root, with `/` between their parts. What is listed is sorted. Errors are those
+that Python's own files raise: FileNotFoundError, IsADirectoryError, NotADirectoryError; a path that is absolute or
+climbs with `..` raises WorkspaceSecurityError.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from fumehood.client.errors import WorkspaceSecurityError
+
+
+@runtime_checkable
+class Filesystem(Protocol):
+    """A directory exists while there is something in it; the root always does."""
+
+    def read(self, path: str) -> bytes: ...
+    def read_text(self, path: str, encoding: str = "utf-8") -> str: ...
+    def write(self, path: str, content: bytes) -> None:
+        """Make or replace a file; the directories that it needs are made, too."""
+        ...
+
+    def write_text(self, path: str, content: str, encoding: str = "utf-8") -> None: ...
+    def exists(self, path: str) -> bool: ...
+    def is_file(self, path: str) -> bool: ...
+    def is_dir(self, path: str) -> bool: ...
+    def list_dir(self, path: str) -> list[str]:
+        """The names in a directory."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """Delete a file."""
+        ...
+
+    def glob(self, pattern: str) -> list[str]:
+        """The files whose path fits. `*` stays within one directory, `**` stands for any number of them."""
+        ...
+
+
+# --- paths and patterns -------------------------------------------------------------------------------
+
+
+def normalised(path: str) -> str:
+    """Without `.` and doubled slashes; "." is the root. Raises WorkspaceSecurityError if it leads elsewhere."""
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if path.startswith("/") or ".." in parts or "\0" in path:
+        raise WorkspaceSecurityError(f"The path {path!r} is not within the workspace; give a relative one.")
+    return "/".join(parts) or "."
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether the whole path fits the whole pattern; time is linear in both."""
+    wanted = [part for part in pattern.split("/") if part not in ("", ".")]
+    places = _closed({0}, wanted)
+    for part in path.split("/"):
+        ahead = {
+            place if wanted[place] == "**" else place + 1 for place in places if _fits(part, wanted, place)
+        }
+        places = _closed(ahead, wanted)
+    return len(wanted) in places
+
+
+def matches_anywhere(path: str, pattern: str) -> bool:
+    """Whether the path, or a directory that it lies in, ends in what fits the pattern, at any depth."""
+    parts = path.split("/")
+    return any(matches("/".join(parts[:end]), f"**/{pattern}") for end in range(1, len(parts) + 1))
+
+
+def _fits(part: str, wanted: list[str], place: int) -> bool:
+    return place < len(wanted) and (wanted[place] == "**" or fnmatchcase(part, wanted[place]))
+
+
+def _closed(places: set[int], wanted: list[str]) -> set[int]:
+    """With those that are reached by letting `**` stand for nothing."""
+    for place in sorted(places):
+        while place < len(wanted) and wanted[place] == "**":
+            place += 1
+            places.add(place)
+    return places
+
+
+# --- what all share -----------------------------------------------------------------------------------
+
+
+class _Text:
+    """Text over bytes."""
+
+    def read(self, path: str) -> bytes:
+        raise NotImplementedError
+
+    def write(self, path: str, content: bytes) -> None:
+        raise NotImplementedError
+
+    def read_text(self, path: str, encoding: str = "utf-8") -> str:
+        return self.read(path).decode(encoding)
+
+    def write_text(self, path: str, content: str, encoding: str = "utf-8") -> None:
+        self.write(path, content.encode(encoding))
+
+
+class ListedFilesystem(_Text):
+    """Answers every question about directories from the list of all files."""
+
+    def paths(self) -> Iterable[str]:
+        """Every file, in any order."""
+        raise NotImplementedError
+
+    def exists(self, path: str) -> bool:
+        return self.is_file(path) or self.is_dir(path)
+
+    def is_file(self, path: str) -> bool:
+        return normalised(path) in set(self.paths())
+
+    def is_dir(self, path: str) -> bool:
+        place = normalised(path)
+        return place == "." or any(file.startswith(f"{place}/") for file in self.paths())
+
+    def list_dir(self, path: str) -> list[str]:
+        place = normalised(path)
+        prefix = "" if place == "." else f"{place}/"
+        files = [*self.paths()]
+        names = {file.removeprefix(prefix).split("/")[0] for file in files if file.startswith(prefix)}
+        if not names and place != ".":
+            raise NotADirectoryError(path) if place in files else FileNotFoundError(path)
+        return sorted(names)
+
+    def glob(self, pattern: str) -> list[str]:
+        return sorted(file for file in self.paths() if matches(file, pattern))
+
+    def checked_for_reading(self, path: str) -> str:
+        """The file's normalised path, or the error that says why there is none."""
+        place = normalised(path)
+        if self.is_dir(place):
+            raise IsADirectoryError(path)
+        if not self.is_file(place):
+            raise FileNotFoundError(path)
+        return place
+
+    def checked_for_writing(self, path: str) -> str:
+        place = normalised(path)
+        if self.is_dir(place):
+            raise IsADirectoryError(path)
+        parts = place.split("/")
+        if any(self.is_file("/".join(parts[:end])) for end in range(1, len(parts))):
+            raise NotADirectoryError(path)
+        return place
+
+
+class InMemoryFilesystem(ListedFilesystem):
+    """Files that nobody else sees, and that are gone with it."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, bytes] = {}
+
+    def paths(self) -> Iterable[str]:
+        return [*self._files]
+
+    def read(self, path: str) -> bytes:
+        return self._files[self.checked_for_reading(path)]
+
+    def write(self, path: str, content: bytes) -> None:
+        self._files[self.checked_for_writing(path)] = bytes(content)
+
+    def delete(self, path: str) -> None:
+        del self._files[self.checked_for_reading(path)]
+
+
+class HostFilesystem(_Text):
+    """A directory of this machine. Symbolic links that lead out of it do not exist here."""
+
+    def __init__(self, root: os.PathLike[str] | str) -> None:
+        self.root = Path(root).resolve()
+
+    def read(self, path: str) -> bytes:
+        return self._at(path).read_bytes()
+
+    def write(self, path: str, content: bytes) -> None:
+        place = self._at(path)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise NotADirectoryError(path) from error
+        place.write_bytes(content)
+
+    def exists(self, path: str) -> bool:
+        return self.is_file(path) or self.is_dir(path)
+
+    def is_file(self, path: str) -> bool:
+        return self._is_inside(path) and self._at(path).is_file()
+
+    def is_dir(self, path: str) -> bool:
+        return self._is_inside(path) and self._at(path).is_dir()
+
+    def list_dir(self, path: str) -> list[str]:
+        place = self._at(path)
+        return sorted(name for name in os.listdir(place) if self._is_inside(f"{normalised(path)}/{name}"))
+
+    def delete(self, path: str) -> None:
+        place = self._at(path)
+        if place.is_dir():
+            raise IsADirectoryError(path)
+        (self.root / normalised(path)).unlink()
+
+    def glob(self, pattern: str) -> list[str]:
+        return sorted(file for file in self._paths() if matches(file, pattern))
+
+    def _paths(self) -> Iterator[str]:
+        for directory, _, names in os.walk(self.root):
+            for name in names:
+                file = Path(directory, name).relative_to(self.root).as_posix()
+                if self.is_file(file):
+                    yield file
+
+    def _is_inside(self, path: str) -> bool:
+        return (self.root / normalised(path)).resolve().is_relative_to(self.root)
+
+    def _at(self, path: str) -> Path:
+        if not self._is_inside(path):
+            raise FileNotFoundError(path)
+        return (self.root / normalised(path)).resolve()

@@ -1,0 +1,336 @@
+"""Templates made of sections, and prompts made of templates and parameters; imports `dbc`, `resources`, siblings."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, cast, overload
+
+from fumehood.client import serde
+from fumehood.client.dbc import require
+from fumehood.client.prompt._types import OutputT_co, Specialised, SupportsDataclass
+from fumehood.client.prompt.section import MarkdownSection, PromptSection, placeholders
+from fumehood.client.prompt.structured_output import StructuredOutput, structured_output
+from fumehood.client.prompt.tool import AnyTool, ProviderTool, ToolPolicy, by_name
+from fumehood.client.resources import ResourceRegistry
+
+if TYPE_CHECKING:
+    from fumehood.client.runtime.session import SessionProtocol
+
+# "required" and the like, or {"type": "function", "name": …}, {"type": "code_interpreter"}, {"type": "built_in", …}.
+type ToolChoice = Literal["auto", "required", "none"] | Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class RenderedPrompt(Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a default
+    """A prompt as an adapter needs it.
+
+    tools: those with handlers, provider tools among them; native_tools: what the provider is asked to run, each
+    `{"type": "built_in", "name": …, **settings}`; sections: those that took part, parents first.
+    """
+
+    prompt_name: str
+    text: str
+    tools: tuple[AnyTool, ...] = ()
+    native_tools: tuple[Mapping[str, object], ...] = ()
+    output: StructuredOutput | None = None
+    output_type: Any = None
+    tool_choice: ToolChoice | None = None
+    sections: tuple[PromptSection, ...] = field(default=(), repr=False)
+
+
+class PromptTemplate(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a default
+    """Sections in their order, under a name. `PromptTemplate[Answer](…)` asks for an `Answer`.
+
+    Everything that can be wrong with it is found here: keys that occur twice, two tools of one name, placeholders
+    without a field, output types that cannot be described.
+    """
+
+    def __init__(
+        self,
+        *,
+        ns: str,
+        key: str,
+        sections: Sequence[PromptSection] = (),
+        name: str | None = None,
+        tool_choice: ToolChoice | None = None,
+        policies: Sequence[ToolPolicy] = (),
+    ) -> None:
+        require(ns.strip() and key.strip(), "A prompt needs a namespace and a key (ns=, key=).")
+        self.ns = ns
+        self.key = key
+        self.name = name or key
+        self.sections = tuple(sections)
+        self.tool_choice = tool_choice
+        self.policies = tuple(policies)
+        self.output_type: Any = self.type_argument(0)
+        self.output = structured_output(self.output_type)
+        self._check()
+
+    def _check(self) -> None:
+        seen: set[tuple[str, ...]] = set()
+        tools: list[AnyTool] = []
+        for path, section in walk(self.sections):
+            where = f"The section {'/'.join(path)!r}"
+            require(path not in seen, f"{where} is there twice.", prompt_name=self.name)
+            seen.add(path)
+            missing = section.placeholders() - _field_names(section.params_type)
+            require(
+                not missing,
+                f"{where} has the placeholder ${{{min(missing, default='')}}}, for which "
+                + (
+                    f"{section.params_type.__name__} has no field."
+                    if section.params_type
+                    else "it has no parameters."
+                ),
+                prompt_name=self.name,
+            )
+            tools += section.tools()
+        by_name(tools)
+
+    def accepted_types(self) -> set[type[Any]]:
+        """The types of parameters that mean something to a section or a tool of it."""
+        found: set[type[Any]] = set()
+        for _, section in walk(self.sections):
+            found |= {tool.params_type for tool in section.tools()}
+            if section.params_type is not None:
+                found.add(section.params_type)
+        return found
+
+
+class Prompt(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a default
+    """A template with parameters, overrides and resources bound to it. Immutable: `bind` gives another one."""
+
+    @overload
+    def __init__(
+        self,
+        template: PromptTemplate[OutputT_co],
+        *,
+        overrides: Mapping[str, str] | None = None,
+        tool_choice: ToolChoice | None = None,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        *,
+        ns: str,
+        key: str,
+        sections: Sequence[PromptSection] = (),
+        name: str | None = None,
+        overrides: Mapping[str, str] | None = None,
+        tool_choice: ToolChoice | None = None,
+        policies: Sequence[ToolPolicy] = (),
+    ) -> None: ...
+    def __init__(
+        self,
+        template: PromptTemplate[OutputT_co] | None = None,
+        *,
+        overrides: Mapping[str, str] | None = None,
+        tool_choice: ToolChoice | None = None,
+        **built: Any,
+    ) -> None:
+        """overrides: texts instead of the sections' own, by key (`parent/child` below the top)."""
+        if template is None:
+            made: Any = PromptTemplate if not self.type_arguments else PromptTemplate[self.type_argument(0)]
+            template = cast(PromptTemplate[OutputT_co], made(**built))
+        self._template = template
+        self.tool_choice: ToolChoice | None = template.tool_choice if tool_choice is None else tool_choice
+        self.overrides = dict(overrides or {})
+        self.params: tuple[SupportsDataclass, ...] = ()
+        self.resources = ResourceRegistry()
+        self._check_overrides()
+
+    @property
+    def template(self) -> PromptTemplate[OutputT_co]:
+        return self._template
+
+    @property
+    def name(self) -> str:
+        return self._template.name
+
+    @property
+    def sections(self) -> tuple[PromptSection, ...]:
+        return self._template.sections
+
+    def bind(
+        self,
+        *params: SupportsDataclass,
+        resources: ResourceRegistry | Mapping[type[Any], object] | None = None,
+    ) -> Self:
+        """The same prompt with these parameters too; of two of one type, the later one counts."""
+        accepted = self._template.accepted_types()
+        given: dict[type[Any], SupportsDataclass] = {type(one): one for one in self.params}
+        for one in params:
+            require(
+                type(one) in accepted,
+                f"No section and no tool of the prompt takes {_kind(one)}; it takes: {_names(accepted)}.",
+                prompt_name=self.name,
+                phase="render",
+            )
+            given[type(one)] = one
+        bound = object.__new__(type(self))
+        bound.__dict__.update(self.__dict__)
+        bound.params = tuple(given.values())
+        if resources is not None:
+            more = resources if isinstance(resources, ResourceRegistry) else ResourceRegistry.build(resources)
+            bound.resources = self.resources.merged(more)
+        return bound
+
+    def render(
+        self, *params: SupportsDataclass, session: "SessionProtocol | None" = None
+    ) -> RenderedPrompt[OutputT_co]:
+        """The text, the tools and the output type. Raises PromptValidationError if a parameter is missing."""
+        if params:
+            return self.bind(*params).render(session=session)
+        rendering = _Rendering(self, {type(one): one for one in self.params}, session)
+        texts = rendering.texts(self.sections, 0, "", ())
+        return RenderedPrompt[OutputT_co](
+            prompt_name=self.name,
+            text="\n\n".join(texts),
+            tools=tuple(by_name(rendering.tools).values()),
+            native_tools=merge_native_tools(rendering.native_tools, prompt_name=self.name),
+            output=self._template.output,
+            output_type=self._template.output_type,
+            tool_choice=self.tool_choice,
+            sections=tuple(rendering.sections),
+        )
+
+    def _check_overrides(self) -> None:
+        sections = {"/".join(path): section for path, section in walk(self.sections)}
+        for key, text in self.overrides.items():
+            section = sections.get(key)
+            require(
+                section is not None,
+                f"There is no section {key!r} to override; there is: {', '.join(sorted(sections))}.",
+                prompt_name=self.name,
+            )
+            require(
+                isinstance(section, MarkdownSection) and section.accepts_overrides,
+                f"The section {key!r} accepts no overrides.",
+                prompt_name=self.name,
+            )
+            missing = placeholders(text) - _field_names(section.params_type if section else None)
+            require(
+                not missing,
+                f"The override of {key!r} has placeholders that the section cannot fill: {', '.join(sorted(missing))}.",
+                prompt_name=self.name,
+            )
+
+
+@dataclass
+class _Rendering:
+    """One walk through the sections, and what it has found so far."""
+
+    prompt: Prompt[Any]
+    params: Mapping[type[Any], SupportsDataclass]
+    session: "SessionProtocol | None"
+    tools: list[AnyTool] = field(default_factory=list[AnyTool])
+    native_tools: list[Mapping[str, object]] = field(default_factory=list[Mapping[str, object]])
+    sections: list[PromptSection] = field(default_factory=list[PromptSection])
+
+    def texts(
+        self, sections: Sequence[PromptSection], depth: int, prefix: str, path: tuple[str, ...]
+    ) -> list[str]:
+        found: list[str] = []
+        number = 1
+        for section in sections:
+            params = self._params_of(section)
+            if not section.is_enabled(params):
+                continue
+            here = (*path, section.key)
+            self._collect(section, params)
+            text = self._text(section, params, depth, f"{prefix}{number}", here)
+            below = self.texts(section.children, depth + 1, f"{prefix}{number}.", here)
+            if text.strip() or below:
+                number += 1
+                found += [part for part in (text, *below) if part.strip()]
+        return found
+
+    def _params_of(self, section: PromptSection) -> SupportsDataclass | None:
+        kind = section.params_type
+        if kind is None:
+            return None
+        if kind in self.params:
+            return self.params[kind]
+        if section.default_params is not None:
+            return section.default_params
+        try:
+            return kind()
+        except TypeError:
+            require(
+                False,
+                f"The section {section.key!r} needs a {kind.__name__}: pass one to evaluate(), render() or bind().",
+                prompt_name=self.prompt.name,
+                phase="render",
+            )
+            raise
+
+    def _collect(self, section: PromptSection, params: SupportsDataclass | None) -> None:
+        self.sections.append(section)
+        self.native_tools += section.native_tools(params)
+        for tool in section.tools():
+            self.tools.append(tool)
+            if isinstance(tool, ProviderTool):
+                self.native_tools.append(cast(ProviderTool[Any, Any, Any], tool).envelope())
+
+    def _text(
+        self,
+        section: PromptSection,
+        params: SupportsDataclass | None,
+        depth: int,
+        number: str,
+        path: tuple[str, ...],
+    ) -> str:
+        if (override := self.prompt.overrides.get("/".join(path))) is not None:
+            section = cast(MarkdownSection[Any], section).with_template(override)
+        more = {"path": path, "session": self.session}
+        taken = _keywords(type(section).render)
+        render: Callable[..., str] = section.render
+        return render(params, depth, number, **{name: more[name] for name in taken})
+
+
+def walk(
+    sections: Sequence[PromptSection], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], PromptSection]]:
+    """Every section with the keys that lead to it, parents first."""
+    for section in sections:
+        here = (*path, section.key)
+        yield here, section
+        yield from walk(section.children, here)
+
+
+def merge_native_tools(
+    tools: Sequence[Mapping[str, object]], *, prompt_name: str = ""
+) -> tuple[Mapping[str, object], ...]:
+    """Each once. The same tool with different settings raises PromptValidationError."""
+    found: dict[object, Mapping[str, object]] = {}
+    for tool in tools:
+        known = found.setdefault(tool.get("name"), tool)
+        require(
+            serde.builtins(known) == serde.builtins(tool),
+            f"The native tool {tool.get('name')!r} is asked for twice, with different settings: {known!r}, {tool!r}.",
+            prompt_name=prompt_name,
+        )
+    return tuple(found.values())
+
+
+@lru_cache(maxsize=512)
+def _keywords(render: Callable[..., str]) -> tuple[str, ...]:
+    """Which of the further keywords a section's `render` takes."""
+    return tuple(name for name in ("path", "session") if name in inspect.signature(render).parameters)
+
+
+def _field_names(kind: type[Any] | None) -> set[str]:
+    return set() if kind is None else {one.name for one in fields(kind)}
+
+
+def _kind(value: object) -> str:
+    return (
+        f"the class {value.__name__} (an instance is wanted)"
+        if isinstance(value, type)
+        else type(value).__name__
+    )
+
+
+def _names(kinds: set[type[Any]]) -> str:
+    return ", ".join(sorted(kind.__name__ for kind in kinds)) or "none"

@@ -1,0 +1,164 @@
+"""The parts that prompts are made of; imports `dbc` and siblings."""
+
+import copy
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Generic, Self, cast
+
+from fumehood.client.dbc import require
+from fumehood.client.prompt._types import ParamsT_co, Specialised, SupportsDataclass
+from fumehood.client.prompt.tool import AnyTool
+
+_KEY = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
+# `${name}` is a placeholder, `$${name}` is the text `${name}`; any other dollar is just that.
+_PLACEHOLDER = re.compile(r"\$(\$)?\{(\w+)\}")
+
+
+class Section(Specialised, ABC, Generic[ParamsT_co]):  # noqa: UP046 - its TypeVar has a default
+    """One part of a prompt: some text, the tools that belong to it, and the sections below it.
+
+    Its parameters are a dataclass, which is the class's type argument: `Section[Params]`.
+    """
+
+    def __init__(
+        self,
+        *,
+        title: str,
+        key: str,
+        default_params: ParamsT_co | None = None,
+        children: Sequence["PromptSection"] = (),
+        enabled: Callable[[Any], bool] | None = None,
+        tools: Sequence[AnyTool] = (),
+        accepts_overrides: bool = True,
+    ) -> None:
+        """enabled: called with the parameters; a section that is not, and all below it, is left out."""
+        require(_KEY.match(key), f"The section key {key!r} is not 1 to 64 of a-z, 0-9, '.', '_' and '-'.")
+        self.title = title
+        self.key = key
+        self.children = tuple(children)
+        self.accepts_overrides = accepts_overrides
+        self._default_params = default_params
+        self._enabled = enabled
+        self._tools = tuple(tools)
+
+    @property
+    def default_params(self) -> ParamsT_co | None:
+        return self._default_params
+
+    @property
+    def params_type(self) -> type[Any] | None:
+        """The dataclass that it wants, or None if it takes no parameters."""
+        default = self._default_params
+        return self.type_argument(0) or (None if default is None else type(default))
+
+    def tools(self) -> tuple[AnyTool, ...]:
+        return self._tools
+
+    def native_tools(self, params: SupportsDataclass | None) -> Sequence[Mapping[str, object]]:  # noqa: ARG002
+        """The provider's own tools that it asks for, as `{"type": "built_in", "name": …, **settings}`."""
+        return ()
+
+    def is_enabled(self, params: SupportsDataclass | None) -> bool:
+        return self._enabled is None or self._enabled(params)
+
+    def placeholders(self) -> frozenset[str]:
+        """The names that its text refers to."""
+        return frozenset()
+
+    @abstractmethod
+    def render(self, params: SupportsDataclass | None, depth: int, number: str) -> str:
+        """Its text without its children's; empty if it has nothing to say, and then its number goes to the next.
+
+        depth: 0 at the top; number: "2" or "2.1". A section may also take `path` (the keys from the top down to it)
+        and `session` as keywords.
+        """
+
+    @abstractmethod
+    def clone(self, **kwargs: object) -> "Section[ParamsT_co]":
+        """The same with other settings."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(key={self.key!r})"
+
+
+type PromptSection = Section[SupportsDataclass]
+
+
+class MarkdownSection(Section[ParamsT_co]):
+    """A heading and a text in which `${name}` stands for the parameter of that name."""
+
+    def __init__(
+        self,
+        *,
+        title: str,
+        key: str,
+        template: str,
+        default_params: ParamsT_co | None = None,
+        children: Sequence[PromptSection] = (),
+        enabled: Callable[[Any], bool] | None = None,
+        tools: Sequence[AnyTool] = (),
+        accepts_overrides: bool = True,
+    ) -> None:
+        super().__init__(
+            title=title,
+            key=key,
+            default_params=default_params,
+            children=children,
+            enabled=enabled,
+            tools=tools,
+            accepts_overrides=accepts_overrides,
+        )
+        self.template = template
+
+    def placeholders(self) -> frozenset[str]:
+        return placeholders(self.template)
+
+    def render(self, params: SupportsDataclass | None, depth: int, number: str) -> str:
+        return markdown(self.title, substitute(self.template, params), depth, number)
+
+    def with_template(self, template: str) -> Self:
+        """The same section with another text, for one rendering."""
+        other = copy.copy(self)
+        other.template = template
+        return other
+
+    def clone(self, **kwargs: object) -> "MarkdownSection[ParamsT_co]":
+        settings: dict[str, Any] = {
+            "title": self.title,
+            "key": self.key,
+            "template": self.template,
+            "default_params": self._default_params,
+            "children": self.children,
+            "enabled": self._enabled,
+            "tools": self._tools,
+            "accepts_overrides": self.accepts_overrides,
+        }
+        settings.update(kwargs)
+        return type(self)(**settings)
+
+
+def markdown(title: str, body: str, depth: int, number: str) -> str:
+    """A heading with its text."""
+    heading = f"{'#' * (depth + 2)} {number}. {title}"
+    body = body.strip()
+    return f"{heading}\n\n{body}" if body else heading
+
+
+def placeholders(template: str) -> frozenset[str]:
+    return frozenset(found[2] for found in _PLACEHOLDER.finditer(template) if not found[1])
+
+
+def substitute(template: str, params: SupportsDataclass | None) -> str:
+    """What is put in is not looked at again: a `${…}` in a value stays one."""
+    values: dict[str, Any] = {}
+    if params is not None:
+        values = {field.name: getattr(params, field.name) for field in fields(cast(Any, params))}
+
+    def put(found: re.Match[str]) -> str:
+        if found[1] or found[2] not in values:
+            return found[0].removeprefix("$") if found[1] else found[0]
+        return str(values[found[2]])
+
+    return _PLACEHOLDER.sub(put, template)

@@ -1,0 +1,80 @@
+"""Answers that have a type; imports `serde` and `errors`."""
+
+import typing
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fumehood.client import serde
+from fumehood.client.dbc import require
+from fumehood.client.errors import OutputParseError
+
+if typing.TYPE_CHECKING:
+    from fumehood.client.prompt.prompt import RenderedPrompt
+
+# Providers take only objects at the root, so a list travels in one.
+_WRAPPER = "items"
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """The type of an answer: a dataclass, or a list of them (then `item_type` is the dataclass)."""
+
+    kind: Any
+    item_type: type[Any]
+    is_list: bool
+    schema: serde.Schema
+
+    @property
+    def name(self) -> str:
+        return self.item_type.__name__.lower()
+
+
+def structured_output(kind: Any) -> StructuredOutput | None:
+    """None for a prompt that asks for text: no type, `None` or `str`."""
+    if kind in (None, type(None), str):
+        return None
+    is_list = typing.get_origin(kind) is list
+    item: Any = typing.get_args(kind)[0] if is_list else kind
+    require(
+        isinstance(item, type) and hasattr(item, "__dataclass_fields__"),
+        f"The output type {kind!r} is neither a dataclass nor a list of one.",
+    )
+    schema = serde.schema_of(kind)
+    if is_list:
+        definitions = schema.body.pop("$defs", None)
+        body = {
+            "type": "object",
+            "properties": {_WRAPPER: schema.body},
+            "required": [_WRAPPER],
+            "additionalProperties": False,
+        }
+        schema = serde.Schema({**body, "$defs": definitions} if definitions else body, schema.strict)
+    return StructuredOutput(kind, item, is_list, schema)
+
+
+def parse_structured_output[T](text: str, rendered: "RenderedPrompt[T]") -> T:
+    """The answer as the prompt's output type. Raises OutputParseError."""
+    wanted = rendered.output
+    if wanted is None:
+        return cast(T, text if rendered.output_type is str else None)
+    try:
+        if not wanted.is_list:
+            return serde.decode(_bare(text), wanted.kind)
+        found: Any = serde.decode(_bare(text), object)
+        if isinstance(found, dict):
+            found = cast(dict[str, Any], found).get(_WRAPPER)
+        return serde.convert(found, wanted.kind)
+    except serde.DecodeError as error:
+        raise OutputParseError(
+            f"The answer is no {wanted.item_type.__name__}: {error}. It begins with {text[:200]!r}.",
+            prompt_name=rendered.prompt_name,
+            phase="response",
+            provider_payload=text,
+        ) from error
+
+
+def _bare(text: str) -> str:
+    """Models that are not held to a schema like to put JSON into a fence."""
+    lines = text.strip().splitlines()
+    fenced = len(lines) > 2 and lines[0].startswith("```") and lines[-1] == "```"
+    return "\n".join(lines[1:-1]) if fenced else text

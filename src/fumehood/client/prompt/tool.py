@@ -1,0 +1,241 @@
+"""What a model can call: tools that we run, and tools that the provider runs; imports `serde`, `dbc` and siblings."""
+
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Never, Protocol, TypeVar, cast, overload
+
+from fumehood.client import serde
+from fumehood.client.dbc import require
+from fumehood.client.prompt._types import NoParams, Specialised
+
+if TYPE_CHECKING:
+    from fumehood.client.adapters.core import ProviderAdapter
+    from fumehood.client.budget import BudgetTracker
+    from fumehood.client.deadlines import Deadline
+    from fumehood.client.filesystem import Filesystem
+    from fumehood.client.prompt.prompt import Prompt, RenderedPrompt
+    from fumehood.client.resources import ResourceRegistry
+    from fumehood.client.runtime.events import EventBus
+    from fumehood.client.runtime.session import SessionProtocol
+
+P_contra = TypeVar("P_contra", contravariant=True)
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+_NAME = re.compile(r"[a-z0-9_-]{1,64}\Z")
+MAX_DESCRIPTION = 1024
+
+
+# --- results ------------------------------------------------------------------------------------------
+
+
+class _Succeed:
+    """`ToolResult.success(value)`."""
+
+    def __call__[T](self, value: T, message: str = "") -> "ToolResult[T]":
+        return ToolResult(message, value)
+
+
+class _Success:
+    """A constructor on the class, a bool on an instance."""
+
+    @overload
+    def __get__(self, instance: None, owner: type[Any]) -> _Succeed: ...
+    @overload
+    def __get__(self, instance: "ToolResult[Any]", owner: type[Any]) -> bool: ...
+    def __get__(self, instance: "ToolResult[Any] | None", owner: type[Any]) -> _Succeed | bool:
+        return _Succeed() if instance is None else not instance.failed
+
+
+class ToolResult(Generic[R_co]):  # noqa: UP046 - covariant, though its attributes can be set
+    """What a tool has to say: a message for the model, and a value for whoever listens.
+
+    `ToolResult.success(value)` and `ToolResult.ok(value)` make a successful one, `ToolResult.error(message)` one that
+    is not. On an instance `success` tells which it is.
+    """
+
+    __slots__ = ("exclude_value_from_context", "failed", "message", "value")
+
+    success = _Success()
+
+    def __init__(
+        self,
+        message: str,
+        value: R_co | None = None,
+        success: bool = True,
+        *,
+        exclude_value_from_context: bool = False,
+    ) -> None:
+        """exclude_value_from_context: the model is shown the message only."""
+        self.message = message
+        self.value: R_co | None = value
+        self.failed = not success
+        self.exclude_value_from_context = exclude_value_from_context
+
+    @staticmethod
+    def ok[T](value: T, message: str = "") -> "ToolResult[T]":
+        return ToolResult(message, value)
+
+    @staticmethod
+    def error(message: str) -> "ToolResult[Never]":
+        return ToolResult(message, None, success=False)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ToolResult):
+            return NotImplemented
+        theirs = cast(ToolResult[object], other)
+        return (self.message, self.value, self.failed) == (theirs.message, theirs.value, theirs.failed)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - values may be anything
+
+    def __repr__(self) -> str:
+        return f"ToolResult(message={self.message!r}, value={self.value!r}, success={self.success})"
+
+
+@dataclass(frozen=True)
+class ToolContext:
+    """What a handler may look at besides its parameters."""
+
+    prompt: "Prompt[Any]"
+    rendered_prompt: "RenderedPrompt[Any]"
+    adapter: "ProviderAdapter"
+    session: "SessionProtocol"
+    event_bus: "EventBus"
+    resources: "ResourceRegistry"
+    deadline: "Deadline | None" = None
+    budget_tracker: "BudgetTracker | None" = None
+    filesystem: "Filesystem | None" = None
+
+
+# --- tools --------------------------------------------------------------------------------------------
+
+
+class ToolHandler(Protocol[P_contra, R_co]):
+    def __call__(self, params: P_contra, /, *, context: ToolContext) -> ToolResult[R_co]: ...
+
+
+class ProviderOutputHandler(Protocol[R]):
+    """Turns what the provider reports of a call that it ran into a result; `result_type` is the tool's own."""
+
+    def __call__(self, data: Any, context: ToolContext, result_type: type[R], /) -> ToolResult[R]: ...
+
+
+class Tool[P, R](Specialised):
+    """A function that the model may call: its name, what it is good for, and the handler that runs it.
+
+    The types of parameters and result are those it was subscripted with, `Tool[Query, Rows](…)`, or else those that
+    the handler is annotated with. Parameters are a dataclass.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        description: str,
+        handler: ToolHandler[P, R] | None,
+        accepts_overrides: bool = True,
+    ) -> None:
+        require(_NAME.match(name), f"The tool's name {name!r} is not 1 to 64 of a-z, 0-9, _ and -.")
+        words = description.strip()
+        require(
+            0 < len(words) <= MAX_DESCRIPTION,
+            f"The description of the tool {name!r} has {len(words)} characters, not 1 to {MAX_DESCRIPTION}.",
+        )
+        self.name = name
+        self.description = words
+        self.handler = handler
+        self.accepts_overrides = accepts_overrides
+        self.params_type, self.result_type = self._types()
+        self._schema: serde.Schema | None = None
+
+    @property
+    def parameters(self) -> serde.Schema:
+        """The schema of its parameters."""
+        if self._schema is None:
+            self._schema = serde.schema_of(self.params_type)
+        return self._schema
+
+    def _types(self) -> tuple[type[P], type[R]]:
+        params, result = self.type_argument(0), self.type_argument(1)
+        if params is None or result is None:
+            hinted = _hints(self.handler)
+            params, result = params or hinted[0], result or hinted[1]
+        params = NoParams if params in (None, type(None)) else params
+        known = isinstance(params, type) and hasattr(params, "__dataclass_fields__")
+        require(
+            known,
+            f"The parameters of the tool {self.name!r} are no dataclass; write Tool[Params, Result](…) or annotate "
+            "its handler.",
+        )
+        return cast(Any, (params, result))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(name={self.name!r})"
+
+
+def _hints(handler: object) -> tuple[Any, Any]:
+    """Types of parameters and result, as a handler's annotations have them."""
+    if handler is None:
+        return None, None
+    function = handler if hasattr(handler, "__annotations__") else getattr(handler, "__call__", handler)  # noqa: B004
+    try:
+        hints = typing.get_type_hints(function)
+    except (NameError, TypeError):
+        return None, None
+    returned = hints.pop("return", None)
+    hints.pop("context", None)
+    return next(iter(hints.values()), None), next(iter(typing.get_args(returned)), None)
+
+
+class ProviderTool[P, R, C](Tool[P, R]):
+    """A tool that the provider runs, and of which we hear what came out.
+
+    provider: the one provider that has it; native_type: how it is called there; config: its settings.
+    handle_provider_output: makes a result of what the provider reports. Without it, the report is decoded into the
+    parameters and the handler is called, as for any tool. Both get the same ToolContext.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        description: str,
+        provider: str,
+        native_type: str,
+        config: C,
+        handler: ToolHandler[P, R] | None = None,
+        handle_provider_output: ProviderOutputHandler[R] | None = None,
+        accepts_overrides: bool = True,
+    ) -> None:
+        super().__init__(
+            name=name, description=description, handler=handler, accepts_overrides=accepts_overrides
+        )
+        require(
+            handler is not None or handle_provider_output is not None,
+            f"The tool {name!r} has neither a handler nor handle_provider_output: nobody would look at its output.",
+        )
+        self.provider = provider
+        self.native_type = native_type
+        self.config = config
+        self.handle_provider_output = handle_provider_output
+
+    def envelope(self) -> Mapping[str, object]:
+        """How `RenderedPrompt.native_tools` lists it; checks its settings."""
+        return {"type": "built_in", "name": self.native_type, **serde.builtins(self.config)}
+
+
+type AnyTool = Tool[Any, Any]
+
+# Says why a tool must not be called now, or None if it may.
+type ToolPolicy = Callable[[AnyTool, Any, ToolContext], str | None]
+
+
+def by_name(tools: Sequence[AnyTool]) -> dict[str, AnyTool]:
+    """Raises PromptValidationError if two different tools share a name."""
+    found: dict[str, AnyTool] = {}
+    for tool in tools:
+        known = found.setdefault(tool.name, tool)
+        require(known is tool, f"Two tools are called {tool.name!r}.")
+    return found

@@ -1,0 +1,140 @@
+"""What happens while a prompt is evaluated, and who is told; imports `budget` and the standard library."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Protocol
+from uuid import UUID, uuid4
+
+from fumehood.client.budget import TokenUsage
+
+if TYPE_CHECKING:
+    from fumehood.client.prompt.prompt import ToolChoice
+    from fumehood.client.prompt.tool import ToolResult
+
+_log = logging.getLogger(__name__)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRendered:
+    """A prompt is about to be sent."""
+
+    prompt_name: str
+    adapter: str
+    session_id: str | None
+    rendered_prompt: str
+    tool_choice: "ToolChoice"
+    created_at: datetime = field(default_factory=_now)
+    event_id: UUID = field(default_factory=uuid4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolInvoked:
+    """A tool has run, here or at the provider's; it does not matter where.
+
+    For a provider's tool of which the prompt declares no `Tool`, the name is the native type, the parameters are the
+    call as the provider reports it, and `call_id` is the item's own id where it has no other.
+    """
+
+    prompt_name: str
+    adapter: str
+    name: str
+    params: Any
+    result: "ToolResult[Any]"
+    session_id: str | None
+    call_id: str | None = None
+    usage: TokenUsage | None = None
+    rendered_output: str = ""
+    created_at: datetime = field(default_factory=_now)
+    event_id: UUID = field(default_factory=uuid4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptExecuted:
+    """A prompt has its answer; `result` is the PromptResponse."""
+
+    prompt_name: str
+    adapter: str
+    session_id: str | None
+    result: Any
+    usage: TokenUsage | None = None
+    created_at: datetime = field(default_factory=_now)
+    event_id: UUID = field(default_factory=uuid4)
+
+
+EVENTS = (PromptRendered, ToolInvoked, PromptExecuted)
+
+
+class EventBus(Protocol):
+    def subscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
+        """The handler is called with every event of exactly this type, in the thread that publishes it."""
+        ...
+
+    def unsubscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None: ...
+    def publish(self, event: object) -> None: ...
+
+
+class InProcessDispatcher:
+    """Calls whoever has subscribed, in order. A handler that fails is logged, and the next one is called."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[type[Any], tuple[Callable[[Any], object], ...]] = {}
+        self._lock = threading.Lock()
+
+    def subscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
+        with self._lock:
+            self._handlers[event_type] = (*self._handlers.get(event_type, ()), handler)
+
+    def unsubscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
+        with self._lock:
+            known = self._handlers.get(event_type, ())
+            self._handlers[event_type] = tuple(one for one in known if one != handler)
+
+    def publish(self, event: object) -> None:
+        for handler in self._handlers.get(type(event), ()):
+            try:
+                handler(event)
+            except Exception:
+                _log.exception("A handler of %s failed.", type(event).__name__)
+
+
+InProcessEventBus = InProcessDispatcher
+
+
+class NullEventBus:
+    """Tells nobody."""
+
+    def subscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
+        """Nothing will come."""
+
+    def unsubscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
+        """Nothing came."""
+
+    def publish(self, event: object) -> None:
+        """Nobody listens."""
+
+
+class JoinedBus:
+    """Several buses as one; each is told once, however often it is given."""
+
+    def __init__(self, buses: Sequence[EventBus]) -> None:
+        self._buses: list[EventBus] = []
+        for bus in buses:
+            if not any(bus is known for known in self._buses):
+                self._buses.append(bus)
+
+    def subscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
+        self._buses[0].subscribe(event_type, handler)
+
+    def unsubscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
+        self._buses[0].unsubscribe(event_type, handler)
+
+    def publish(self, event: object) -> None:
+        for bus in self._buses:
+            bus.publish(event)

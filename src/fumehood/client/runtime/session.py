@@ -1,0 +1,129 @@
+"""What outlives one evaluation: typed values, by their type; imports `events` and the standard library."""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+from uuid import uuid4
+
+from fumehood.client.runtime.events import EVENTS, EventBus, InProcessDispatcher
+
+# Makes the new values of a slice of the old ones and of what happened.
+type Reducer[T, E] = Callable[[tuple[T, ...], E], tuple[T, ...]]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All values of a session at one moment."""
+
+    slices: Mapping[type[Any], tuple[Any, ...]]
+
+
+class Slice[T]:
+    """The values of one type in a session, oldest first."""
+
+    def __init__(self, session: "Session", kind: type[T]) -> None:
+        self._session = session
+        self._kind = kind
+
+    def all(self) -> tuple[T, ...]:
+        return self._session.values(self._kind)
+
+    def latest(self) -> T | None:
+        values = self.all()
+        return values[-1] if values else None
+
+    def where(self, holds: Callable[[T], bool]) -> tuple[T, ...]:
+        return tuple(value for value in self.all() if holds(value))
+
+    def append(self, value: T) -> None:
+        """Add it; or, if a reducer was registered for this type, let that decide."""
+        self._session.dispatch(value)
+
+    def seed(self, *values: T) -> None:
+        """These, instead of all there were."""
+        self._session.replace(self._kind, values)
+
+    def clear(self) -> None:
+        self.seed()
+
+    def register[E](self, reducer: Reducer[T, E], *, on: type[E] | None = None) -> None:
+        """Change this slice by `reducer` whenever a value of type `on` is appended anywhere, or such an event is
+        published on the session's bus. Without `on`, the reducer takes the place of appending to this slice.
+        """
+        self._session.register(self._kind, cast(type[E], on or self._kind), reducer)
+
+
+class SessionProtocol(Protocol):
+    """What adapters and tools need of a session."""
+
+    @property
+    def session_id(self) -> str: ...
+    @property
+    def bus(self) -> EventBus: ...
+    def __getitem__[T](self, kind: type[T]) -> Slice[T]: ...
+    def snapshot(self) -> Snapshot: ...
+    def restore(self, snapshot: Snapshot) -> None: ...
+
+
+class Session:
+    """Typed values in slices: `session[Plan].latest()`. Threads may share one.
+
+    bus (or dispatcher): where events of evaluations in this session are published.
+    """
+
+    def __init__(self, bus: EventBus | None = None, *, dispatcher: EventBus | None = None) -> None:
+        if bus is not None and dispatcher is not None and bus is not dispatcher:
+            raise ValueError("bus and dispatcher are two names for one thing; give one of them")
+        self._bus: EventBus = bus or dispatcher or InProcessDispatcher()
+        self._id = str(uuid4())
+        self._slices: dict[type[Any], tuple[Any, ...]] = {}
+        self._reducers: dict[type[Any], list[tuple[type[Any], Reducer[Any, Any]]]] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def session_id(self) -> str:
+        return self._id
+
+    @property
+    def bus(self) -> EventBus:
+        return self._bus
+
+    dispatcher = bus
+
+    def __getitem__[T](self, kind: type[T]) -> Slice[T]:
+        return Slice(self, kind)
+
+    def snapshot(self) -> Snapshot:
+        with self._lock:
+            return Snapshot(dict(self._slices))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            self._slices = dict(snapshot.slices)
+
+    # ---- for slices ---------------------------------------------------------------------------------------
+
+    def values[T](self, kind: type[T]) -> tuple[T, ...]:
+        with self._lock:
+            return self._slices.get(kind, ())
+
+    def replace[T](self, kind: type[T], values: tuple[T, ...]) -> None:
+        with self._lock:
+            self._slices[kind] = values
+
+    def dispatch(self, value: object) -> None:
+        """Hand a value to the reducers of its type; without one, it joins the slice of its type."""
+        kind = type(value)
+        with self._lock:
+            reducers = self._reducers.get(kind, ())
+            for target, reducer in reducers:
+                self._slices[target] = tuple(reducer(self._slices.get(target, ()), value))
+            if kind not in EVENTS and not any(target is kind for target, _ in reducers):
+                self._slices[kind] = (*self._slices.get(kind, ()), value)
+
+    def register(self, target: type[Any], on: type[Any], reducer: Reducer[Any, Any]) -> None:
+        with self._lock:
+            if on in EVENTS and on not in self._reducers:
+                self._bus.subscribe(on, self.dispatch)
+            self._reducers.setdefault(on, []).append((target, reducer))

@@ -1,0 +1,196 @@
+"""Dataclasses to and from JSON, and their JSON schemas as models want them; imports msgspec and `errors`.
+
+A strict schema names every property as required and allows no other; a property that has a default may be null
+instead, and a null where the type has none is read as "take the default".
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, Union, cast
+
+import msgspec
+
+type JSON = dict[str, Any]
+
+DecodeError = msgspec.ValidationError
+
+_UNION = (Union, types.UnionType)
+
+
+def encode(value: object) -> str:
+    """JSON in one line; what msgspec does not know is written as its `str`."""
+    return msgspec.json.encode(value, enc_hook=str).decode()
+
+
+def builtins(value: object) -> Any:
+    """The same as dicts, lists, strings and numbers."""
+    return msgspec.to_builtins(value, enc_hook=str)
+
+
+def decode[T](text: str | bytes, kind: type[T]) -> T:
+    """Raises DecodeError, which says where it does not fit; malformed JSON is one, too."""
+    try:
+        return convert(msgspec.json.decode(text), kind)
+    except DecodeError:
+        raise
+    except msgspec.DecodeError as error:
+        raise DecodeError(str(error)) from None
+
+
+def convert[T](value: object, kind: type[T]) -> T:
+    """The same from what is decoded already."""
+    return msgspec.convert(_without_nulls(value, kind), kind)
+
+
+# --- schemas ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+    """`strict` says whether it is one that providers can hold a model to."""
+
+    body: JSON
+    strict: bool
+
+
+def schema_of(kind: Any) -> Schema:
+    """The schema of a dataclass or of a list of them; the root is never a reference. Raises TypeError for others."""
+    whole: JSON = msgspec.json.schema(kind, schema_hook=_unknown)
+    definitions: dict[str, JSON] = whole.pop("$defs", {})
+    described = {found.__name__: found for found in dataclasses_in(kind)}
+    strict = True
+    for name, definition in definitions.items():
+        if found := described.get(name):
+            _describe(definition, found)
+    for node in _nodes([whole, *definitions.values()]):
+        strict = _tighten(node) and strict
+    root = whole
+    if reference := whole.get("$ref"):
+        root = definitions[reference.rpartition("/")[2]]
+    used = _reached(root, definitions)
+    body = {**root, "$defs": {name: definitions[name] for name in definitions if name in used}}
+    if not used:
+        del body["$defs"]
+    return Schema(body, strict)
+
+
+def dataclasses_in(kind: Any, seen: set[Any] | None = None) -> Iterator[type[Any]]:
+    """The dataclasses that a type is made of, each once."""
+    seen = set() if seen is None else seen
+    if kind in seen:
+        return
+    seen.add(kind)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        yield kind
+        for hint in typing.get_type_hints(kind, include_extras=True).values():
+            yield from dataclasses_in(hint, seen)
+    for argument in typing.get_args(kind):
+        if isinstance(argument, type) or typing.get_args(argument):
+            yield from dataclasses_in(argument, seen)
+
+
+def _unknown(kind: type[Any]) -> JSON:
+    raise TypeError(f"{kind.__name__} cannot be described to a model; use a dataclass of plain types")
+
+
+def _describe(definition: JSON, kind: type[Any]) -> None:
+    """Descriptions come from `field(metadata={"description": …})`, as from msgspec's own `Meta`."""
+    for field in dataclasses.fields(kind):
+        words = field.metadata.get("description")
+        if words and field.name in definition.get("properties", {}):
+            definition["properties"][field.name]["description"] = str(words)
+
+
+def _nodes(schemas: list[JSON]) -> Iterator[JSON]:
+    pending = [*schemas]
+    while pending:
+        node = pending.pop()
+        yield node
+        below: list[Any] = [
+            *node.get("properties", {}).values(),
+            node.get("items"),
+            node.get("additionalProperties"),
+        ]
+        below += [*node.get("anyOf", ()), *node.get("prefixItems", ())]
+        pending += [one for one in below if isinstance(one, dict)]
+
+
+def _tighten(node: JSON) -> bool:
+    """Make one node strict, in place. False if it is of a kind that cannot be: any value, a mapping, a tuple."""
+    node.pop("default", None)
+    if not node or "prefixItems" in node:
+        return False
+    if node.get("type") != "object":
+        return True
+    properties: dict[str, JSON] | None = node.get("properties")
+    if properties is None:
+        return False
+    required = set(node.get("required", ()))
+    for name, below in properties.items():
+        if name not in required:
+            properties[name] = _nullable(below)
+    node["required"] = [*properties]
+    node["additionalProperties"] = False
+    return True
+
+
+def _nullable(node: JSON) -> JSON:
+    choices = node.get("anyOf", [])
+    if any(choice == {"type": "null"} for choice in choices) or node.get("type") == "null":
+        return node
+    described = {"description": node["description"]} if "description" in node else {}
+    plain = {key: value for key, value in node.items() if key not in ("description", "default")}
+    return {"anyOf": [*(choices or [plain]), {"type": "null"}], **described}
+
+
+def _reached(root: JSON, definitions: Mapping[str, JSON]) -> set[str]:
+    names: set[str] = set()
+    pending = [root]
+    while pending:
+        for node in _nodes([pending.pop()]):
+            name = str(node.get("$ref", "")).rpartition("/")[2]
+            if name and name not in names:
+                names.add(name)
+                pending.append(definitions[name])
+    return names
+
+
+# --- nulls that mean "the default" --------------------------------------------------------------------
+
+
+def _without_nulls(value: Any, kind: Any) -> Any:
+    if isinstance(value, list):
+        inner = next(iter(typing.get_args(kind)), None)
+        return [_without_nulls(one, inner) for one in cast(list[Any], value)]
+    found = _dataclass_of(kind)
+    if found is None or not isinstance(value, dict):
+        return value
+    hints = typing.get_type_hints(found)
+    optional = {
+        field.name
+        for field in dataclasses.fields(found)
+        if field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+    }
+    kept: JSON = {}
+    for name, below in cast(JSON, value).items():
+        if below is None and name in optional and not _takes_none(hints.get(name)):
+            continue
+        kept[name] = _without_nulls(below, hints.get(name))
+    return kept
+
+
+def _dataclass_of(kind: Any) -> type[Any] | None:
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return kind
+    if typing.get_origin(kind) in _UNION:
+        found = [one for one in map(_dataclass_of, typing.get_args(kind)) if one is not None]
+        return found[0] if len(found) == 1 else None
+    return None
+
+
+def _takes_none(kind: Any) -> bool:
+    if kind in (None, type(None), Any, object):
+        return True
+    return typing.get_origin(kind) in _UNION and type(None) in typing.get_args(kind)

@@ -1,0 +1,79 @@
+"""When to ask a busy provider again, and for how long; imports `deadlines`, `errors` and the standard library."""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fumehood.client.deadlines import Deadline
+from fumehood.client.errors import ThrottleError
+
+
+@dataclass(frozen=True)
+class ThrottlePolicy:
+    """Waits grow by half-random doubling from `base_delay` to `max_delay` seconds.
+
+    max_attempts: requests in all, the first one included; max_total_delay: seconds spent waiting in all.
+    """
+
+    max_attempts: int = 5
+    base_delay: float = 0.5
+    max_delay: float = 30.0
+    max_total_delay: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1:
+            raise ValueError(f"max_attempts is {self.max_attempts}; the first request is one, too")
+        if min(self.base_delay, self.max_delay, self.max_total_delay) < 0:
+            raise ValueError("a delay cannot be negative")
+
+    def delay(self, attempt: int, retry_after: float | None, chance: float) -> float:
+        """Seconds to wait after this many attempts; what the provider asked for is the least."""
+        backoff = min(self.max_delay, self.base_delay * 2 ** (attempt - 1))
+        return max(backoff * (0.5 + chance / 2), retry_after or 0.0)
+
+
+@dataclass(frozen=True)
+class Transient:
+    """A failure that may pass; `retry_after` is what the provider asked to wait, in seconds."""
+
+    error: Exception
+    retry_after: float | None = None
+
+
+def retry[T](
+    call: Callable[[], T | Transient],
+    policy: ThrottlePolicy,
+    *,
+    deadline: Deadline | None = None,
+    prompt_name: str = "",
+    sleep: Callable[[float], object] = time.sleep,
+    chance: Callable[[], float] = random.random,
+) -> T:
+    """Call until it gives something that is not Transient.
+
+    Raises ThrottleError, from the last failure, when the policy is exhausted or the deadline would pass while waiting.
+    """
+    waited = 0.0
+    for attempt in range(1, policy.max_attempts + 1):
+        result = call()
+        if not isinstance(result, Transient):
+            return result
+        delay = policy.delay(attempt, result.retry_after, chance())
+        reason = None
+        if attempt == policy.max_attempts:
+            reason = f"{attempt} attempts"
+        elif waited + delay > policy.max_total_delay:
+            reason = f"{attempt} attempts; the next may come in {delay:.1f} s, longer than the policy waits"
+        elif deadline is not None and delay >= deadline.remaining().total_seconds():
+            reason = f"{attempt} attempts; the deadline comes before the next one, in {delay:.1f} s"
+        if reason is not None:
+            raise ThrottleError(
+                f"The provider could not be reached in {reason}: {result.error}",
+                prompt_name=prompt_name,
+                phase="request",
+                provider_payload=getattr(result.error, "body", None),
+            ) from result.error
+        waited += delay
+        sleep(delay)
+    raise AssertionError("unreachable: the last attempt returns or raises")

@@ -1,0 +1,157 @@
+"""Tool calls, their results and what stands between them, the same for every vendor; imports msgspec.
+
+A vendor's item becomes one part or several (`vendors`), parts become what OpenTelemetry records (`views`), and both
+ways lead back. What a part has no field for stays where it was: in `Source.item`, the vendor's own item without the
+values that were moved into the part.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+type Json = bool | int | float | str | list[Json] | dict[str, Json] | None
+type JsonObject = dict[str, Json]
+type Path = tuple[str | int, ...]
+
+type Execution = Literal["server", "client"]
+type Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+type Provenance = Literal["observed", "synthesized"]
+
+
+class Move(msgspec.Struct, frozen=True, array_like=True):
+    """One value that was taken out of a vendor's item: what the part calls it, where it stood, how it was written.
+
+    It goes back by what is said here, not by a table: parts outlive the version that made them.
+    """
+
+    field: str
+    path: Path
+    lens: str = ""
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """The document that the items stood in, with null at `places` where their lists were.
+
+    A place that is the document itself, the empty path, is an item that was given alone.
+    """
+
+    document: Json
+    places: list[Path]
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is needed to go back to the vendor.
+
+    item: what is left of the vendor's item; unset on further parts of the item before.
+    place: which of the envelope's lists the item stood in.
+    envelope: on the first part of a document only.
+    """
+
+    vendor: str
+    item: Json | msgspec.UnsetType = msgspec.UNSET
+    moved: list[Move] = []
+    place: int = 0
+    envelope: Envelope | None = None
+
+
+class _Part(msgspec.Struct, kw_only=True):
+    """`extra` holds fields that somebody else's part had beside those known here."""
+
+    source: Source | None = None
+    extra: JsonObject = {}
+
+
+class ToolCall(_Part, kw_only=True):
+    """What the model asked a tool to do.
+
+    kind: what sort of tool it is, one of `payloads.KINDS` or any other name; it says what `payload` may hold.
+    name: the tool's own name where it has one (functions, MCP), else the kind.
+    id, call_id: the item's, and the one that call and result share; vendors may have one, both or none.
+    execution: who runs it. The vendor's type does not tell: a shell may be the server's or the client's.
+    provenance: synthesized calls were never seen as such, only what they left behind.
+    """
+
+    kind: str
+    name: str
+    payload: JsonObject
+    id: str | None = None
+    call_id: str | None = None
+    vendor_type: str = ""
+    execution: Execution = "server"
+    status: Status | None = None
+    provenance: Provenance = "observed"
+
+
+class ToolResult(_Part, kw_only=True):
+    """What came of a call; `call_id` says of which."""
+
+    kind: str
+    payload: JsonObject
+    id: str | None = None
+    call_id: str | None = None
+    vendor_type: str = ""
+    execution: Execution = "server"
+    status: Status | None = None
+    provenance: Provenance = "observed"
+
+
+class Text(_Part, kw_only=True):
+    content: str
+    role: str = "assistant"
+
+
+class Reasoning(_Part, kw_only=True):
+    content: str
+
+
+class Blob(_Part, kw_only=True):
+    """Data in line, as base64."""
+
+    content: str
+    modality: str
+    mime_type: str | None = None
+
+
+class File(_Part, kw_only=True):
+    file_id: str
+    modality: str
+    mime_type: str | None = None
+
+
+class Uri(_Part, kw_only=True):
+    uri: str
+    modality: str
+    mime_type: str | None = None
+
+
+class Other(_Part, kw_only=True):
+    """Whatever is none of these: a vendor's item (then `type` is its own), or somebody else's part."""
+
+    type: str
+
+
+type Part = ToolCall | ToolResult | Text | Reasoning | Blob | File | Uri | Other
+
+
+def pairs(parts: list[Part]) -> Iterator[tuple[int | None, int | None]]:
+    """Positions of calls with those of their results; each call and each result once, in the order they begin.
+
+    Equal ids belong together. Where the vendor gives none, a result belongs to the oldest call of its kind that has
+    neither id nor result.
+    """
+    found: dict[int, int | None] = {}
+    waiting: dict[tuple[str | None, str], list[int]] = {}
+    for position, part in enumerate(parts):
+        if isinstance(part, ToolCall):
+            found[position] = None
+            waiting.setdefault(_key(part), []).append(position)
+        elif isinstance(part, ToolResult):
+            calls = waiting.get(_key(part))
+            found[calls.pop(0) if calls else -position - 1] = position
+    for call, result in found.items():
+        yield (call if call >= 0 else None), result
+
+
+def _key(part: ToolCall | ToolResult) -> tuple[str | None, str]:
+    return part.call_id, ("" if part.call_id is not None else part.kind)

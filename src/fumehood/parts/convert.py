@@ -1,0 +1,227 @@
+"""From any vendor's items to parts and back, and to another vendor's; imports its siblings."""
+
+from typing import cast
+
+import msgspec
+
+from fumehood.parts.canonical import (
+    Envelope,
+    Json,
+    JsonObject,
+    Other,
+    Part,
+    Path,
+    Reasoning,
+    Source,
+    Text,
+    ToolCall,
+    ToolResult,
+    pairs,
+)
+from fumehood.parts.lenses import LENSES, MISSING, at, copied, put_at
+from fumehood.parts.shapes import Saying, Shape, Vendor, lift, lower, whole
+from fumehood.parts.vendors import VENDORS
+from fumehood.parts.views import VIEWS, from_view, to_view
+
+
+class NoSuchVendor(Exception):
+    """The vendor's name is not one of `VENDORS`."""
+
+
+def vendor_named(name: str) -> Vendor:
+    found = VENDORS.get(name)
+    if found is None:
+        raise NoSuchVendor(f"There is no vendor {name!r}; there are {', '.join(VENDORS)}.")
+    return found
+
+
+# --- from the vendor ----------------------------------------------------------------------------------
+
+
+def from_vendor(name: str, document: Json) -> list[Part]:
+    """The parts of a list of items, of one item, or of a whole response. Takes any JSON and loses nothing of it."""
+    vendor = vendor_named(name)
+    places = vendor.places(document)
+    if not places and isinstance(document, list):
+        parts = _lifted(vendor, document, 0)
+        _settle(parts)
+        return parts
+    left = copied(document)
+    parts: list[Part] = []
+    for number, place in enumerate(places):
+        parts += _lifted(vendor, cast(list[Json], at(document, place)), number)
+        left = put_at(left, place, None)
+    if not parts:
+        places, left = [()], None
+        parts = _lifted(vendor, [document], 0)
+    envelope = Envelope(document=left, places=places)
+    parts[0].source = msgspec.structs.replace(cast(Source, parts[0].source), envelope=envelope)
+    for part in vendor.derived(document, parts):
+        part.source = Source(vendor=vendor.name)
+        parts.append(part)
+    _settle(parts)
+    return parts
+
+
+def _lifted(vendor: Vendor, items: list[Json], place: int) -> list[Part]:
+    parts: list[Part] = []
+    for item in items:
+        if isinstance(item, dict):
+            parts += lift(vendor.name, item, vendor.claims(item), place)
+        else:
+            parts.append(whole(vendor.name, item, place))
+    return parts
+
+
+def _settle(parts: list[Part]) -> None:
+    """What only the pair tells: a result is run where its call was."""
+    for call_at, result_at in pairs(parts):
+        if call_at is not None and result_at is not None:
+            call, result = parts[call_at], parts[result_at]
+            if isinstance(call, ToolCall) and isinstance(result, ToolResult):
+                result.execution = call.execution
+
+
+# --- to a vendor --------------------------------------------------------------------------------------
+
+
+def to_vendor(name: str, parts: list[Part]) -> Json:
+    """What `from_vendor` was given, if the parts came from this vendor; else its nearest words for them.
+
+    Parts that were only derived from what stands beside the items do not become items of their own vendor.
+    """
+    vendor = vendor_named(name)
+    envelope: Envelope | None = None
+    items: list[tuple[int, Json]] = []
+    for group in _groups(vendor, parts):
+        source = group[0].source
+        if source is not None and source.vendor == vendor.name:
+            envelope = envelope or source.envelope
+            items.append((source.place, lower(group)))
+        elif (made := _made(vendor, group)) is not None:
+            items.append((0, made))
+    if envelope is None:
+        return [item for _, item in items]
+    if envelope.places == [()]:
+        return items[0][1] if len(items) == 1 else [item for _, item in items]
+    document = copied(envelope.document)
+    for number, place in enumerate(envelope.places):
+        document = put_at(document, place, [item for where, item in items if where == number])
+    return document
+
+
+def _groups(vendor: Vendor, parts: list[Part]) -> list[list[Part]]:
+    """Parts by the item they are of: as they came from this vendor, else as it would write them."""
+    own = {position for position, part in enumerate(parts) if _is_of(vendor, part)}
+    results = {
+        call: result
+        for call, result in pairs(parts)
+        if call is not None and result is not None and not {call, result} & own
+    }
+    groups: list[list[Part]] = []
+    joined: set[int] = set()
+    for position, part in enumerate(parts):
+        source = part.source
+        if position in own:
+            if source is None or source.item is msgspec.UNSET:
+                if groups and not _is_derived(part):
+                    groups[-1].append(part)
+            else:
+                groups.append([part])
+        elif position not in joined:
+            group = [part]
+            if isinstance(part, ToolCall) and position in results and _shape_for(vendor, part).unified:
+                joined.add(results[position])
+                group.append(parts[results[position]])
+            groups.append(group)
+    return groups
+
+
+def _is_of(vendor: Vendor, part: Part) -> bool:
+    return part.source is not None and part.source.vendor == vendor.name
+
+
+def _is_derived(part: Part) -> bool:
+    return isinstance(part, ToolCall | ToolResult) and part.provenance == "synthesized"
+
+
+# --- in another vendor's words ------------------------------------------------------------------------
+
+
+def _shape_for(vendor: Vendor, part: ToolCall | ToolResult) -> Shape:
+    """A kind that the vendor has no word for is written as a function's."""
+    for kind in (part.kind, "function"):
+        for shape in vendor.shapes:
+            side = shape.call if isinstance(part, ToolCall) else shape.result
+            if shape.kind == kind and side is not None:
+                return shape
+    raise AssertionError(f"{vendor.name} has no functions")
+
+
+def _made(vendor: Vendor, group: list[Part]) -> Json | None:
+    first = group[0]
+    if isinstance(first, ToolCall | ToolResult):
+        return _built(
+            _shape_for(vendor, first), [part for part in group if isinstance(part, ToolCall | ToolResult)]
+        )
+    if isinstance(first, Text):
+        return _said(vendor.text, first.content)
+    if isinstance(first, Reasoning):
+        return _said(vendor.reasoning, first.content)
+    if isinstance(first, Other) and first.source is not None and first.source.item is not msgspec.UNSET:
+        return copied(first.source.item)
+    return None
+
+
+def _said(saying: Saying | None, text: str) -> Json | None:
+    return None if saying is None else put_at(copied(saying.begins), saying.path, text)
+
+
+def _built(shape: Shape, parts: list[ToolCall | ToolResult]) -> Json:
+    item = copied(shape.begins)
+    for part in parts:
+        shared = part.call_id if part.call_id is not None else part.id
+        item = _filled(item, shape.call_id, shared)
+        item = _filled(item, shape.id, part.id if shape.call_id and part.id is not None else shared)
+        if isinstance(part, ToolCall):
+            item = _filled(item, shape.name, part.name)
+        item = _written(item, shape, part)
+    return item
+
+
+def _filled(item: Json, where: Path, value: str | None) -> Json:
+    if not where or value is None or at(item, where) not in (MISSING, None):
+        return item
+    return put_at(item, where, value)
+
+
+def _written(item: Json, shape: Shape, part: ToolCall | ToolResult) -> Json:
+    payload = part.payload
+    if shape.kind != part.kind:
+        payload: JsonObject = {"arguments": payload} if isinstance(part, ToolCall) else {"result": payload}
+    done: set[str] = set()
+    for field in (shape.call if isinstance(part, ToolCall) else shape.result) or ():
+        value = payload.get(field.name)
+        if field.name in done or value is None:
+            continue
+        done.add(field.name)
+        item = put_at(item, field.path, LENSES[field.lens].put(copied(value), None))
+    return item
+
+
+# --- anything to anything -----------------------------------------------------------------------------
+
+
+def names() -> list[str]:
+    """What can be converted from and to."""
+    return [*VENDORS, *VIEWS]
+
+
+def convert(source: str, target: str, document: Json) -> Json:
+    """A document of one vendor or view as another has it: a list of parts or items, or what it once was a list of."""
+    if source in VIEWS:
+        written = document if isinstance(document, list) else [document]
+        parts = from_view(written, compat=source == "option1-compat")
+    else:
+        parts = from_vendor(source, document)
+    return [*to_view(target, parts)] if target in VIEWS else to_vendor(target, parts)
