@@ -354,9 +354,7 @@ def _problems(config: Config) -> Iterator[str]:
     if interpreter.enabled:
         for problem in _interpreter_problems(interpreter.settings):
             yield f"providers.code_interpreter.settings.{problem}"
-    for network in config.inputs.fetch_networks:
-        if not _is_network(network):
-            yield "inputs.fetch_networks: a network is written as 10.1.0.0/16."
+    yield from _input_problems(config.inputs)
     for problem in _variable_problems("keys_env", config.compaction.keys_env):
         yield f"compaction.{problem}"
     if config.compaction.keys_env is not None and config.compaction.keys_file is not None:
@@ -372,11 +370,12 @@ def _problems(config: Config) -> Iterator[str]:
             yield f"{name}: this version cannot do that yet; leave it out."
 
 
-def _is_network(text: str) -> bool:
-    try:
-        return bool(ipaddress.ip_network(text))
-    except ValueError:
-        return False
+def _input_problems(settings: InputSettings) -> Iterator[str]:
+    for network in settings.fetch_networks:
+        try:
+            ipaddress.ip_network(network)
+        except ValueError:
+            yield "inputs.fetch_networks: a network is written as 10.1.0.0/16."
 
 
 def _interpreter_problems(settings: CodeInterpreterSettings) -> Iterator[str]:

@@ -111,6 +111,12 @@ class Store(Protocol):
 
     async def put_container(self, record: ContainerRecord) -> None: ...
 
+    async def change_container(self, record: ContainerRecord, deleted_files: Sequence[str] = ()) -> bool:
+        """Both or nothing: False if there is no such container, if it has expired and the record says that it runs, or
+        if it is deleted and the record says anything else.
+        """
+        ...
+
     async def container(self, container_id: str) -> ContainerRecord | None: ...
 
     async def containers(
@@ -119,12 +125,34 @@ class Store(Protocol):
         """Of one tenant or of all, all or those that are running, oldest first."""
         ...
 
-    async def put_files(
-        self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()
-    ) -> None: ...
+    async def list_containers(
+        self, tenant: str, window: Window, name: str | None = None
+    ) -> Sequence[ContainerRecord]:
+        """Without those that are deleted; all or those of that name. Raises InvalidRequest."""
+        ...
 
-    async def files(self, container_id: str) -> Sequence[ContainerFileRecord]:
-        """Oldest first."""
+    async def retaining_containers(self, tenant: str) -> Sequence[ContainerRecord]:
+        """Those whose files outlive them, the one first that ended first."""
+        ...
+
+    async def ended_containers(
+        self, *, expired_before: float, deleted_before: float
+    ) -> Sequence[ContainerRecord]:
+        """Some of those of all tenants that ended before, the one first that ended first."""
+        ...
+
+    async def delete_container(self, container_id: str) -> None:
+        """Its record, and those of its files."""
+        ...
+
+    async def put_files(self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()) -> bool:
+        """All or nothing: False if a container of those that changed is not running any more."""
+        ...
+
+    async def file(self, container_id: str, file_id: str) -> ContainerFileRecord | None: ...
+
+    async def files(self, container_id: str, window: Window | None = None) -> Sequence[ContainerFileRecord]:
+        """All of them, oldest first, or a window. Raises InvalidRequest."""
         ...
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:

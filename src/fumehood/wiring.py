@@ -292,6 +292,12 @@ async def _interpreter(
             isolation=settings.isolation,
             claim_timeout=settings.claim_timeout,
             containers_per_tenant=config.limits.containers_per_tenant,
+            allowed_domains=frozenset(settings.allowed_domains),
+            idle_minutes=settings.idle_minutes,
+            longest_idle_minutes=settings.longest_idle_minutes,
+            life_hours=settings.life_hours,
+            retention_hours=settings.retention_hours,
+            retained_bytes=settings.retained_bytes,
             files=FileLimits(
                 file_bytes=settings.file_bytes,
                 container_bytes=settings.container_bytes,
@@ -308,7 +314,6 @@ async def _interpreter(
         InterpreterSettings(
             execution_timeout=settings.execution_timeout,
             keeps_variables=settings.isolation == "container",
-            allowed_domains=frozenset(settings.allowed_domains),
             inline_bytes=settings.inline_bytes,
             output=OutputLimits(
                 model_characters=settings.model_characters, kept_characters=settings.kept_characters

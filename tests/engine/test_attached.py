@@ -143,10 +143,10 @@ async def test_a_file_that_nobody_could_look_at_is_refused() -> None:
     pdf = uploads.add("x.pdf", PDF)
     items = [user(file(pdf))]
     blind = engine(uploads=uploads)
-    with pytest.raises(InvalidRequest, match="x.pdf cannot be shown to this model") as refused:
+    with pytest.raises(InvalidRequest, match=r"x\.pdf cannot be shown to this model") as refused:
         await blind.block(input=items, tools=[{"type": "echo"}])
     assert (refused.value.param, refused.value.wire_code) == ("input[0].content[0]", "unsupported_file")
-    with pytest.raises(InvalidRequest, match="y.pdf"):
+    with pytest.raises(InvalidRequest, match=r"y\.pdf"):
         await blind.block(input=[user(inline("y.pdf", PDF))])
 
     coding = engine(ANSWER, uploads=uploads, files=True)

@@ -25,7 +25,8 @@ KILLED = End(status="timeout", exit_code=-1, duration_ms=1, state_kept=False, re
 
 async def test_the_sandbox_is_what_the_container_is_to_be() -> None:
     network = NetworkAllowlist(allowed_domains=["example.com"])
-    async with host(Step("x")) as here:
+    settings = ContainerSettings(allowed_domains=frozenset({"example.com"}))
+    async with host(Step("x"), settings=settings) as here:
         container = await here.open(spec=ContainerSpec(memory="4g", network=network))
         assert here.scripted.specs == {}
         await here.run(container, "x")
@@ -165,7 +166,7 @@ async def test_as_many_containers_as_a_tenant_may_have() -> None:
         refused = [one for one in opened if isinstance(one, RateLimited)]
         assert len(refused) == 2
         assert refused[0].message == snapshot(
-            "As many containers are running as are allowed (2); those that nobody uses expire by themselves."
+            "As many containers are running as are allowed (2): delete one, or wait for one to expire."
         )
         await here.containers.open(Caller("other"), here.containers.reserve(), ContainerSpec())
         here.clock.advance(20 * 60)

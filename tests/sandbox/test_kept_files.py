@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
+from fumehood.protocol.containers import ContainerRecord, ContainerSpec
 from fumehood.protocol.errors import NotFound, Unavailable
 from fumehood.protocol.sandbox import FileEntry, FileListing, SandboxSpec
 from fumehood.protocol.sandbox_errors import SandboxGone, TooLarge, Unreachable
 from fumehood.sandbox.container import ContainerSettings
-from fumehood.sandbox.kept_files import FileLimits, KeptFiles, is_produced
+from fumehood.sandbox.kept_files import FileLimits, KeptFiles, Look, is_produced
 from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.testing import (
     DeleteFile,
@@ -208,12 +209,18 @@ class Desk:
         )
         self.liar = Liar(ScriptedSandboxes())
 
+    async def look(self, mark: str) -> Look:
+        await self.store.put_container(
+            ContainerRecord(id="cntr_1", tenant="", spec=ContainerSpec(), created_at=1, last_active_at=1)
+        )
+        return await self.files.look("cntr_1", self.liar, mark)
+
 
 async def test_a_file_that_is_larger_than_was_told() -> None:
     desk = Desk(file_bytes=10)
     desk.liar.told = [entry("a", size=1)]
     desk.liar.pieces = {"a": [b"x" * 6, b"x" * 6]}
-    look = await desk.files.look("cntr_1", desk.liar, "")
+    look = await desk.look("")
     assert [(record.path, record.blob) for record in look.changed] == [("a", "")]
     assert desk.blobs.blobs == {}
 
@@ -222,14 +229,14 @@ async def test_a_file_that_is_smaller_than_was_told() -> None:
     desk = Desk()
     desk.liar.told = [entry("a", size=1000), entry("b", size=-5)]
     desk.liar.pieces = {"a": [b"abc"], "b": [b""]}
-    look = await desk.files.look("cntr_1", desk.liar, "")
+    look = await desk.look("")
     assert [(record.path, record.bytes) for record in look.changed] == [("a", 3), ("b", 0)]
 
 
 async def test_names_that_lead_elsewhere_are_not_looked_at() -> None:
     desk = Desk()
     desk.liar.told = [entry(path) for path in ("../a", "/etc/passwd", "a//b", ".", "")]
-    look = await desk.files.look("cntr_1", desk.liar, "")
+    look = await desk.look("")
     assert look.changed == []
 
 
@@ -237,7 +244,7 @@ async def test_a_sandbox_that_ends_meanwhile_leaves_what_was_copied() -> None:
     desk = Desk()
     desk.liar.told = [entry("a"), entry("b"), entry("c")]
     desk.liar.pieces = {"a": [b"a"], "b": [SandboxGone("gone")], "c": [b"c"]}
-    look = await desk.files.look("cntr_1", desk.liar, "0")
+    look = await desk.look("0")
     copied = [record.path for record in look.changed]
     assert "a" in copied
     assert "b" not in copied
@@ -255,7 +262,7 @@ async def test_whatever_is_told_no_more_is_kept_than_there_is_room_for(
         name: [name.encode()[:1] * size for size in sizes]
         for name, (_, sizes) in zip(names, files, strict=True)
     }
-    look = await desk.files.look("cntr_1", desk.liar, "")
+    look = await desk.look("")
     kept = [record for record in look.changed if record.blob]
     assert [record.path for record in look.changed] == names[:15]
     assert all(record.bytes == sum(files[int(record.path)][1]) <= 30 for record in kept)
@@ -268,10 +275,10 @@ async def test_copying_takes_so_long_and_no_longer() -> None:
     desk.liar.told = [entry("a"), entry("b")]
     desk.liar.pieces = {"a": [b"a"], "b": [b"b"]}
     desk.liar.waiting = asyncio.Event()
-    look = await desk.files.look("cntr_1", desk.liar, "0")
+    look = await desk.look("0")
     assert (look.changed, look.mark) == ([], "0")
     desk.liar.waiting = None
-    look = await desk.files.look("cntr_1", desk.liar, "0")
+    look = await desk.look("0")
     assert ([record.path for record in look.changed], look.mark) == (["a", "b"], "1")
 
 
@@ -279,9 +286,9 @@ async def test_a_whole_listing_finds_what_changed() -> None:
     desk = Desk()
     desk.liar.told = [entry("a"), entry("b"), entry("c")]
     desk.liar.pieces = {name: [name.encode()] for name in "abc"}
-    await desk.files.look("cntr_1", desk.liar, "")
+    await desk.look("")
     desk.liar.told = [entry("a"), entry("b", modified_ns=2)]
-    look = await desk.files.look("cntr_1", desk.liar, "forgotten")
+    look = await desk.look("forgotten")
     assert [record.path for record in look.changed] == ["b"]
     assert {record.path for record in await desk.store.files("cntr_1")} == {"a", "b"}
 
@@ -290,9 +297,9 @@ async def test_a_listing_that_is_cut_deletes_nothing() -> None:
     desk = Desk()
     desk.liar.told = [entry("a"), entry("b")]
     desk.liar.pieces = {name: [name.encode()] for name in "ab"}
-    await desk.files.look("cntr_1", desk.liar, "")
+    await desk.look("")
     desk.liar.told, desk.liar.truncated = [entry("a")], True
-    look = await desk.files.look("cntr_1", desk.liar, "1")
+    look = await desk.look("1")
     assert look.changed == []
     assert len(await desk.store.files("cntr_1")) == 2
 
@@ -300,7 +307,7 @@ async def test_a_listing_that_is_cut_deletes_nothing() -> None:
 async def test_a_listing_tells_of_deletions_that_nobody_knows() -> None:
     desk = Desk()
     desk.liar.complete, desk.liar.deleted = False, ["never", "../x"]
-    look = await desk.files.look("cntr_1", desk.liar, "1")
+    look = await desk.look("1")
     assert look.changed == []
 
 

@@ -404,6 +404,6 @@ async def test_as_many_containers_as_are_allowed() -> None:
         called = await interpreter.run("y")
         assert called.item.status == "failed"
         assert called.told == snapshot("""\
-The code did not run: As many containers are running as are allowed (1); those that nobody uses expire by themselves.
+The code did not run: As many containers are running as are allowed (1): delete one, or wait for one to expire.
 Exit code: -1\
 """)

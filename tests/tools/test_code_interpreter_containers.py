@@ -57,7 +57,8 @@ async def test_a_container_that_expired_is_replaced_and_the_model_is_told_once()
         _, second = await call(offered.begin(interpreter.context()), '{"code": "y"}')
         _, third = await call(offered.begin(interpreter.context()), '{"code": "z"}')
         assert second.exchange.output == snapshot(
-            "The container of the earlier calls is gone, with their variables and files; this call began in a new one."
+            "The container of the earlier calls has expired, with their variables and the files that they wrote; "
+            "this call began in a new one, with the files that the user had put there."
         )
         assert third.exchange.output == "(no output)"
         assert isinstance(second.item, CodeInterpreterCall)

@@ -5,7 +5,6 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.protocol.containers import ContainerSpec
 from fumehood.protocol.sandbox import Display, Stdout
 from fumehood.sandbox.container import ContainerSettings
 from fumehood.sandbox.kept_files import FileLimits
@@ -64,7 +63,7 @@ def test_the_page_tells_the_bounds() -> None:
     assert f"| all files of a container | {files.container_bytes >> 20} MiB," in page
     assert f"| files of a container | {files.files:,};" in page
     assert f"| time for copying | {files.seconds:g} s;" in page
-    assert f"It expires after {ContainerSpec().idle_minutes} minutes" in page
+    assert f"It expires after {containers.idle_minutes} minutes" in page
     assert f"| `claim_timeout` | {containers.claim_timeout:g} s |" in page
     assert f"`limits.containers_per_tenant` ({containers.containers_per_tenant})" in page
     assert f"| `execution_timeout` | {InterpreterSettings().execution_timeout:g} s |" in page

@@ -10,6 +10,7 @@ from inline_snapshot import snapshot
 from fumehood.protocol.containers import ContainerSpec
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.sandbox import DomainSecret, NetworkAllowlist
+from fumehood.sandbox.container import ContainerSettings
 from fumehood.tools.code_session import InterpreterSettings
 from fumehood.tools.container_config import ContainerChoice, echoed, read_container
 from tests.support.interpreter import scripted, spec
@@ -37,8 +38,8 @@ POLICY = {
     ],
 )
 def test_what_is_understood(container: object, choice: ContainerChoice) -> None:
-    assert read_container(spec(container), ()) == choice
-    assert read_container(spec(container, allowed_callers=["direct"], later=True), ()) == choice
+    assert read_container(spec(container)) == choice
+    assert read_container(spec(container, allowed_callers=["direct"], later=True)) == choice
 
 
 @pytest.mark.parametrize(
@@ -61,35 +62,33 @@ def test_what_is_understood(container: object, choice: ContainerChoice) -> None:
         ({"type": "auto", "network_policy": {"type": "open"}}, "container.network_policy"),
         ({"type": "auto", "network_policy": {}}, "container.network_policy"),
         ({"type": "auto", "network_policy": {"type": "allowlist"}}, "container.network_policy"),
-        ({"type": "auto", "network_policy": POLICY}, "this server allows containers no network"),
     ],
 )
 def test_what_is_refused(container: object, words: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        read_container(spec(container), ())
+        read_container(spec(container))
     assert words in refused.value.message
     assert (refused.value.status, refused.value.param) == (400, "tools")
     assert SECRET not in refused.value.message
 
 
-@pytest.mark.parametrize("ceiling", [{"api.example.com", "other.example.com"}, {"*"}])
-def test_domains_within_the_ceiling(ceiling: set[str]) -> None:
-    network = read_container(
-        spec({"type": "auto", "network_policy": {**POLICY, "new": 1}}), ceiling
-    ).spec.network
+def test_a_network_policy() -> None:
+    network = read_container(spec({"type": "auto", "network_policy": {**POLICY, "new": 1}})).spec.network
     assert network == NetworkAllowlist(
         allowed_domains=["api.example.com"],
         domain_secrets=[DomainSecret(domain="api.example.com", name="TOKEN", value=SECRET)],
     )
 
 
-@pytest.mark.parametrize("ceiling", [{"example.com"}, {"other.example.com"}])
-def test_domains_beyond_the_ceiling(ceiling: set[str]) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        read_container(spec({"type": "auto", "network_policy": POLICY}), ceiling)
-    assert refused.value.message == snapshot(
-        "container.network_policy: this server does not allow the domain 'api.example.com'."
-    )
+async def test_what_no_container_may_have_is_refused_before_anything_begins() -> None:
+    async with scripted() as interpreter:
+        with pytest.raises(InvalidRequest) as refused:
+            await interpreter.tool.offer(
+                spec({"type": "auto", "network_policy": POLICY}), interpreter.context().caller, []
+            )
+        assert (refused.value.message, refused.value.param) == snapshot(
+            ("container.network_policy: this server allows containers no network.", "tools")
+        )
 
 
 @pytest.mark.parametrize(
@@ -146,11 +145,11 @@ async def test_what_the_model_is_told_of_other_settings() -> None:
     settings = InterpreterSettings(
         execution_timeout=2.5,
         keeps_variables=False,
-        allowed_domains=frozenset({"*"}),
         python="3.14",
         libraries=("numpy",),
     )
-    async with scripted(settings=settings) as interpreter:
+    containers = ContainerSettings(allowed_domains=frozenset({"*"}))
+    async with scripted(settings=settings, containers=containers) as interpreter:
         policy = {"type": "auto", "network_policy": POLICY}
         offered = await interpreter.tool.offer(spec(policy), interpreter.context().caller, [])
         lines = offered.function.description.splitlines()

@@ -20,7 +20,7 @@ _LONGEST_TARGET = (
 _TRAILING = ".,;:!?*_`"
 _TITLE = re.compile(r""" ["']""")
 # What few names hold, and often comes after one: the edge of a table's cell, the punctuation of other scripts.
-_BREAK = re.compile(r"[|<>，。、；：！？」』】》）]")
+_BREAK = re.compile("[|<>\uff0c\u3002\u3001\uff1b\uff1a\uff01\uff1f\u300d\u300f\u3011\u300b\uff09]")
 _CLOSING = {"(": ")", "<": ">", "[": "]", '"': '"', "'": "'", "`": "`"}
 # What may end a link, or begin another bracket in it, by the character before it.
 _ENDS = {"": re.compile(r"\s")} | {

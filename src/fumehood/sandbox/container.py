@@ -13,7 +13,7 @@ import msgspec
 
 from fumehood.interfaces import Clock, Sandbox, SandboxProvider, SandboxRef, Store
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
-from fumehood.protocol.sandbox import AnyOutput, ArchiveFormat, End, ExecuteRequest, Note, SandboxSpec, Tenant
+from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest, Note, SandboxSpec, Tenant
 from fumehood.protocol.sandbox_errors import (
     AtCapacity,
     SandboxError,
@@ -23,9 +23,9 @@ from fumehood.protocol.sandbox_errors import (
     TryLater,
     Unreachable,
 )
-from fumehood.sandbox.executions import followed, lost
 from fumehood.sandbox.domain_secrets import DomainSecrets
-from fumehood.sandbox.kept_files import FileLimits, KeptFiles, Placed, in_words
+from fumehood.sandbox.executions import followed, lost
+from fumehood.sandbox.kept_files import FileLimits, KeptFiles, Placed
 
 logger = logging.getLogger(__name__)
 
@@ -211,10 +211,7 @@ class SandboxContainer:
         if not await self._living.write(self._house.store):
             await release(self._house.provider, ref)
             raise SandboxGone(_OVER)
-        notes = [_NEW_SANDBOX] if number > 1 else []
-        if restored.missing:
-            notes.append(f"Not to be had in this sandbox: {in_words(restored.missing)}.")
-        return sandbox, notes
+        return sandbox, [*([_NEW_SANDBOX] if number > 1 else []), *restored.notes()]
 
     async def _after(self, sandbox: Sandbox, end: End) -> Sequence[str]:
         """Look for files, note how things stand; what there is to tell."""
@@ -251,8 +248,8 @@ class SandboxContainer:
         try:
             async with fresh_sandbox(self._house, self._living) as sandbox:
                 restored = await self._house.files.restore(self.id, sandbox)
-                if restored.missing:
-                    yield Note(f"Not to be had in this call: {in_words(restored.missing)}.")
+                for text in restored.notes():
+                    yield Note(text)
                 async with aclosing(followed(sandbox, request, execution_id, self._house.clock)) as events:
                     async for event in events:
                         if not isinstance(event, End):

@@ -219,8 +219,7 @@ class SandboxContainers:
                 running = [one for one in running if (await self._current(one)).status == "running"]
             if len(running) >= most:
                 raise RateLimited(
-                    f"As many containers are running as are allowed ({most}): delete one, or wait until one that nobody "
-                    "uses expires.",
+                    f"As many containers are running as are allowed ({most}): delete one, or wait for one to expire.",
                     code="container_limit_exceeded",
                 )
             now = self._house.clock.now()

@@ -28,8 +28,7 @@ class DomainSecrets:
         if self._sealer is None:
             raise InvalidRequest("network_policy: this server keeps no secrets.", param="network_policy")
         sealed = self._sealer.seal(_owner(tenant, container_id), msgspec.json.encode(network.domain_secrets))
-        public = msgspec.structs.replace(network, domain_secrets=[])
-        return msgspec.structs.replace(spec, network=public), sealed
+        return without_secrets(spec), sealed
 
     def network(self, record: ContainerRecord) -> NetworkPolicy:
         """The network of a container with its secrets; raises RequestRefused where these cannot be opened any more."""
@@ -45,6 +44,12 @@ class DomainSecrets:
                 f"The domain_secrets of this container cannot be opened any more, since {error}; create another one."
             ) from error
         return msgspec.structs.replace(network, domain_secrets=_secrets.decode(content))
+
+
+def without_secrets(spec: ContainerSpec) -> ContainerSpec:
+    if not isinstance(spec.network, NetworkAllowlist):
+        return spec
+    return msgspec.structs.replace(spec, network=msgspec.structs.replace(spec.network, domain_secrets=[]))
 
 
 def _owner(tenant: str, container_id: str) -> str:

@@ -9,6 +9,7 @@ from fumehood.interfaces import SandboxRef
 from fumehood.protocol.containers import ContainerRecord, ContainerStatus
 from fumehood.protocol.sandbox_errors import SandboxError
 from fumehood.sandbox.container import House, Living, release
+from fumehood.sandbox.domain_secrets import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class Endings:
             )
         ended = msgspec.structs.replace(
             record,
+            spec=without_secrets(record.spec),
             status=status,
             last_active_at=max(record.last_active_at, living.record.last_active_at if living else 0),
             ended_at=self._house.clock.now(),

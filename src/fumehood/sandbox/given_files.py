@@ -1,4 +1,4 @@
-"""Files that users put into containers, whether or not there is a sandbox yet; imports `interfaces`, `protocol`, siblings.
+"""Files that users put into containers, with or without a sandbox yet; imports `interfaces`, `protocol`, siblings.
 
 A file is kept first, then put into the sandbox if one lives, then recorded: what is recorded is there.
 """
@@ -21,7 +21,7 @@ from fumehood.protocol.sandbox_errors import (
     TryLater,
 )
 from fumehood.sandbox.container import House, Living, attached, fresh_sandbox
-from fumehood.sandbox.kept_files import file_id, free_name, kept_bytes
+from fumehood.sandbox.kept_files import NOT_IN_A_SANDBOX, file_id, free_name, kept_bytes
 
 # Puts files into a sandbox; when each of them was written, as the sandbox tells it.
 type Writing = Callable[[Sandbox], Awaitable[Mapping[str, int]]]
@@ -143,11 +143,13 @@ class GivenFiles:
     async def _record(
         self, living: Living, given: Sequence[Given], write: Writing
     ) -> list[ContainerFileRecord]:
-        """Put what is kept into the sandbox, if there is one, and write it down; whoever calls has the files."""
+        """Put what is kept into the sandbox, if there is one, and write it down; for whoever has `filing`."""
+        if not given:
+            return []
         container_id = living.record.id
         known = {record.path: record for record in await self._house.store.files(container_id)}
         self._check_room(known, given)
-        modified = await self._written(living, write) if given else {}
+        modified = await self._written(living, write)
         now = self._house.clock.now()
         records = [
             ContainerFileRecord(
@@ -156,13 +158,13 @@ class GivenFiles:
                 path=one.path,
                 bytes=one.kept.bytes,
                 created_at=known[one.path].created_at if one.path in known else now,
-                modified_ns=modified.get(one.path, 0),
+                modified_ns=modified.get(one.path, NOT_IN_A_SANDBOX),
                 source="user",
                 blob=one.kept.name,
             )
             for one in given
         ]
-        if records and not await self._house.store.put_files(records):
+        if not await self._house.store.put_files(records):
             raise NotFound(f"Container with id '{container_id}' not found.")
         await self._house.files.drop([known[one.path] for one in given if one.path in known])
         return records

@@ -10,6 +10,7 @@ from collections.abc import (
     AsyncGenerator,
     Awaitable,
     Callable,
+    Collection,
     Iterable,
     Mapping,
     Sequence,
@@ -25,13 +26,14 @@ from fumehood.protocol.containers import ContainerFileRecord
 from fumehood.protocol.errors import Unavailable
 from fumehood.protocol.names import clean_name
 from fumehood.protocol.sandbox import FileEntry, FileListing
-from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge
+from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, SandboxGone, TooLarge
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_PATH = 4096
 _IN_ONE_PIECE = 1 << 20  # a request with these bytes can be repeated
 _NAMED = 5
+NOT_IN_A_SANDBOX = 0  # in place of the time when it was written there
 _AT_ONCE = 8  # files on their way; each waits for a disk
 
 
@@ -70,17 +72,25 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a fresh sandbox was given; `missing` are the names of what could not be."""
+    """What a fresh sandbox was given, and the paths of what is gone for good, and of what it did not take."""
 
     mark: str
     placed: dict[str, Placed]
-    missing: list[str]
+    gone: list[str]
+    refused: list[str]
+
+    def notes(self) -> list[str]:
+        notes = [f"Not to be had any more: {in_words(self.gone)}."] if self.gone else []
+        return [
+            *notes,
+            *([f"Not to be had in this sandbox: {in_words(self.refused)}."] if self.refused else []),
+        ]
 
 
 def is_produced(path: str) -> bool:
     """Whether a file counts as something that code made: neither hidden, nor cached, nor somebody's temporary file.
 
-    docs/code-interpreter.md tells users the rule.
+    docs/containers.md tells users the rule.
     """
     parts = path.split("/")
     if len(path) > _LONGEST_PATH or "\0" in path or any(not part or part.startswith(".") for part in parts):
@@ -118,14 +128,19 @@ class KeptFiles:
         known = {record.path: record for record in await self._store.files(container_id)}
         before = _as_placed(known.values()) if began is None else began
         gone = [known.pop(path) for path in _deleted(listing, before) if _same(known.get(path), before[path])]
-        fresh = [file for file in listing.files if is_produced(file.path) and _differs(file, before)]
+        fresh = [
+            file
+            for file in listing.files
+            if (file.path in known or is_produced(file.path)) and _differs(file, before)
+        ]
         harvest = _Harvest(container_id, known, {file.path for file in fresh}, self._limits)
         async with AsyncExitStack() as arrivals:
             await self._take_all(sandbox, fresh, harvest, arrivals)
             changed = [record for file in fresh if (record := harvest.taken.get(file.path)) is not None]
-            await self._store.put_files(changed, [record.id for record in gone])
+            if not await self._store.put_files(changed, [record.id for record in gone]):
+                changed, gone = [], []  # there is no such container any more
         replaced = [known[record.path] for record in changed if record.path in known]
-        await self._blobs.drop(record.blob for record in (*gone, *replaced))
+        await self.drop((*gone, *replaced))
         return Look(mark if harvest.cut_short else listing.mark, changed, harvest.notes())
 
     async def _take_all(
@@ -168,7 +183,8 @@ class KeptFiles:
     async def restore(self, container_id: str, sandbox: Sandbox) -> Restored:
         """Put into a fresh sandbox what is kept of the container; raises SandboxError."""
         placed: dict[str, Placed] = {}
-        missing: list[str] = []
+        gone: list[str] = []
+        refused: list[str] = []
         for record in await self._store.files(container_id):
             try:
                 if not record.blob:
@@ -176,23 +192,25 @@ class KeptFiles:
                 entry = await sandbox.write(record.path, await self._content(record))
             except (KeyError, FileRefused, TooLarge) as error:
                 logger.warning("%s of %s cannot be put back: %s", record.id, container_id, error)
-                missing.append(clean_name(record.path))
+                (gone if isinstance(error, KeyError) else refused).append(record.path)
                 continue
             placed[record.path] = Placed(record.bytes, entry.modified_ns, record.blob)
-        return Restored((await sandbox.list()).mark if placed else "", placed, missing)
+        return Restored((await sandbox.list()).mark if placed else "", placed, gone, refused)
 
     async def settle(self, container_id: str, restored: Restored) -> None:
         """Let the records say what the container's one sandbox has now."""
-        records = await self._store.files(container_id)
-        moved = [
-            msgspec.structs.replace(record, modified_ns=restored.placed[record.path].modified_ns)
-            for record in records
-            if record.path in restored.placed
-        ]
-        lost = [record for record in records if record.path not in restored.placed]
+        moved: list[ContainerFileRecord] = []
+        lost: list[ContainerFileRecord] = []
+        for record in await self._store.files(container_id):
+            placed = restored.placed.get(record.path)
+            if placed is not None:
+                moved.append(msgspec.structs.replace(record, modified_ns=placed.modified_ns))
+            elif record.path in restored.gone:
+                lost.append(record)
+            elif record.path in restored.refused:
+                moved.append(msgspec.structs.replace(record, modified_ns=NOT_IN_A_SANDBOX))
         if moved or lost:
             await self._store.put_files(moved, [record.id for record in lost])
-            await self._blobs.drop(record.blob for record in lost)
 
     async def _content(self, record: ContainerFileRecord) -> bytes | AsyncGenerator[bytes]:
         """Raises KeyError if it is not there, before anybody waits for the rest."""
@@ -209,11 +227,11 @@ class KeptFiles:
     ) -> ContainerFileRecord:
         """A file of the assistant's under a name that is free, in the sandbox too if it lives. Raises TooLarge."""
         known = {record.path: record for record in await self._store.files(container_id)}
-        room = min(self._limits.file_bytes, self._limits.container_bytes - _kept_bytes(known.values()))
+        room = min(self._limits.file_bytes, self._limits.container_bytes - kept_bytes(known.values()))
         if len(content) > room or len(known) >= self._limits.files:
             raise TooLarge("The container has as many files as it may keep.")
-        free = _free_name(path, known)
-        modified_ns = 0
+        free = free_name(path, known)
+        modified_ns = NOT_IN_A_SANDBOX
         if sandbox is not None:
             try:
                 modified_ns = (await sandbox.write(free, content)).modified_ns
@@ -230,16 +248,21 @@ class KeptFiles:
                 source="assistant",
                 blob=kept.name,
             )
-            await self._store.put_files([record])
+            if not await self._store.put_files([record]):
+                raise SandboxGone("There is no such container any more.")
         return record
 
     async def read(
-        self, record: ContainerFileRecord, find_sandbox: Callable[[], Awaitable[Sandbox | None]]
+        self,
+        record: ContainerFileRecord,
+        find_sandbox: Callable[[], Awaitable[Sandbox | None]],
+        start: int = 0,
+        end: int | None = None,
     ) -> AsyncGenerator[bytes]:
         """The copy, or else what the sandbox has; raises KeyError before the first piece."""
         try:
             if record.blob:
-                async with aclosing(self._blobs.read(record.blob)) as pieces:
+                async with aclosing(self._blobs.read(record.blob, start, end)) as pieces:
                     async for piece in pieces:
                         yield piece
                 return
@@ -249,18 +272,15 @@ class KeptFiles:
         if sandbox is None:
             raise KeyError(record.id)
         try:
-            async with aclosing(sandbox.read(record.path)) as pieces:
+            async with aclosing(_part(sandbox.read(record.path), start, end)) as pieces:
                 async for piece in pieces:
                     yield piece
         except (FileNotFound, FileRefused) as error:
             raise KeyError(record.id) from error
 
-    async def forget(self, container_id: str) -> None:
-        """Every file of a container that is no more."""
-        records = await self._store.files(container_id)
-        if records:
-            await self._store.put_files([], [record.id for record in records])
-            await self._blobs.drop(record.blob for record in records)
+    async def drop(self, records: Iterable[ContainerFileRecord]) -> None:
+        """Let go of the copies of files that are no longer recorded."""
+        await self._blobs.drop(record.blob for record in records)
 
 
 @dataclass(slots=True)
@@ -284,7 +304,7 @@ class _Harvest:
 
     def __post_init__(self) -> None:
         staying = [record for path, record in self.known.items() if path not in self.changing]
-        self.room = self.limits.container_bytes - _kept_bytes(staying)
+        self.room = self.limits.container_bytes - kept_bytes(staying)
         self.places = self.limits.files - len(self.known)
 
     def has_place_for(self, path: str) -> bool:
@@ -303,14 +323,14 @@ class _Harvest:
             bytes=size,
             created_at=now if old is None else old.created_at,
             modified_ns=file.modified_ns,
-            source="assistant",
+            source="assistant" if old is None else old.source,
             blob=blob,
         )
 
     def notes(self) -> list[str]:
         notes: list[str] = []
         if self.unkept:
-            names = in_words([clean_name(path) for path in self.unkept])
+            names = in_words(self.unkept)
             notes.append(f"There is no room to keep these when the sandbox ends: {names}.")
         if self.left_out:
             notes.append(
@@ -360,8 +380,26 @@ async def _chained(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncGenerator[
             yield piece
 
 
+async def _part(pieces: AsyncGenerator[bytes], start: int, end: int | None) -> AsyncGenerator[bytes]:
+    """The bytes from `start` up to `end`, of something that can only be read from its beginning."""
+    at = 0
+    async with aclosing(pieces):
+        async for piece in pieces:
+            wanted = piece[max(0, start - at) : None if end is None else max(0, end - at)]
+            at += len(piece)
+            if wanted:
+                yield wanted
+            if end is not None and at >= end:
+                return
+
+
 def _as_placed(records: Iterable[ContainerFileRecord]) -> dict[str, Placed]:
-    return {record.path: Placed(record.bytes, record.modified_ns, record.blob) for record in records}
+    """Those that their sandbox has."""
+    return {
+        record.path: Placed(record.bytes, record.modified_ns, record.blob)
+        for record in records
+        if record.modified_ns != NOT_IN_A_SANDBOX
+    }
 
 
 def _differs(file: FileEntry, before: Mapping[str, Placed]) -> bool:
@@ -380,11 +418,12 @@ def _same(record: ContainerFileRecord | None, placed: Placed) -> bool:
     return record is not None and record.blob == placed.blob
 
 
-def _kept_bytes(records: Iterable[ContainerFileRecord]) -> int:
+def kept_bytes(records: Iterable[ContainerFileRecord]) -> int:
     return sum(record.bytes for record in records if record.blob)
 
 
-def _free_name(path: str, taken: Mapping[str, ContainerFileRecord]) -> str:
+def free_name(path: str, taken: Collection[str]) -> str:
+    """The path itself, or one like it that nothing has."""
     wanted = PurePosixPath(path)
     numbers = range(2, len(taken) + 2)
     others = (str(wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}")) for number in numbers)
@@ -392,6 +431,6 @@ def _free_name(path: str, taken: Mapping[str, ContainerFileRecord]) -> str:
 
 
 def in_words(names: Sequence[str]) -> str:
-    """A few names, and how many more there are."""
+    """A few names, fit to be read, and how many more there are."""
     more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(clean_name(name) for name in names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

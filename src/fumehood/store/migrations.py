@@ -158,6 +158,18 @@ MIGRATIONS: Sequence[Migration] = (
         """,
     ),
     Migration(
+        breaks=True,
+        statements="""
+        -- listed: not deleted. retained: bytes of files that outlive their container.
+        ALTER TABLE containers ADD COLUMN listed INTEGER NOT NULL DEFAULT 1;
+        ALTER TABLE containers ADD COLUMN name TEXT NOT NULL DEFAULT 'auto';
+        ALTER TABLE containers ADD COLUMN ended_at REAL NOT NULL DEFAULT 0;
+        ALTER TABLE containers ADD COLUMN retained INTEGER NOT NULL DEFAULT 0;
+        CREATE INDEX containers_ended ON containers (ended_at) WHERE NOT running;
+        CREATE INDEX containers_retaining ON containers (tenant, ended_at, id) WHERE retained > 0;
+        """,
+    ),
+    Migration(
         """
         -- What the files and pictures of an input were when its response began.
         ALTER TABLE items ADD COLUMN attachments BLOB;

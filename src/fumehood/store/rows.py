@@ -14,7 +14,6 @@ import msgspec
 
 from fumehood.interfaces import IdempotencyClaim
 from fumehood.protocol.attachments import Attachment
-from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Exchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.items import AuthoredItem, OutputItem
@@ -33,8 +32,6 @@ _responses = msgspec.json.Decoder(Response)
 _exchanges = msgspec.json.Decoder(Exchange)
 _attachments = msgspec.json.Decoder(tuple[Attachment, ...])
 _authored: msgspec.json.Decoder[AuthoredItem] = msgspec.json.Decoder(AuthoredItem)
-_containers = msgspec.json.Decoder(ContainerRecord)
-_files = msgspec.json.Decoder(ContainerFileRecord)
 _keys = msgspec.json.Decoder(ApiKey)
 _encode = msgspec.json.Encoder().encode
 
@@ -386,43 +383,7 @@ def entries(db: sqlite3.Connection, tenant: str, item_ids: Collection[str]) -> d
     return found
 
 
-# --- containers ---------------------------------------------------------------------------------------
-
-
-def put_container(db: sqlite3.Connection, record: ContainerRecord) -> None:
-    db.execute(
-        "INSERT OR REPLACE INTO containers (id, tenant, created_at, running, record) VALUES (?, ?, ?, ?, ?)",
-        (record.id, record.tenant, record.created_at, record.status == "running", _encode(record)),
-    )
-
-
-def container(db: sqlite3.Connection, container_id: str) -> ContainerRecord | None:
-    found = db.execute("SELECT record FROM containers WHERE id = ?", (container_id,)).fetchone()
-    return _containers.decode(found[0]) if found else None
-
-
-def containers(db: sqlite3.Connection, tenant: str | None, running: bool) -> list[ContainerRecord]:
-    those = "running AND " if running else ""
-    found = db.execute(
-        f"SELECT record FROM containers WHERE {those}tenant = coalesce(?, tenant) ORDER BY created_at, id",  # noqa: S608
-        (tenant,),
-    )
-    return [_containers.decode(record) for (record,) in found]
-
-
-def put_files(db: sqlite3.Connection, changed: Sequence[ContainerFileRecord], deleted: Sequence[str]) -> None:
-    db.executemany(
-        "INSERT OR REPLACE INTO files (id, container, created_at, blob, record) VALUES (?, ?, ?, ?, ?)",
-        [(one.id, one.container_id, one.created_at, one.blob, _encode(one)) for one in changed],
-    )
-    db.executemany("DELETE FROM files WHERE id = ?", [(file_id,) for file_id in deleted])
-
-
-def files(db: sqlite3.Connection, container_id: str) -> list[ContainerFileRecord]:
-    found = db.execute(
-        "SELECT record FROM files WHERE container = ? ORDER BY created_at, id", (container_id,)
-    )
-    return [_files.decode(record) for (record,) in found]
+# --- blobs --------------------------------------------------------------------------------------------
 
 
 def unused_blobs(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:

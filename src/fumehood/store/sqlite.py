@@ -23,7 +23,7 @@ from fumehood.protocol.files import FileRecord
 from fumehood.protocol.keys import ApiKey
 from fumehood.protocol.listing import Window
 from fumehood.protocol.responses import Response
-from fumehood.store import rows, upload_rows
+from fumehood.store import container_rows, rows, upload_rows
 from fumehood.store.cached import CachedConversations, Place
 from fumehood.store.database import Database, Job, Work
 from fumehood.store.migrations import StoreRefused
@@ -223,23 +223,49 @@ class SqliteStore:
     # --- containers -----------------------------------------------------------------------------------
 
     async def put_container(self, record: ContainerRecord) -> None:
-        await self._database.write(lambda db: rows.put_container(db, record))
+        await self._database.write(lambda db: container_rows.put(db, record))
+
+    async def change_container(self, record: ContainerRecord, deleted_files: Sequence[str] = ()) -> bool:
+        return await self._database.write(lambda db: container_rows.change(db, record, deleted_files))
 
     async def container(self, container_id: str) -> ContainerRecord | None:
         if not _storable(container_id):
             return None
-        return await self._database.read(lambda db: rows.container(db, container_id))
+        return await self._database.read(lambda db: container_rows.one(db, container_id))
 
     async def containers(
         self, tenant: str | None = None, *, running: bool = False
     ) -> Sequence[ContainerRecord]:
-        return await self._database.read(lambda db: rows.containers(db, tenant, running))
+        return await self._database.read(lambda db: container_rows.all_of(db, tenant, running))
 
-    async def put_files(self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()) -> None:
-        await self._database.write(lambda db: rows.put_files(db, changed, deleted))
+    async def list_containers(
+        self, tenant: str, window: Window, name: str | None = None
+    ) -> Sequence[ContainerRecord]:
+        if name is not None and not _storable(name):
+            return []
+        return await self._database.read(lambda db: container_rows.some(db, tenant, window, name))
 
-    async def files(self, container_id: str) -> Sequence[ContainerFileRecord]:
-        return await self._database.read(lambda db: rows.files(db, container_id))
+    async def retaining_containers(self, tenant: str) -> Sequence[ContainerRecord]:
+        return await self._database.read(lambda db: container_rows.retaining(db, tenant))
+
+    async def ended_containers(
+        self, *, expired_before: float, deleted_before: float
+    ) -> Sequence[ContainerRecord]:
+        return await self._database.read(lambda db: container_rows.ended(db, expired_before, deleted_before))
+
+    async def delete_container(self, container_id: str) -> None:
+        await self._database.write(lambda db: container_rows.delete(db, container_id))
+
+    async def put_files(self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()) -> bool:
+        return await self._database.write(lambda db: container_rows.put_files(db, changed, deleted))
+
+    async def file(self, container_id: str, file_id: str) -> ContainerFileRecord | None:
+        if not _storable(file_id):
+            return None
+        return await self._database.read(lambda db: container_rows.file(db, container_id, file_id))
+
+    async def files(self, container_id: str, window: Window | None = None) -> Sequence[ContainerFileRecord]:
+        return await self._database.read(lambda db: container_rows.files(db, container_id, window))
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
         return await self._database.read(lambda db: rows.unused_blobs(db, names))

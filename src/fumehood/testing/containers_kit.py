@@ -123,10 +123,11 @@ class IdentityKit:
             await subject.open(name)
 
     async def test_opening_begins_it(self, subject: Subject) -> None:
-        container = await subject.open(spec=ContainerSpec(name="mine", memory="4g"))
+        spec = ContainerSpec(name="mine", memory="4g")
+        container = await subject.open(spec=spec)
         record = await subject.containers.check(SOMEBODY, container.id)
         assert (record.id, record.tenant, record.status) == (container.id, "somebody", "running")
-        assert record.spec == ContainerSpec(name="mine", memory="4g")
+        assert record.spec == subject.containers.approve(spec)
         assert (await subject.open(container.id)).id == container.id
         assert await subject.containers.files(SOMEBODY, container.id) == []
 

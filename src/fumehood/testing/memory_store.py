@@ -1,5 +1,6 @@
 """A store that forgets everything at the end; imports msgspec, `interfaces`, `protocol`, the clock beside."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -18,6 +19,7 @@ from fumehood.protocol.responses import INTERRUPTED, Response
 from fumehood.testing.clock import FakeClock
 
 _decoder = msgspec.json.Decoder(Response)
+_ENDS = ("running", "expired", "deleted")  # what is further on never goes back
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,6 +180,13 @@ class MemoryStore:
     async def put_container(self, record: ContainerRecord) -> None:
         self._open().containers[record.id] = record
 
+    async def change_container(self, record: ContainerRecord, deleted_files: Sequence[str] = ()) -> bool:
+        known = self._open().containers.get(record.id)
+        if known is None or _ENDS.index(record.status) < _ENDS.index(known.status):
+            return False
+        self._data.containers[record.id] = record
+        return await self.put_files((), deleted_files)
+
     async def container(self, container_id: str) -> ContainerRecord | None:
         return self._open().containers.get(container_id)
 
@@ -191,15 +200,51 @@ class MemoryStore:
         ]
         return sorted(found, key=lambda record: (record.created_at, record.id))
 
-    async def put_files(self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()) -> None:
+    async def list_containers(
+        self, tenant: str, window: Window, name: str | None = None
+    ) -> Sequence[ContainerRecord]:
+        found = [
+            one
+            for one in await self.containers(tenant)
+            if one.status != "deleted" and name in (None, one.spec.name)
+        ]
+        return _windowed(found[::-1] if window.newest_first else found, window)
+
+    async def retaining_containers(self, tenant: str) -> Sequence[ContainerRecord]:
+        found = [one for one in await self.containers(tenant) if one.retained]
+        return sorted(found, key=lambda record: (record.ended_at, record.id))
+
+    async def ended_containers(
+        self, *, expired_before: float, deleted_before: float
+    ) -> Sequence[ContainerRecord]:
+        before = {"running": -math.inf, "expired": expired_before, "deleted": deleted_before}
+        found = [one for one in self._open().containers.values() if one.ended_at <= before[one.status]]
+        return sorted(found, key=lambda record: record.ended_at)
+
+    async def delete_container(self, container_id: str) -> None:
+        self._open().containers.pop(container_id, None)
+        await self.put_files((), [record.id for record in await self.files(container_id)])
+
+    async def put_files(self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()) -> bool:
+        running = {record.id for record in await self.containers(running=True)}
+        if not running.issuperset(record.container_id for record in changed):
+            return False
         files = self._open().files
         files.update((record.id, record) for record in changed)
         for file_id in deleted:
             files.pop(file_id, None)
+        return True
 
-    async def files(self, container_id: str) -> Sequence[ContainerFileRecord]:
+    async def file(self, container_id: str, file_id: str) -> ContainerFileRecord | None:
+        record = self._open().files.get(file_id)
+        return record if record is not None and record.container_id == container_id else None
+
+    async def files(self, container_id: str, window: Window | None = None) -> Sequence[ContainerFileRecord]:
         found = [record for record in self._open().files.values() if record.container_id == container_id]
-        return sorted(found, key=lambda record: (record.created_at, record.id))
+        found.sort(key=lambda record: (record.created_at, record.id))
+        if window is None:
+            return found
+        return _windowed(found[::-1] if window.newest_first else found, window)
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
         data = self._open()
@@ -308,7 +353,9 @@ def _holds(lease: Lease, row: _Row | None) -> bool:
     return row is not None and row.expires is not None and row.epoch == lease.epoch
 
 
-def _windowed(ordered: Sequence[FileRecord], window: Window) -> Sequence[FileRecord]:
+def _windowed[T: (FileRecord, ContainerRecord, ContainerFileRecord)](
+    ordered: Sequence[T], window: Window
+) -> Sequence[T]:
     ids = [record.id for record in ordered]
     for param, cursor in (("after", window.after), ("before", window.before)):
         if cursor and cursor not in ids:

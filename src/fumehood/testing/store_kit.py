@@ -11,7 +11,6 @@ import pytest
 
 from fumehood.interfaces import Fenced, IdempotencyClaim
 from fumehood.protocol.attachments import Attachment
-from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.conversation import Entry, Exchange
 from fumehood.protocol.errors import Unavailable
 from fumehood.protocol.folding import OUTPUTS, project_response
@@ -28,7 +27,7 @@ from fumehood.protocol.items import (
 )
 from fumehood.protocol.keys import ApiKey, KeyLimits
 from fumehood.protocol.responses import Response, Usage
-from fumehood.protocol.sandbox import NetworkDisabled
+from fumehood.testing.store_kit_containers import ContainersKit
 from fumehood.testing.store_kit_leases import LeasesKit
 from fumehood.testing.store_kit_uploads import UploadsKit
 from fumehood.testing.turns import (
@@ -399,63 +398,7 @@ class DeletionKit:
 
 
 class RecordsKit:
-    """Containers and their files."""
-
-    async def test_containers(self, subject: StoreSubject) -> None:
-        store = subject.store
-        spec = ContainerSpec(name="náme", memory="4g", network=NetworkDisabled(), file_ids=("file-1",))
-        records = [
-            ContainerRecord(
-                id=f"cntr_{number}",
-                tenant=f"tenant {number % 2}",
-                spec=spec,
-                created_at=100.25 - number,
-                last_active_at=101.5,
-            )
-            for number in range(4)
-        ]
-        for record in records:
-            await store.put_container(record)
-        assert await store.container("cntr_2") == records[2]
-        assert list(await store.containers()) == records[::-1]
-        assert list(await store.containers("tenant 1")) == [records[3], records[1]]
-        assert list(await store.containers("nobody")) == []
-        changed = msgspec.structs.replace(
-            records[2], sandbox="sb", address="here", mark="m", status="expired"
-        )
-        await store.put_container(changed)
-        assert await store.container("cntr_2") == changed
-        assert len(await store.containers()) == 4
-        assert list(await store.containers(running=True)) == [records[3], records[1], records[0]]
-        assert list(await store.containers("tenant 0", running=True)) == [records[0]]
-
-    async def test_files(self, subject: StoreSubject) -> None:
-        store = subject.store
-        files = [
-            ContainerFileRecord(
-                id=f"cfile_{number}",
-                container_id=f"cntr_{number % 2}",
-                path=f"dir/\u202e{number}.txt",
-                bytes=number,
-                created_at=50.0 - number,
-                modified_ns=1_700_000_000_123_456_789,
-                source="assistant",
-                blob="ab" * 32,
-            )
-            for number in range(4)
-        ]
-        await store.put_files(files)
-        assert list(await store.unused_blobs(["ab" * 32, "cd" * 32])) == ["cd" * 32]
-        assert list(await store.files("cntr_0")) == [files[2], files[0]]
-        changed = msgspec.structs.replace(files[0], bytes=99, blob="")
-        await store.put_files([changed], deleted=["cfile_2", "cfile_unknown"])
-        assert list(await store.files("cntr_0")) == [changed]
-        assert list(await store.files("cntr_1")) == [files[3], files[1]]
-        assert list(await store.files("cntr_unknown")) == []
-        assert list(await store.unused_blobs(["ab" * 32])) == []
-        await store.put_files([], ["cfile_0", "cfile_1", "cfile_3"])
-        assert list(await store.files("cntr_0")) == []
-        assert list(await store.unused_blobs(["ab" * 32])) == ["ab" * 32]
+    """Claims and keys."""
 
     async def test_a_claim_stands_until_it_is_released_or_expires(self, subject: StoreSubject) -> None:
         store = subject.store
@@ -527,5 +470,5 @@ class CachingKit:
         assert found[0] is one
 
 
-class StoreKit(ResponsesKit, ConversationsKit, DeletionKit, LeasesKit, RecordsKit, UploadsKit):
+class StoreKit(ResponsesKit, ConversationsKit, DeletionKit, LeasesKit, RecordsKit, ContainersKit, UploadsKit):
     """All that holds for every store."""

@@ -44,8 +44,8 @@ _PARAMETERS = Raw(
 )
 _GONE = "The container of the earlier calls is gone, with their variables and files; this call began in a new one."
 _EXPIRED = (
-    "The container of the earlier calls has expired, with their variables and the files that they wrote; this call began "
-    "in a new one, with the files that the user had put there."
+    "The container of the earlier calls has expired, with their variables and the files that they wrote; this call "
+    "began in a new one, with the files that the user had put there."
 )
 _NOT_KEPT = "(the output was not kept)"
 _MOST_REMEMBERED = 8  # containers of a conversation that is compacted

@@ -1,0 +1,201 @@
+"""What every `Store` must do about containers and their files; imports pytest, msgspec, `interfaces` and siblings."""
+
+import msgspec
+import pytest
+
+from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec, ContainerStatus
+from fumehood.protocol.errors import InvalidRequest
+from fumehood.protocol.listing import Window
+from fumehood.protocol.sandbox import NetworkDisabled
+from fumehood.testing.turns import StoreSubject
+
+_BLOB = "ab" * 32
+
+
+def _container(number: int, tenant: str = "a", name: str = "náme") -> ContainerRecord:
+    """Five in one second, so that ids decide."""
+    return ContainerRecord(
+        id=f"cntr_{number:03}",
+        tenant=tenant,
+        spec=ContainerSpec(name=name, memory="4g", network=NetworkDisabled(), idle_minutes=20),
+        created_at=100.25 + number // 5,
+        last_active_at=101.5,
+    )
+
+
+def _file(number: int, container: ContainerRecord) -> ContainerFileRecord:
+    return ContainerFileRecord(
+        id=f"cfile_{number:03}",
+        container_id=container.id,
+        path=f"dir/\u202e{number}.txt",
+        bytes=number,
+        created_at=50.0 + number // 5,
+        modified_ns=1_700_000_000_123_456_789,
+        source="assistant",
+        blob=_BLOB,
+    )
+
+
+def _as(status: ContainerStatus, record: ContainerRecord, at: float = 200.0) -> ContainerRecord:
+    return msgspec.structs.replace(record, status=status, ended_at=at)
+
+
+class ContainersKit:
+    """Containers are changed while they run, end once, and take their files with them."""
+
+    async def test_containers(self, subject: StoreSubject) -> None:
+        store = subject.store
+        records = [_container(number, tenant=f"tenant {number % 2}") for number in range(4)]
+        for record in records[::-1]:
+            await store.put_container(record)
+        assert await store.container("cntr_002") == records[2]
+        assert await store.container("cntr_unknown") is None
+        assert list(await store.containers()) == records
+        assert list(await store.containers("tenant 1")) == [records[1], records[3]]
+        assert list(await store.containers("nobody")) == []
+        expired = _as("expired", records[2])
+        assert await store.change_container(expired)
+        assert await store.container("cntr_002") == expired
+        assert len(await store.containers()) == 4
+        assert list(await store.containers(running=True)) == [records[0], records[1], records[3]]
+        assert list(await store.containers("tenant 0", running=True)) == [records[0]]
+
+    async def test_a_container_that_has_ended_stays_so(self, subject: StoreSubject) -> None:
+        store, running = subject.store, _container(1)
+        expired, deleted = _as("expired", running), _as("deleted", running, 300)
+        assert not await store.change_container(running)
+        assert await store.container(running.id) is None
+        await store.put_container(running)
+        bound = msgspec.structs.replace(running, sandbox="sb", address="here", mark="m", incarnation=1)
+        assert await store.change_container(bound)
+        assert await store.container(running.id) == bound
+        assert await store.change_container(expired)
+        assert not await store.change_container(bound)
+        assert await store.container(running.id) == expired
+        assert await store.change_container(deleted)
+        assert not await store.change_container(expired)
+        assert not await store.change_container(bound)
+        assert await store.container(running.id) == deleted
+
+    async def test_containers_in_windows(self, subject: StoreSubject) -> None:
+        store = subject.store
+        records = [_container(number, name="odd" if number % 3 else "even") for number in range(17)]
+        for record in (*records[::2], *records[1::2], _container(99, "b")):
+            await store.put_container(record)
+        gone = records.pop(7)
+        assert await store.change_container(_as("deleted", gone))
+        records[3] = _as("expired", records[3])
+        assert await store.change_container(records[3])
+        for newest_first in (True, False):
+            ordered = records[::-1] if newest_first else records
+            for name in (None, "odd", "even", "neither"):
+                wanted = [record for record in ordered if name in (None, record.spec.name)]
+                found: list[ContainerRecord] = []
+                while True:
+                    after = found[-1].id if found else None
+                    window = Window(limit=4, after=after, newest_first=newest_first)
+                    page = await store.list_containers("a", window, name)
+                    assert len(page) <= 5
+                    found += page[:4]
+                    if len(page) <= 4:
+                        break
+                assert found == wanted
+        assert list(await store.list_containers("b", Window())) == [_container(99, "b")]
+        before = Window(before=records[2].id, newest_first=False)
+        assert list(await store.list_containers("a", before)) == records[:2]
+        for cursor in (gone.id, "cntr_099", "cntr_unknown"):  # deleted, another tenant's, nobody's
+            with pytest.raises(InvalidRequest) as refused:
+                await store.list_containers("a", Window(after=cursor))
+            assert refused.value.param == "after"
+        assert list(await store.list_containers("a", Window(), "\udcff")) == []
+
+    async def test_files_of_a_container(self, subject: StoreSubject) -> None:
+        store = subject.store
+        one, other = _container(1), _container(2)
+        await store.put_container(one)
+        await store.put_container(other)
+        files = [_file(number, one if number % 2 else other) for number in range(4)]
+        assert await store.put_files(files[::-1])
+        assert list(await store.unused_blobs([_BLOB, "cd" * 32])) == ["cd" * 32]
+        assert list(await store.files(other.id)) == [files[0], files[2]]
+        assert await store.file(one.id, files[1].id) == files[1]
+        assert await store.file(other.id, files[1].id) is None
+        assert await store.file(one.id, "\udcff") is None
+        changed = msgspec.structs.replace(files[0], bytes=99, blob="")
+        assert await store.put_files([changed], deleted=[files[2].id, "cfile_unknown"])
+        assert list(await store.files(other.id)) == [changed]
+        assert list(await store.files(one.id)) == [files[1], files[3]]
+        assert list(await store.files("cntr_unknown")) == []
+        assert list(await store.unused_blobs([_BLOB])) == []
+        assert await store.put_files([], [file.id for file in files])
+        assert list(await store.files(other.id)) == []
+        assert list(await store.unused_blobs([_BLOB])) == [_BLOB]
+
+    async def test_files_in_windows(self, subject: StoreSubject) -> None:
+        store, container = subject.store, _container(1)
+        await store.put_container(container)
+        files = [_file(number, container) for number in range(12)]
+        await store.put_files(files[::-1])
+        assert list(await store.files(container.id, Window(limit=5, newest_first=False))) == files[:6]
+        window = Window(limit=5, after=files[7].id)
+        assert list(await store.files(container.id, window)) == files[1:7][::-1]
+        with pytest.raises(InvalidRequest):
+            await store.files("cntr_unknown", window)
+
+    async def test_what_has_ended_takes_no_more_files(self, subject: StoreSubject) -> None:
+        store, container, other = subject.store, _container(1), _container(2)
+        first, second = _file(1, container), _file(2, container)
+        assert not await store.put_files([first])
+        await store.put_container(container)
+        await store.put_container(other)
+        assert await store.put_files([first, second])
+        assert await store.change_container(_as("expired", container), [second.id])
+        assert list(await store.files(container.id)) == [first]
+        assert not await store.put_files([_file(3, other), _file(4, container)], [first.id])
+        assert list(await store.files(container.id)) == [first]
+        assert list(await store.files(other.id)) == []
+        # What is refused takes nothing with it.
+        assert not await store.change_container(container, [first.id])
+        assert list(await store.files(container.id)) == [first]
+
+    async def test_those_that_ended_long_ago(self, subject: StoreSubject) -> None:
+        store = subject.store
+        statuses: list[ContainerStatus] = ["running", "expired", "deleted", "expired", "deleted"]
+        records = [_container(number) for number in range(5)]
+        for number, (status, record) in enumerate(zip(statuses, records, strict=True)):
+            await store.put_container(record)
+            if status != "running":
+                assert await store.change_container(_as(status, record, 500.0 - 100 * number))
+        for expired_before, deleted_before, numbers in (
+            (0, 0, []),
+            (250, 0, [3]),
+            (0, 1000, [4, 2]),
+            (1000, 1000, [4, 3, 2, 1]),
+        ):
+            found = await store.ended_containers(expired_before=expired_before, deleted_before=deleted_before)
+            assert [record.id for record in found] == [records[number].id for number in numbers]
+
+    async def test_what_outlives_a_container(self, subject: StoreSubject) -> None:
+        store = subject.store
+        for number, retained in enumerate((5, 0, 7)):
+            await store.put_container(_container(number))
+            ended = msgspec.structs.replace(
+                _as("expired", _container(number), 300.0 - number), retained=retained
+            )
+            assert await store.change_container(ended)
+        retaining = await store.retaining_containers("a")
+        assert [record.retained for record in retaining] == [7, 5]
+        assert list(await store.retaining_containers("b")) == []
+        assert await store.change_container(msgspec.structs.replace(retaining[0], retained=0))
+        assert len(await store.retaining_containers("a")) == 1
+
+    async def test_a_container_that_is_forgotten(self, subject: StoreSubject) -> None:
+        store, container, other = subject.store, _container(1), _container(2)
+        for record in (container, other):
+            await store.put_container(record)
+        await store.put_files([_file(1, container), _file(2, other)])
+        await store.delete_container(container.id)
+        await store.delete_container("cntr_unknown")
+        assert await store.container(container.id) is None
+        assert list(await store.files(container.id)) == []
+        assert list(await store.files(other.id)) == [_file(2, other)]
