@@ -1,5 +1,6 @@
-"""Uploads in memory, for whoever reads them; imports `interfaces` and `protocol`."""
+"""Uploads in memory, for whoever reads them; imports `interfaces`, `protocol`, `testing`."""
 
+import hashlib
 from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from dataclasses import dataclass, field
 
@@ -7,21 +8,27 @@ from fumehood.interfaces import Caller
 from fumehood.protocol.errors import NotFound
 from fumehood.protocol.files import FileRecord, NewFile
 from fumehood.protocol.listing import Window
+from fumehood.testing import MemoryBlobs
 
 _PIECE = 1000
 
 
 @dataclass
 class Uploads:
-    """The `Files` that a test put there; `reads` are the bytes that were asked for, by id."""
+    """The `Files` that a test put there; `reads` are the bytes that were asked for, by id.
 
+    blobs: where their contents are for others, who find them by their records.
+    """
+
+    blobs: MemoryBlobs = field(default_factory=MemoryBlobs)
     contents: dict[str, bytes] = field(default_factory=dict[str, bytes])
     records: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
     reads: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
 
     def add(self, filename: str, content: bytes, tenant: str = "") -> str:
         file_id = f"file-{len(self.records) + 1}"
-        self.contents[file_id] = content
+        blob = hashlib.sha256(content).hexdigest()
+        self.contents[file_id] = self.blobs.blobs[blob] = content
         self.records[file_id] = FileRecord(
             id=file_id,
             tenant=tenant,
@@ -29,7 +36,7 @@ class Uploads:
             bytes=len(content),
             purpose="user_data",
             created_at=0,
-            blob=file_id,
+            blob=blob,
         )
         return file_id
 
