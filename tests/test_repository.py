@@ -53,6 +53,14 @@ def test_module_says_its_purpose_and_what_it_may_import(path: Path) -> None:
     assert len(first.split()) > 3, f"{first!r} does not say what the module is for"
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "engine").rglob("*.py")), ids=_name)
+def test_the_engine_knows_no_hosted_tool_by_name(path: Path) -> None:
+    named = re.findall(
+        r"code_?interpreter|file_search|web_search|shell_call|\bmcp_|\"ci\"", path.read_text(encoding="utf-8")
+    )
+    assert not named, "what only one tool needs belongs to that tool, or to the protocol"
+
+
 @pytest.mark.parametrize("path", MODULES, ids=_name)
 def test_module_is_short_enough_to_read(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())

@@ -199,6 +199,8 @@ class Models(Protocol):
 class CallContext:
     """One call of a hosted tool: whose, where in the response, by which name the model knows it, and until when
     (by the monotonic clock) it may take.
+
+    place: the output index of a further item, which begins now.
     """
 
     caller: Caller
@@ -206,16 +208,30 @@ class CallContext:
     output_index: int
     call_id: str
     deadline: float
+    place: Callable[[], int]
     takes_images: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FurtherItem:
+    """One that a call makes beside its first: where, and what the model is told of it."""
+
+    output_index: int
+    item: OutputItem
+    exchange: Exchange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """How a call ended: its last events, its finished item, what the model is told, and the files it left."""
+    """How a call ended: its last events, its finished item, what the model is told, and the files it left.
+
+    further: where a call is more than one item, the others that have begun.
+    """
 
     events: Sequence[StreamEvent]
     item: OutputItem
     exchange: Exchange
+    further: Sequence[FurtherItem] = ()
     files: Sequence[ProducedFile] = ()
 
 
@@ -233,8 +249,8 @@ class Memory:
 
 
 class CallSession(Protocol):
-    """One call, from the moment when the model begins to write it. The session owns its item and that item's
-    lifecycle events, from `output_item.added` to `output_item.done`.
+    """One call, from the moment when the model begins to write it. The session owns its items and their lifecycle
+    events, from `output_item.added` to `output_item.done`.
     """
 
     def open(self) -> Sequence[StreamEvent]: ...
@@ -287,10 +303,14 @@ class HostedTool(Protocol):
         """Whether its calls find the files and pictures of the conversation, and can look at them."""
         ...
 
-    async def offer(self, spec: ToolSpec, caller: Caller, past: Sequence[Segment]) -> OfferedTool:
-        """Check the configuration and everything that it names; raises ApiError. Nothing is created yet.
+    async def offer(
+        self, spec: ToolSpec, caller: Caller, past: Sequence[Segment], beside: Sequence[OfferedTool] = ()
+    ) -> OfferedTool | None:
+        """Check the configuration and everything that it names; raises ApiError. Nothing is created yet. None for one
+        that leaves the tool to the client, or to the model's own server.
 
         past: the conversation with what the request adds to it.
+        beside: what the same request was offered before this.
         """
         ...
 

@@ -236,7 +236,7 @@ def limited(host: Host) -> None:
 
 
 # What these try does not depend on the user under whom the supervisor runs: the other one is for the slow tests.
-_SAME_FOR_EVERY_USER = {"test_calls", "test_results", "test_syscalls"}
+_SAME_FOR_EVERY_USER = {"test_calls", "test_commands", "test_results", "test_syscalls"}
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from fumehood.gateway.sse import GONE
-from fumehood.serving import web
+from fumehood.serving import stalled
 from tests.support import served
 from tests.support.chat_server import ChatServer, chat_server, chunk, stream
 from tests.support.gateway import Served, serving_gateway, text_events
@@ -52,7 +52,7 @@ async def test_a_client_that_reads_byte_by_byte_is_left(
     ask: Callable[[socket.socket], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads all the time, and still next to nothing of what waits for it; nobody else notices."""
-    monkeypatch.setattr(web, "_STALL_SECONDS", 0.5)
+    monkeypatch.setattr(stalled, "_SECONDS", 0.5)
     piece = "x" * 500_000
     async with serving_gateway() as gateway:
         gateway.runs.script = lambda response: [

@@ -12,7 +12,7 @@ from fumehood.protocol.errors import ServerFault
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.folding import EXECUTION, OUTPUTS
 from fumehood.protocol.responses import Response
-from fumehood.serving import web
+from fumehood.serving import stalled
 from tests.support.gateway import Served, code_events, serving_gateway, text_events
 from tests.support.sse import chunks, parse, read_body, read_head
 
@@ -215,7 +215,7 @@ async def test_a_slow_reader_gets_everything_and_holds_up_nobody(gateway: Served
 
 async def test_a_reader_that_takes_nothing_is_left(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would keep its place among the responses at once for ever, and enough of them everybody out."""
-    monkeypatch.setattr(web, "_STALL_SECONDS", 0.1)
+    monkeypatch.setattr(stalled, "_SECONDS", 0.1)
     pieces = ["x" * 100_000] * 2_000  # more than any kernel keeps for the two ends of a connection
     gateway.runs.script = lambda response: [[event] for event in text_events(response, pieces)[:-1]]
     async with gateway.posted(stream=True) as (_, writer):

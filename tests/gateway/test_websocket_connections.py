@@ -17,9 +17,9 @@ from fumehood.gateway.sse import GONE
 from fumehood.interfaces import Caller
 from fumehood.protocol.errors import NotAuthenticated
 from fumehood.protocol.keys import KeyLimits
-from fumehood.serving import web, websocket
+from fumehood.serving import stalled, websocket
 from tests.support.gateway import Served, serving_gateway, text_events
-from tests.support.websocket import beginning, opened, until_running
+from tests.support.websocket import beginning, opened, refused, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -80,7 +80,21 @@ async def test_requests_are_counted_as_everywhere() -> None:
     async with serving_gateway(limits=limits) as served, opened(served) as socket:
         await socket.turn()
         await socket.turn()
-        assert await socket.refusal() == (429, "rate_limit_exceeded", None)
+        await socket.ask(stream_id="lane")
+        event = await socket.next()
+    assert refused(event) == (429, "rate_limit_exceeded", None)
+    assert event["headers"] == {
+        "x-ratelimit-limit-requests": "2",
+        "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": "1m0s",
+        "retry-after": "30",
+    }
+
+
+async def test_an_error_that_has_no_headers_shows_none(gateway: Served) -> None:
+    async with opened(gateway) as socket:
+        await socket.ask(include=["x"])
+        assert set(await socket.next()) == {"type", "status", "error"}
 
 
 async def test_a_page_of_this_server_may_connect(gateway: Served) -> None:
@@ -204,9 +218,19 @@ async def test_a_silent_connection_is_pinged(monkeypatch: pytest.MonkeyPatch) ->
     async with serving_gateway() as served, served.connected() as (reader, writer):
         writer.write(b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\n" + HEAD + KEY + b"\r\n")
         await reader.readuntil(b"\r\n\r\n")
-        # No pong is ever sent: a client that computes between two turns is not gone.
+        # No pong is sent: a client that computes between two turns is not gone.
         pings = [await reader.readexactly(6) for _ in range(3)]
     assert {ping[:2] for ping in pings} == {b"\x89\x04"}
+
+
+async def test_a_client_that_answers_no_ping_for_long_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "_PING_SECONDS", 0.05)
+    monkeypatch.setattr(websocket, "_SILENT_SECONDS", 0.2)
+    async with serving_gateway() as served, served.connected() as (reader, writer):
+        writer.write(b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\n" + HEAD + KEY + b"\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1 << 20)  # pings, and then the end
 
 
 async def test_a_client_that_leaves_takes_its_runs_with_it(gateway: Served) -> None:
@@ -235,7 +259,7 @@ async def test_a_connection_that_breaks_takes_its_run_with_it(gateway: Served) -
 
 
 async def test_a_reader_that_takes_nothing_is_left(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "_STALL_SECONDS", 0.1)
+    monkeypatch.setattr(stalled, "_SECONDS", 0.1)
     pieces = ["x" * 1_000_000] * 64  # more than any kernel keeps for the two ends of a connection
     gateway.runs.script = lambda response: [[event] for event in text_events(response, pieces)[:-1]]
     async with opened(gateway) as socket:

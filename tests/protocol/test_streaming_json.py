@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fumehood.protocol.streaming_json import StringField
+from fumehood.protocol.streaming_json import StringField, StringPiece, StringsField
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
 values = st.recursive(
@@ -137,3 +137,79 @@ def test_deep_nesting_is_passed_over() -> None:
     written = '{"other": ' + "[" * 100_000 + '"]"' + "]" * 100_000 + ', "code": "x"}'
     field, _ = fed(written, [])
     assert field.value == "x"
+
+
+# --- strings of an array --------------------------------------------------------------------------------
+
+
+def strings_fed(written: str, cuts: list[int]) -> tuple[StringsField, list[StringPiece]]:
+    places = sorted({0, len(written), *(cut % (len(written) + 1) for cut in cuts)})
+    field = StringsField("commands")
+    return field, [piece for start, end in pairwise(places) for piece in field.feed(written[start:end])]
+
+
+def gathered(pieces: list[StringPiece]) -> list[str]:
+    """What they add up to; fails unless they come string by string, with nothing after an end."""
+    strings: list[str] = []
+    over = True
+    for piece in pieces:
+        if over:
+            strings.append("")
+        assert piece.number == len(strings) - 1
+        strings[-1] += piece.text
+        over = piece.over
+    return strings
+
+
+@given(
+    before=st.dictionaries(text, values, max_size=3),
+    commands=st.lists(text, max_size=5),
+    after=st.dictionaries(text, values, max_size=3),
+    cuts=st.lists(st.integers(0, 10_000), max_size=40),
+    ascii_only=st.booleans(),
+    indent=st.sampled_from([None, 0, 2]),
+)
+@example({"a": {"commands": ["not this"]}}, ["", "\U0001f600", '\\"]'], {}, list(range(200)), True, None)
+def test_strings_of_an_array(
+    before: dict[str, object],
+    commands: list[str],
+    after: dict[str, object],
+    cuts: list[int],
+    ascii_only: bool,
+    indent: int | None,
+) -> None:
+    whole = {**{key: value for key, value in before.items() if key != "commands"}, "commands": commands}
+    whole.update({key: value for key, value in after.items() if key not in whole})
+    written = json.dumps(whole, ensure_ascii=ascii_only, indent=indent)
+    field, pieces = strings_fed(written, cuts)
+    assert gathered(pieces) == commands == field.values
+    assert field.complete
+    assert field.text == written
+
+
+@given(
+    written=st.text(st.sampled_from('{}[]":,\\u0d8de9fnx \n\U0001f600'), max_size=60),
+    cuts=st.lists(st.integers(0, 60)),
+)
+def test_whatever_comes_cuts_do_not_matter_to_an_array(written: str, cuts: list[int]) -> None:
+    written = '{"commands": [' + written
+    whole, told = strings_fed(written, [])
+    field, pieces = strings_fed(written, cuts)
+    assert gathered(pieces) == gathered(told)
+    assert (field.values, field.complete) == (whole.values, whole.complete)
+    "".join(field.values).encode()
+
+
+@pytest.mark.parametrize(
+    ("written", "values"),
+    [
+        ('{"commands": "ls"}', []),
+        ('{"commands": ["a", 5, "b"]}', ["a"]),
+        ('{"commands": ["a"], "commands": ["b"]}', ["a"]),
+        ('{"commands": ["a", "b', ["a", "b"]),
+        ('["commands"]', []),
+    ],
+)
+def test_arrays_that_are_not_as_they_should_be(written: str, values: list[str]) -> None:
+    field, _ = strings_fed(written, list(range(len(written))))
+    assert field.values == values

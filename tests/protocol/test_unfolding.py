@@ -10,6 +10,7 @@ from fumehood.protocol.folding import fold
 from fumehood.protocol.items import (
     CodeInterpreterCall,
     ContainerFileCitation,
+    ContainerReference,
     CustomToolCall,
     FunctionCall,
     Logs,
@@ -18,6 +19,12 @@ from fumehood.protocol.items import (
     Reasoning,
     ReasoningText,
     Refusal,
+    ShellAction,
+    ShellCall,
+    ShellCallOutput,
+    ShellExit,
+    ShellOutput,
+    ShellTimeout,
     SummaryText,
 )
 from fumehood.protocol.responses import IncompleteDetails, Response, ResponseError, Usage
@@ -49,6 +56,30 @@ items = st.one_of(
         code=text,
         container_id=st.just("cntr_1"),
         outputs=st.none() | st.lists(st.builds(Logs, logs=text), max_size=2),
+    ),
+    st.builds(
+        ShellCall,
+        id=st.just("sh_1"),
+        call_id=text,
+        status=ended,
+        action=st.builds(ShellAction, commands=st.lists(text, max_size=3), timeout_ms=st.none() | st.just(5)),
+        environment=st.just(ContainerReference(container_id="cntr_1")),
+    ),
+    st.builds(
+        ShellCallOutput,
+        id=st.just("sho_1"),
+        call_id=text,
+        status=ended,
+        max_output_length=st.none() | st.just(5),
+        output=st.lists(
+            st.builds(
+                ShellOutput,
+                stdout=text,
+                stderr=text,
+                outcome=st.builds(ShellExit, exit_code=st.integers(-1, 255)) | st.just(ShellTimeout()),
+            ),
+            max_size=3,
+        ),
     ),
     st.just(msgspec.Raw(b'{"type":"web_search_call","id":"ws_1"}')),
 )

@@ -81,6 +81,15 @@ async def test_degraded_has_no_packages_to_give(degraded: LocalSandbox) -> None:
     assert "Packages cannot be installed in mode unsafe-degraded" in end.reason
 
 
+async def test_degraded_runs_commands_and_ends_them(degraded: LocalSandbox) -> None:
+    outcome = await run(degraded, "echo $((6 * 7)) > y.txt; cat y.txt; exit 3", language="shell")
+    assert (outcome.end.exit_code, outcome.stdout) == (3, "42\n")
+    assert await degraded.files.read("y.txt", limit=10) == b"42\n"
+    outcome = await run(degraded, "sleep 600 & sleep 600", timeout=0.3, language="shell")
+    assert (outcome.end.status, outcome.end.state_kept) == ("timeout", True)
+    assert (await run(degraded, "1 + 1")).result == "2"
+
+
 @pytest.mark.root
 async def test_degraded_is_not_root_either(degraded: LocalSandbox) -> None:
     assert (await run(degraded, "import os; os.getuid() >= 1_000_000_000")).result == "True"

@@ -1,12 +1,13 @@
 """What both servers stand on: readers that take nothing, callers over the bound; imports `fumehood.serving`."""
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import pytest
 
-from fumehood.serving import web
+from fumehood.serving import stalled
 from fumehood.serving.exchange import BareExchange, Headers, Receive, Scope, Send
 from fumehood.serving.sockets import Address, listen
 from fumehood.serving.web import WebServer, render_refusal
@@ -52,7 +53,7 @@ async def served(app: Flood, connections: int | None = None) -> AsyncGenerator[i
 
 
 async def test_a_reader_that_takes_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "_STALL_SECONDS", 0.1)
+    monkeypatch.setattr(stalled, "_SECONDS", 0.1)
     app = Flood()
     async with served(app) as port, asyncio.timeout(PATIENCE):
         _, writer = await asyncio.open_connection(
@@ -76,3 +77,15 @@ async def test_who_comes_when_all_places_are_taken_is_told_so() -> None:
         writer.close()
         assert not first.at_eof()
         holder.close()
+
+
+async def test_a_machine_that_confirms_nothing_is_noticed_by_the_kernel() -> None:
+    listener = listen(Address(port=0))
+    try:
+        _, writer = await asyncio.open_connection(*listener.sock.getsockname())
+        connection, _ = listener.sock.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 300_000
+        writer.close()
+    finally:
+        listener.close()

@@ -27,6 +27,13 @@ def _behaviours() -> dict[Program, list[Action]]:
         ],
         "writes out.txt": [WriteFile("out.txt", b"made")],
         "deletes out.txt": [DeleteFile("out.txt")],
+        "a command exits with 3": [
+            Stdout("out\n"),
+            Stderr("err\n"),
+            WriteFile("out.txt", b"made\n"),
+            End(status="error", exit_code=3, duration_ms=0, state_kept=True),
+        ],
+        "a command waits to be interrupted": [Stdout("waiting\n"), asyncio.Event()],
     }
 
 

@@ -129,13 +129,24 @@ class SandboxClient:
         self.driver = driver
         self.name = name
 
-    def start(self, code: str, timeout: float = 30, requirements: tuple[str, ...] = ()) -> Running:
+    def start(
+        self, code: str, timeout: float = 30, requirements: tuple[str, ...] = (), language: str = "python"
+    ) -> Running:
         return self.driver.send(
-            "execute", sandbox=self.name, code=code, timeout=timeout, requirements=requirements
+            "execute",
+            sandbox=self.name,
+            code=code,
+            timeout=timeout,
+            requirements=requirements,
+            language=language,
         )
 
     def run(self, code: str, timeout: float = 30, requirements: tuple[str, ...] = ()) -> Outcome:
         return self.start(code, timeout, requirements).outcome(PATIENCE + timeout)
+
+    def shell(self, command: str, timeout: float = 30) -> Outcome:
+        """Run a command."""
+        return self.start(command, timeout, language="shell").outcome(PATIENCE + timeout)
 
     def ask(self, code: str, timeout: float = 30) -> Any:
         """Run code that ends well and prints one JSON value last; that value."""

@@ -17,6 +17,8 @@ from fumehood.protocol.items import (
     Message,
     OutputItem,
     Reasoning,
+    ShellCall,
+    ShellCallOutput,
 )
 from fumehood.protocol.responses import Response
 
@@ -46,6 +48,8 @@ _AUTHORED: tuple[type[AuthoredItem], ...] = (
     FunctionCall,
     CustomToolCall,
     CodeInterpreterCall,
+    ShellCall,
+    ShellCallOutput,
 )
 _tags = msgspec.json.Decoder(_Tag)
 _item_decoders = {str(kind.__struct_config__.tag): msgspec.json.Decoder(kind) for kind in _AUTHORED}

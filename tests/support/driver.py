@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from fumehood.protocol.sandbox import ArchiveFormat, SandboxSpec
+from fumehood.protocol.sandbox import ArchiveFormat, Language, SandboxSpec
 from fumehood.protocol.sandbox_errors import SandboxError, SandboxGone
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.settings import Settings
@@ -61,9 +61,17 @@ class Driver:
         return {"sandbox": sandbox.id}
 
     async def do_execute(
-        self, number: int, sandbox: str, code: str, timeout: float, requirements: list[str]
+        self,
+        number: int,
+        sandbox: str,
+        code: str,
+        timeout: float,
+        requirements: list[str],
+        language: Language,
     ) -> None:
-        execution = self._find(sandbox).start(code, timeout=timeout, requirements=requirements)
+        execution = self._find(sandbox).start(
+            code, timeout=timeout, requirements=requirements, language=language
+        )
         async for event in execution.events():
             say({"id": number, "event": msgspec.to_builtins(event)})
 

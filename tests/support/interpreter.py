@@ -4,6 +4,7 @@ import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -87,6 +88,7 @@ class Interpreter:
             output_index=number,
             call_id=f"call_{number}",
             deadline=self.clock.monotonic() + seconds,
+            place=count(number + 1).__next__,
             takes_images=takes_images,
         )
 

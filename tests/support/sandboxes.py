@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from fumehood.protocol.sandbox import AnyOutput, Display, End, Note, Raised, Result, Stderr, Stdout
+from fumehood.protocol.sandbox import AnyOutput, Display, End, Language, Note, Raised, Result, Stderr, Stdout
 from fumehood.sandboxd import cgroups
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.settings import Settings
@@ -63,8 +63,11 @@ class Outcome:
         return last
 
 
-async def run(sandbox: LocalSandbox, code: str, *, timeout: float = 60) -> Outcome:
-    return Outcome([event async for event in sandbox.execute(code, timeout=timeout)])
+async def run(
+    sandbox: LocalSandbox, code: str, *, timeout: float = 60, language: Language = "python"
+) -> Outcome:
+    execution = sandbox.start(code, timeout=timeout, language=language)
+    return Outcome([event async for event in execution.events()])
 
 
 def environment() -> dict[str, str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Raw
 
-from fumehood.interfaces import CallContext, Caller, Memory, ToolResult, ToolStep
+from fumehood.interfaces import CallContext, Caller, Memory, OfferedTool, ToolResult, ToolStep
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.events import (
     CodeDelta,
@@ -48,7 +48,9 @@ class Echo:
     async def leave(self) -> None:
         """What happens when a call is left, likewise."""
 
-    async def offer(self, spec: ToolSpec, caller: Caller, past: Sequence[Segment]) -> "OfferedEcho":
+    async def offer(
+        self, spec: ToolSpec, caller: Caller, past: Sequence[Segment], beside: Sequence[OfferedTool] = ()
+    ) -> "OfferedEcho":
         self.log.append(f"offered after {len(past)}")
         return OfferedEcho(self)
 

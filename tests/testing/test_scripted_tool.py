@@ -18,7 +18,9 @@ FILE = ProducedFile(file_id="cfile_1", container_id="cntr_1", filename="a", path
 async def begun(tool: ScriptedTool, arguments: str) -> ScriptedCall:
     offered = await tool.offer(read_tool(Raw(b'{"type": "scripted"}'), "tools[0]"), Caller(), [])
     session = offered.begin(
-        CallContext(caller=Caller(), response_id="r", output_index=0, call_id="call_1", deadline=1)
+        CallContext(
+            caller=Caller(), response_id="r", output_index=0, call_id="call_1", deadline=1, place=lambda: 1
+        )
     )
     session.feed(arguments)
     return session

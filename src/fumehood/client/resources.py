@@ -1,7 +1,7 @@
 """Things that tools need and a prompt does not say: databases, clients, caches; imports `errors`."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self, runtime_checkable
 
 from fumehood.client.errors import ResourceError
@@ -10,6 +10,9 @@ from fumehood.client.errors import ResourceError
 @runtime_checkable
 class SupportsClose(Protocol):
     def close(self) -> object: ...
+
+
+type Resources = ResourceRegistry | Mapping[type[Any], object]
 
 
 class ResourceRegistry:
@@ -26,6 +29,7 @@ class ResourceRegistry:
         self._found: dict[type[Any], object] = dict(given or {})
         self._factories = dict(factories or {})
         self._made: list[object] = []
+        self._below: list[ResourceRegistry] = []
         self._lock = threading.RLock()
 
     @classmethod
@@ -40,23 +44,30 @@ class ResourceRegistry:
                 given[kind] = value
         return cls(given, factories)
 
+    @classmethod
+    def joined(cls, sources: Sequence[Resources]) -> "ResourceRegistry":
+        """Several as one; a later source goes before an earlier one.
+
+        A registry among them stays its owner's, who closes it; of a plain mapping, the result closes what is made.
+        """
+        joined = ResourceRegistry()
+        for source in sources:
+            if not isinstance(source, ResourceRegistry):
+                source = ResourceRegistry.build(source)
+                joined._made.append(source)
+            joined._below.insert(0, source)
+        return joined
+
     def get[T](self, kind: type[T]) -> T:
         """The resource of this type. Raises ResourceError if there is none."""
         with self._lock:
             if kind not in self._found:
-                self._found[kind] = self._make(kind)
+                self._found[kind] = self._find(kind)
             found: Any = self._found[kind]
         return found
 
     def __contains__(self, kind: type[Any]) -> bool:
-        return kind in self._found or kind in self._factories
-
-    def merged(self, other: "ResourceRegistry | None") -> "ResourceRegistry":
-        """Both together; where both know a type, `other` goes before. What is made is closed by the result."""
-        if other is None:
-            return self
-        given = {kind: value for kind, value in self._found.items() if kind not in other}
-        return ResourceRegistry({**given, **other._found}, {**self._factories, **other._factories})
+        return kind in self._known()
 
     def close(self) -> None:
         """Close what was made here, the last first. What was given stays open: it is somebody else's."""
@@ -72,17 +83,22 @@ class ResourceRegistry:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _make(self, kind: type[Any]) -> object:
-        factory = self._factories.get(kind)
-        if factory is None:
-            known = ", ".join(sorted(known.__name__ for known in {*self._found, *self._factories})) or "none"
-            raise ResourceError(
-                f"There is no resource of type {kind.__name__} (there is: {known}); pass "
-                f"resources=ResourceRegistry.build({{{kind.__name__}: …}}) to evaluate() or bind()."
-            )
-        made = factory()
-        self._made.append(made)
-        return made
+    def _known(self) -> set[type[Any]]:
+        return {*self._found, *self._factories}.union(*(below._known() for below in self._below))
+
+    def _find(self, kind: type[Any]) -> object:
+        if kind in self._factories:
+            made = self._factories[kind]()
+            self._made.append(made)
+            return made
+        for below in self._below:
+            if kind in below:
+                return below.get(kind)
+        known = ", ".join(sorted(known.__name__ for known in self._known())) or "none"
+        raise ResourceError(
+            f"There is no resource of type {kind.__name__} (there is: {known}); pass "
+            f"resources=ResourceRegistry.build({{{kind.__name__}: …}}) to evaluate() or bind()."
+        )
 
 
 def _is_a(value: object, kind: type[Any]) -> bool:

@@ -355,6 +355,8 @@ class Turn:
         self._output.emit(result.events)
         self._output.files.extend(result.files)
         self._finish(call.index, result.item, result.exchange)
+        for further in result.further:
+            self._finish(further.output_index, further.item, further.exchange)
 
     def _finish(self, index: int, item: OutputItem, exchange: Exchange | None = None) -> None:
         self._output.finish(index, item)

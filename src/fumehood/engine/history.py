@@ -10,7 +10,7 @@ from fumehood.aside import ITEM, aside
 from fumehood.interfaces import Caller, HostedTool, Store
 from fumehood.protocol.conversation import COMPACTION, Entry, Segment
 from fumehood.protocol.errors import InvalidRequest, PreviousNotFound
-from fumehood.protocol.ids import new_id
+from fumehood.protocol.ids import new_id, new_item_id
 from fumehood.protocol.items import Item, peek
 from fumehood.protocol.responses import CreateResponse
 
@@ -19,13 +19,6 @@ _MOST_BYTES = 128 << 20  # of a conversation; a body is small, but what it refer
 _CALLS = {"function_call": "function_call_output", "custom_tool_call": "custom_tool_call_output"}
 _OUTPUTS = frozenset(_CALLS.values())
 _LOOKED_UP = frozenset({"item_reference", "reasoning"})
-_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "code_interpreter_call": "ci",
-    "compaction": "cmp",
-}
 
 
 class _CallTag(msgspec.Struct):
@@ -96,10 +89,9 @@ class History:
                 raise InvalidRequest(f"Item with id '{item.id}' not found.", param=where)
             return msgspec.structs.replace(known, turn=0)
         if item.type == "reasoning" and known is not None and known.type == item.type:
-            return msgspec.structs.replace(
-                known, turn=0
-            )  # with what was sealed, which clients seldom ask for
-        identity = item.id or new_id(_PREFIXES.get(item.type, "item"))
+            # With what was sealed, which clients seldom ask for.
+            return msgspec.structs.replace(known, turn=0)
+        identity = item.id or new_item_id(item.type)
         entry = Entry(type=item.type, id=identity, turn=0, raw=item.raw)
         tool = self._tools.get(item.type)
         if tool is None:

@@ -310,6 +310,7 @@ class Loop:
             output_index=output_index,
             call_id=call_id,
             deadline=self._deadline,
+            place=self._output.place,
             takes_images=self._backend.profile(self._prepared.response.model).takes_images,
         )
 

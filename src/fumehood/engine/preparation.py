@@ -178,7 +178,7 @@ class Preparation:
             compaction=compaction,
             toolbox=tools.toolbox(functions),
             functions=functions,
-            others=[spec for spec in specs if self._is_other(spec, choice)],
+            others=[spec for spec in tools.others if _is_open(spec, choice)],
             choice=chosen,
             sampling=_sampling(request),
         )
@@ -215,14 +215,6 @@ class Preparation:
                 )
         return found
 
-    def _is_other(self, spec: ToolSpec, choice: ToolChoice) -> bool:
-        """Whether it is nobody's here, and the model may use it; what is forced leaves the others in sight."""
-        if spec.type in self._tools or spec.type in _CLIENT_TOOLS:
-            return False
-        if choice.only is None or (choice.mode == "required" and len(choice.only) == 1):
-            return True
-        return any(kind == spec.type and name in (None, spec.name) for kind, name in choice.only)
-
     async def _offer(
         self, specs: Sequence[ToolSpec], caller: Caller, past: Sequence[Segment]
     ) -> list[tuple[ToolSpec, OfferedTool]]:
@@ -231,7 +223,10 @@ class Preparation:
             if spec.type in self._disabled:
                 raise InvalidRequest(f"{spec.type} is not enabled on this server.", param="tools")
             if spec.type in self._tools:
-                offered.append((spec, await self._tools[spec.type].offer(spec, caller, past)))
+                beside = [tool for _, tool in offered]
+                tool = await self._tools[spec.type].offer(spec, caller, past, beside)
+                if tool is not None:
+                    offered.append((spec, tool))
         return offered
 
     def _opening(self, request: CreateResponse, specs: Sequence[ToolSpec], choice: ToolChoice) -> Response:
@@ -271,6 +266,13 @@ class Preparation:
         if spec.type == "function":
             return msgspec.json.encode(_function(spec, "tools"))
         return spec.raw
+
+
+def _is_open(spec: ToolSpec, choice: ToolChoice) -> bool:
+    """Whether the model may use what is nobody's here; what is forced leaves the others in sight."""
+    if choice.only is None or (choice.mode == "required" and len(choice.only) == 1):
+        return True
+    return any(kind == spec.type and name in (None, spec.name) for kind, name in choice.only)
 
 
 def _sealed(past: Sequence[Segment], added: Segment) -> int:
@@ -321,7 +323,7 @@ class _Tools:
     kinds: Mapping[str, tuple[str, str | None]]  # function name -> type and name in the request
     hosted: Mapping[str, OfferedTool]
     customs: frozenset[str]
-    foreign: frozenset[str]  # types that nobody serves here; the model's own server may
+    others: Sequence[ToolSpec]  # that nobody serves here; the model's own server may
 
     @classmethod
     def gather(cls, specs: Sequence[ToolSpec], offered: Sequence[tuple[ToolSpec, OfferedTool]]) -> "_Tools":
@@ -334,6 +336,7 @@ class _Tools:
             functions[function.name] = function
             kinds[function.name] = (kind, name)
 
+        served = {id(spec) for spec, _ in offered}
         for spec, tool in offered:
             add(tool.function, spec.type, None)
         for number, spec in enumerate(specs):
@@ -346,7 +349,7 @@ class _Tools:
             kinds,
             {tool.function.name: tool for _, tool in offered},
             frozenset(name for name, (kind, _) in kinds.items() if kind == "custom"),
-            frozenset(spec.type for spec in specs).difference(kind for kind, _ in kinds.values()),
+            [spec for spec in specs if spec.type not in _CLIENT_TOOLS and id(spec) not in served],
         )
 
     def choose(self, choice: ToolChoice) -> tuple[list[FunctionSpec], Choice]:
@@ -376,7 +379,7 @@ class _Tools:
             for function, (its_kind, its_name) in self.kinds.items()
             if its_kind == kind and (name is None or name == its_name)
         ]
-        if not found and kind not in self.foreign:
+        if not found and all(spec.type != kind for spec in self.others):
             raise InvalidRequest(
                 f"Tool choice '{name or kind}' not found in 'tools' parameter.", param="tool_choice"
             )

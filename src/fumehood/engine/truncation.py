@@ -183,8 +183,10 @@ def _splits(entries: Sequence[tuple[int, Entry]]) -> list[bool]:
 
 
 def _call_id(entry: Entry) -> str | None:
-    if entry.type == "message" or entry.exchange is not None:
+    if entry.type == "message":
         return None
+    if entry.exchange is not None:
+        return entry.exchange.call_id
     try:
         return _tags.decode(entry.raw).call_id
     except (msgspec.DecodeError, UnicodeError, RecursionError):

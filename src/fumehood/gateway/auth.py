@@ -169,9 +169,7 @@ class KeyHolders:
     async def _look(self) -> bool:
         try:
             return await self.refresh()
-        except (
-            Exception
-        ) as error:  # whatever it was: those who are known stay so, and the next look may succeed
+        except Exception as error:  # those who are known stay so, and the next look may succeed
             expected = isinstance(error, ApiError)
             logger.warning("keys could not be read: %s", error, exc_info=not expected)
             return False

@@ -195,10 +195,14 @@ class Exchange(BareExchange):
 
     async def refuse(self, error: ApiError) -> None:
         """Tell what is wrong."""
-        headers: Headers = []
-        if error.retry_after is not None:
-            headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
-        await self.end_early(error.status, headers, encode(to_body(error)))
+        await self.end_early(error.status, refusal_headers(error), encode(to_body(error)))
+
+
+def refusal_headers(error: ApiError) -> Headers:
+    """What the answer that tells of it says in its head."""
+    if error.retry_after is None:
+        return []
+    return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
 
 
 def _is_coded(headers: Headers) -> bool:

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from fumehood.protocol.items import CodeInterpreterCall
+from fumehood.protocol.items import CodeInterpreterCall, ShellCall
 from fumehood.protocol.responses import Response, Usage
 
 CONTENT_TYPE = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
@@ -61,6 +61,8 @@ class Metrics(Collector):
         for item in response.output:
             if isinstance(item, CodeInterpreterCall):
                 self._calls["code_interpreter", item.status] += 1
+            elif isinstance(item, ShellCall):
+                self._calls["shell", item.status] += 1
 
     def used(self, usage: Usage) -> None:
         self._tokens["input"] += usage.input_tokens

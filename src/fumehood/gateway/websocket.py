@@ -18,7 +18,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from fumehood.aside import aside
-from fumehood.gateway.exchange import VERSION, Exchange, encode
+from fumehood.gateway.exchange import VERSION, Exchange, encode, refusal_headers
 from fumehood.gateway.limits import Room
 from fumehood.gateway.origins import Origins
 from fumehood.gateway.reading import decode, decode_request
@@ -37,7 +37,7 @@ from fumehood.protocol.errors import (
 from fumehood.protocol.events import StreamEvent, TextDelta
 from fumehood.protocol.folding import project
 from fumehood.protocol.responses import Response
-from fumehood.serving.exchange import Receive, Scope, Send
+from fumehood.serving.exchange import Headers, Receive, Scope, Send
 from fumehood.serving.websocket import SHUTDOWN
 
 # As OpenAI has them.
@@ -88,10 +88,14 @@ class _SteerFailed(msgspec.Struct, tag_field="type", tag="response.steer.failed"
 
 
 class _Refusal(msgspec.Struct, kw_only=True, tag_field="type", tag="error"):
-    """An error that is the whole answer to a request."""
+    """An error that is the whole answer to a request.
+
+    headers: what would have stood in the head of an HTTP answer, for clients that mind it.
+    """
 
     status: int
     error: ErrorDetail
+    headers: dict[str, str] | UnsetType = UNSET
     stream_id: str | UnsetType = UNSET
 
 
@@ -131,11 +135,15 @@ class Messages:
     def end(self, last: bytearray) -> bytearray:
         return last
 
-    def refusal(self, error: ApiError) -> bytearray:
+    def refusal(self, error: ApiError, headers: Headers | None = None) -> bytearray:
+        """`headers`: besides those that belong to the error."""
         detail = to_detail(error)
         if detail.code is None:  # there has to be one
             detail = msgspec.structs.replace(detail, code=detail.type)
-        return text_message(_Refusal(status=error.status, error=detail, stream_id=self._stream_id))
+        told = {name.decode(): value.decode() for name, value in (headers or []) + refusal_headers(error)}
+        return text_message(
+            _Refusal(status=error.status, error=detail, headers=told or UNSET, stream_id=self._stream_id)
+        )
 
 
 def text_message(value: object) -> bytearray:
@@ -443,7 +451,7 @@ class _Connection:
     async def _refuse(self, exchange: Exchange, lane: _Lane, error: ApiError) -> None:
         exchange.status = error.status
         exchange.note_refusal(error)
-        await self._write(lane.wire.refusal(error))
+        await self._write(lane.wire.refusal(error, exchange.extra))
 
     async def _respond(self, exchange: Exchange, lane: _Lane, previous: str | None, body: bytes) -> None:
         failed = True

@@ -303,12 +303,18 @@ class _Rendering:
                 pass
 
     def _take_exchange(self, entry: Entry, exchange: Exchange) -> None:
+        shown = pictures(exchange.images) if self._dialect.takes_images else []
+        if exchange.tells == "result":
+            self._answer(exchange.call_id, exchange.output, shown)
+            return
         turn = self._turn(entry.turn)
         turn.calls[exchange.call_id] = _ChatFunction(exchange.name, shown_arguments(exchange.arguments))
         self._callers[exchange.call_id] = turn
+        if exchange.tells == "call":
+            turn.optional.add(exchange.call_id)
+            return
         turn.results[exchange.call_id] = exchange.output
-        if self._dialect.takes_images:
-            turn.shown += pictures(exchange.images)
+        turn.shown += shown
 
     # ---- turns ------------------------------------------------------------------------------------------------
 

@@ -202,6 +202,7 @@ class _Rendering:
         self._reasoning: list[bytes] = []  # is sent with what follows from it, or not at all
         self._results: list[bytes] = []  # of hosted calls, to follow all calls of their turn
         self._foreign: set[str] = set()  # calls of other tools that were told of
+        self._hosted: set[str] = set()  # and of hosted ones
         self._turn = 0
 
     def render(self, entries: Sequence[Entry]) -> bytes:
@@ -219,8 +220,8 @@ class _Rendering:
         if entry.turn != self._turn or entry.turn == 0:
             self._end_turn(keep_reasoning=entry.turn == self._turn)
             self._turn = entry.turn
-        if entry.exchange is not None:
-            self._take_exchange(entry.exchange)
+        if entry.exchange is not None and self._is_told(entry.exchange):
+            self._take_exchange(entry.exchange, answered)
             return
         match entry.type:
             case "message":
@@ -316,7 +317,7 @@ class _Rendering:
             case Result() as result if result.call_id in self._foreign:
                 self._items.append(_encode(_FunctionOutput(result.call_id, result.text)))
             case Exchange() as exchange:
-                self._take_exchange(exchange)
+                self._take_exchange(exchange, answered)
             case _:
                 pass
 
@@ -346,9 +347,19 @@ class _Rendering:
             case _:
                 return raw
 
-    def _take_exchange(self, exchange: Exchange) -> None:
-        arguments = shown_arguments(exchange.arguments)
-        self._add(_encode(_FunctionCall(exchange.call_id, exchange.name, arguments)))
+    def _is_told(self, exchange: Exchange) -> bool:
+        """A result alone is told if its call was: as a function, that is, and not as its server's own."""
+        return exchange.tells != "result" or exchange.call_id in self._hosted
+
+    def _take_exchange(self, exchange: Exchange, answered: set[str | None]) -> None:
+        if exchange.tells == "call" and exchange.call_id not in answered:
+            return  # nobody can answer it any more
+        if exchange.tells != "result":
+            self._hosted.add(exchange.call_id)
+            arguments = shown_arguments(exchange.arguments)
+            self._add(_encode(_FunctionCall(exchange.call_id, exchange.name, arguments)))
+        if exchange.tells == "call":
+            return
         output: str | list[Raw] = exchange.output
         if exchange.images and self._dialect.takes_images:
             images = [Raw(_encode(_InputImage(url))) for url in exchange.images]

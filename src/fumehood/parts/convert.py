@@ -1,5 +1,6 @@
 """From any vendor's items to parts and back, and to another vendor's; imports its siblings."""
 
+import json
 from typing import cast
 
 import msgspec
@@ -13,12 +14,13 @@ from fumehood.parts.canonical import (
     Path,
     Reasoning,
     Source,
+    Status,
     Text,
     ToolCall,
     ToolResult,
     pairs,
 )
-from fumehood.parts.lenses import LENSES, MISSING, at, copied, put_at
+from fumehood.parts.lenses import LENSES, MISSING, at, copied, put_at, text_at
 from fumehood.parts.shapes import Saying, Shape, Vendor, lift, lower, whole
 from fumehood.parts.vendors import VENDORS
 from fumehood.parts.views import VIEWS, from_view, to_view
@@ -138,7 +140,11 @@ def _groups(vendor: Vendor, parts: list[Part]) -> list[list[Part]]:
 
 
 def _is_of(vendor: Vendor, part: Part) -> bool:
-    return part.source is not None and part.source.vendor == vendor.name
+    """It came from this vendor and knows the way back, or has none because it was only derived."""
+    source = part.source
+    if source is None or source.vendor != vendor.name:
+        return False
+    return source.item is not msgspec.UNSET or bool(source.moved) or _is_derived(part)
 
 
 def _is_derived(part: Part) -> bool:
@@ -185,12 +191,28 @@ def _built(shape: Shape, parts: list[ToolCall | ToolResult]) -> Json:
         item = _filled(item, shape.id, part.id if shape.call_id and part.id is not None else shared)
         if isinstance(part, ToolCall):
             item = _filled(item, shape.name, part.name)
+        word = text_at(item, shape.status)
+        if word in _WORDS and part.status is not None:
+            item = put_at(item, shape.status, _WORDS[word].get(part.status, word))
         item = _written(item, shape, part)
     return item
 
 
+# By the word that an item begins with, what the vendor says instead.
+_WORDS: dict[str, dict[Status, str]] = {
+    "completed": {
+        "in_progress": "in_progress",
+        "incomplete": "incomplete",
+        "failed": "failed",
+        "cancelled": "incomplete",
+    },
+    "success": {"incomplete": "error", "failed": "error", "cancelled": "error"},
+    "OUTCOME_OK": {"incomplete": "OUTCOME_FAILED", "failed": "OUTCOME_FAILED", "cancelled": "OUTCOME_FAILED"},
+}
+
+
 def _filled(item: Json, where: Path, value: str | None) -> Json:
-    if not where or value is None or at(item, where) not in (MISSING, None):
+    if not where or value is None or at(item, where) not in (MISSING, None, ""):
         return item
     return put_at(item, where, value)
 
@@ -205,8 +227,32 @@ def _written(item: Json, shape: Shape, part: ToolCall | ToolResult) -> Json:
         if field.name in done or value is None:
             continue
         done.add(field.name)
-        item = put_at(item, field.path, LENSES[field.lens].put(copied(value), None))
+        before = at(item, field.path)
+        left = None if before is MISSING else before
+        written = (
+            LENSES[field.lens].put(copied(value), left) if field.lens else _as_expected(copied(value), left)
+        )
+        item = put_at(item, field.path, written)
     return item
+
+
+def _as_expected(value: Json, example: Json) -> Json:
+    """Arguments and results of functions are text for some vendors and objects or lists for others."""
+    if isinstance(example, str) and not isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(example, dict) and not isinstance(value, dict):
+        return _parsed(value) or {"result": value}
+    if isinstance(example, list) and not isinstance(value, list):
+        return [{"text": value if isinstance(value, str) else json.dumps(value)}]
+    return value
+
+
+def _parsed(value: Json) -> JsonObject | None:
+    try:
+        found: Json = json.loads(value) if isinstance(value, str) else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 # --- anything to anything -----------------------------------------------------------------------------

@@ -30,7 +30,7 @@ _RESPONSES = frozenset({"response", "tool_response", "server_tool_call_response"
 
 
 def _form(kind: str, *, call: str = "", response: str = "") -> Form:
-    others = _CALLS | _RESPONSES | (frozenset() if call else {"arguments"})
+    others = _CALLS | _RESPONSES | (frozenset[str]() if call else {"arguments"})
     return Form(type=kind, call=call, response=response, forbidden=others - {call, response})
 
 
@@ -70,7 +70,7 @@ class Malformed(Exception):
 
 
 def problem_of(part: Json, *, compat: bool = False) -> str:
-    """Why this is no part, or nothing. `compat` takes calls and responses in the form before payloads had types, too."""
+    """Why this is no part, or nothing; `compat` also takes calls and responses from before payloads had types."""
     if not isinstance(part, dict):
         return "a part is an object"
     kind = part.get("type")

@@ -49,15 +49,14 @@ MISSING = msgspec.UNSET
 
 
 def at(value: Json, path: Path) -> Json | msgspec.UnsetType:
-    found: Json = value
-    for step in path:
-        if (isinstance(found, dict) and isinstance(step, str) and step in found) or (
-            isinstance(found, list) and isinstance(step, int) and 0 <= step < len(found)
-        ):
-            found = found[step]
-        else:
-            return MISSING
-    return found
+    if not path:
+        return value
+    step = path[0]
+    if isinstance(value, dict) and isinstance(step, str) and step in value:
+        return at(value[step], path[1:])
+    if isinstance(value, list) and isinstance(step, int) and 0 <= step < len(value):
+        return at(value[step], path[1:])
+    return MISSING
 
 
 def text_at(value: Json, path: Path) -> str | None:
@@ -121,22 +120,43 @@ def _stdout_text(value: Json, _left: Json) -> Json:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _object(value: Json) -> Taken:
-    """An object that is written as JSON text, if it is written as the standard library writes it."""
-    if not isinstance(value, str):
+# How JSON is written inside JSON: vendors' servers differ in spaces and escapes.
+_STYLES: tuple[tuple[tuple[str, str], bool], ...] = (
+    ((", ", ": "), True),
+    ((",", ":"), False),
+    ((", ", ": "), False),
+    ((",", ":"), True),
+)
+
+
+def _member(name: str, *, listed: bool = False) -> Lens:
+    """One member of an object that is written as JSON text; alone in a list, if that is what the field wants."""
+
+    def get(value: Json) -> Taken:
+        if not isinstance(value, str):
+            raise ValueError
+        found: Json = json.loads(value)
+        if not isinstance(found, dict) or name not in found:
+            raise ValueError
+        for number in range(len(_STYLES)):
+            if _dumped(found, number) == value:
+                taken = found[name]
+                return ([taken] if listed else taken), [number, {**found, name: None}]
         raise ValueError
-    found: Json = json.loads(value)
-    if not isinstance(found, dict):
-        raise ValueError
-    return found, "," if value == _compact(found) else None
+
+    def put(value: Json, left: Json) -> Json:
+        taken = _only(value, None) if listed else value
+        if not isinstance(left, list) or len(left) != 2 or not isinstance(left[1], dict):
+            return _dumped({name: taken}, 0)
+        return _dumped({**left[1], name: taken}, left[0])
+
+    return Lens(get, put)
 
 
-def _compact(value: Json) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def _object_text(value: Json, left: Json) -> Json:
-    return _compact(value) if left else json.dumps(value)
+def _dumped(value: JsonObject, style: Json) -> str:
+    known = isinstance(style, int) and 0 <= style < len(_STYLES)
+    separators, ascii_only = _STYLES[style if known and isinstance(style, int) else 0]
+    return json.dumps(value, separators=separators, ensure_ascii=ascii_only)
 
 
 _STREAMS = ("stdout", "stderr")
@@ -229,7 +249,10 @@ LENSES = {
     "one": Lens(_one, _only),
     "log": Lens(_log, _log_text),
     "stdout": Lens(_stdout, _stdout_text),
-    "object": Lens(_object, _object_text),
+    "json.code": _member("code"),
+    "json.prompt": _member("prompt"),
+    "json.query": _member("query", listed=True),
+    "json.queries": _member("queries"),
     "streams": Lens(_streams, _put_streams),
     "process": Lens(_process, _put_process),
     "data_url": Lens(_data_url, _put_data_url),

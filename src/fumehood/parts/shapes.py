@@ -58,17 +58,18 @@ class Field(msgspec.Struct, frozen=True):
     lens: str = ""
 
 
+def path(written: str) -> Path:
+    """`"content.0.text"` as steps; numbers are places in lists."""
+    return tuple(int(step) if step.isdigit() else step for step in written.split("."))
+
+
 def fields(**paths: str) -> tuple[Field, ...]:
     """`code="input.code"`; a lens is named behind a bar: `queries="input.query|one"`. No path means the same name."""
     made: list[Field] = []
     for name, written in paths.items():
-        path, _, lens = written.partition("|")
-        made.append(Field(name.rstrip("_"), tuple((path or name).split(".")), lens))
+        place, _, lens = written.partition("|")
+        made.append(Field(name, path(place or name), lens))
     return tuple(made)
-
-
-def path(written: str) -> Path:
-    return tuple(written.split(".")) if written else ()
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +79,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     call, result: what it holds of either; an item that holds both is split.
     id, call_id: where they are; without a call_id the id is what call and result share.
     name: where the tool's own name is, for kinds that have them.
+    failed: where something is said only if it went wrong.
     execution: who runs it, or how the item tells.
     begins: an item of this type before anything is put into it.
     """
@@ -90,6 +92,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     call_id: Path = ()
     name: Path = ()
     status: Path = ("status",)
+    failed: Path = ()
     execution: Execution | Callable[[JsonObject], Execution] = "server"
     begins: JsonObject = {}
 
@@ -107,7 +110,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             call_id=self._shared_id(item),
             vendor_type=self.type,
             execution=self._executed_by(item),
-            status=STATUSES.get(text_at(item, self.status) or ""),
+            status=self._status(item),
         )
 
     def result_of(self, item: JsonObject) -> ToolResult:
@@ -118,8 +121,25 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             call_id=self._shared_id(item),
             vendor_type=self.type,
             execution=self._executed_by(item),
-            status=STATUSES.get(text_at(item, self.status) or ""),
+            status=self._status(item),
         )
+
+    def within(self, prefix: Path) -> "Shape":
+        """The same, for items that have it in a member."""
+
+        def moved(side: tuple[Field, ...] | None) -> tuple[Field, ...] | None:
+            if side is None:
+                return None
+            return tuple(Field(field.name, (*prefix, *field.path), field.lens) for field in side)
+
+        inner = {key: getattr(self, key) for key in ("id", "call_id", "name", "status", "failed")}
+        paths = {key: (*prefix, *place) if place else () for key, place in inner.items()}
+        return msgspec.structs.replace(self, call=moved(self.call), result=moved(self.result), **paths)
+
+    def _status(self, item: JsonObject) -> Status | None:
+        if self.failed and at(item, self.failed) not in (MISSING, None, False, ""):
+            return "failed"
+        return STATUSES.get(text_at(item, self.status) or "")
 
     def _shared_id(self, item: JsonObject) -> str | None:
         return text_at(item, self.call_id or self.id)

@@ -1,6 +1,7 @@
 """A conversation as it is kept and as a model is shown it; imports msgspec and siblings."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
@@ -14,6 +15,7 @@ COMPACTION = "compaction"
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     """A hosted call and its result exactly as the model wrote and read them, so that replay is byte-stable.
 
+    tells: where the call is one item and its result another, which half this is; the other half's text is empty.
     images: data: URLs, for models that take images.
     """
 
@@ -21,6 +23,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     arguments: str
     output: str
+    tells: Literal["both", "call", "result"] = "both"
     images: tuple[str, ...] = ()
 
 

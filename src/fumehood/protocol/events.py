@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Raw
 
 from fumehood.protocol.errors import ErrorDetail
-from fumehood.protocol.items import Annotation, ContentPart, OutputItem, SummaryText
+from fumehood.protocol.items import Annotation, ContentPart, OutputItem, ShellOutput, SummaryText
 from fumehood.protocol.responses import Response
 
 
@@ -215,6 +215,49 @@ class InterpreterCompleted(InterpreterEvent, tag="response.code_interpreter_call
 
 class InterpreterFailed(InterpreterEvent, tag="response.code_interpreter_call.failed"):
     """Not one of OpenAI's: a call that timed out or lost its sandbox should not look completed."""
+
+
+class CommandAdded(StreamEvent, kw_only=True, tag="response.shell_call_command.added"):
+    """A command begins; `command` is what is there of it."""
+
+    output_index: int
+    command_index: int
+    command: str = ""
+
+
+class CommandDelta(StreamEvent, kw_only=True, gc=False, tag="response.shell_call_command.delta"):
+    output_index: int
+    command_index: int
+    delta: str
+
+
+class CommandDone(StreamEvent, kw_only=True, tag="response.shell_call_command.done"):
+    output_index: int
+    command_index: int
+    command: str
+
+
+class ShellText(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """What a command has said: on one stream or the other."""
+
+    stdout: str = ""
+    stderr: str = ""
+
+
+class ShellOutputDelta(StreamEvent, kw_only=True, gc=False, tag="response.shell_call_output_content.delta"):
+    item_id: str
+    output_index: int
+    command_index: int
+    delta: ShellText
+
+
+class ShellOutputDone(StreamEvent, kw_only=True, tag="response.shell_call_output_content.done"):
+    """Of one command, how it ended included."""
+
+    item_id: str
+    output_index: int
+    command_index: int
+    output: list[ShellOutput]
 
 
 type TerminalEvent = Completed | Failed | Incomplete

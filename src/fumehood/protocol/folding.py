@@ -12,6 +12,8 @@ from fumehood.protocol.events import (
     AnnotationAdded,
     ArgumentsDelta,
     CodeDelta,
+    CommandAdded,
+    CommandDelta,
     CustomInputDelta,
     ErrorOccurred,
     ItemAdded,
@@ -22,6 +24,7 @@ from fumehood.protocol.events import (
     ReasoningTextDelta,
     RefusalDelta,
     ResponseEvent,
+    ShellOutputDone,
     StreamEvent,
     SummaryPartAdded,
     SummaryTextDelta,
@@ -38,6 +41,8 @@ from fumehood.protocol.items import (
     Reasoning,
     ReasoningText,
     Refusal,
+    ShellCall,
+    ShellCallOutput,
 )
 from fumehood.protocol.responses import Response
 
@@ -181,6 +186,11 @@ def _copy(item: OutputItem) -> OutputItem:
             return msgspec.structs.replace(item, content=content, summary=list(item.summary))
         case FunctionCall() | CustomToolCall() | CodeInterpreterCall():
             return msgspec.structs.replace(item)
+        case ShellCall():
+            action = msgspec.structs.replace(item.action, commands=list(item.action.commands))
+            return msgspec.structs.replace(item, action=action)
+        case ShellCallOutput():
+            return msgspec.structs.replace(item, output=list(item.output))
         case _:
             return item
 
@@ -208,6 +218,12 @@ def _grow(item: OutputItem, event: StreamEvent) -> None:
             item.input += event.delta
         case (CodeInterpreterCall(), CodeDelta()):
             item.code = (item.code or "") + event.delta
+        case (ShellCall(), CommandAdded()):
+            item.action.commands.append(event.command)
+        case (ShellCall(), CommandDelta()):
+            item.action.commands[event.command_index] += event.delta
+        case (ShellCallOutput(), ShellOutputDone()):
+            item.output += event.output
         case _:
             pass
 

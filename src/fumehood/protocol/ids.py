@@ -5,6 +5,22 @@ import time
 
 LONGEST_ID = 64
 
+_OF_ITEMS = {
+    "code_interpreter_call": "ci",
+    "compaction": "cmp",
+    "custom_tool_call": "ctc",
+    "file_search_call": "fs",
+    "function_call": "fc",
+    "mcp_approval_request": "mcpr",
+    "mcp_call": "mcp",
+    "mcp_list_tools": "mcpl",
+    "message": "msg",
+    "reasoning": "rs",
+    "shell_call": "sh",
+    "shell_call_output": "sho",
+    "web_search_call": "ws",
+}
+
 
 def new_id(prefix: str, joint: str = "_") -> str:
     """`resp` gives `resp_` and 48 hexadecimal digits, of which nobody can guess 34.
@@ -13,3 +29,8 @@ def new_id(prefix: str, joint: str = "_") -> str:
     database has to write one page where it would have to write many.
     """
     return f"{prefix}{joint}{time.time_ns() >> 20:014x}{os.urandom(17).hex()}"
+
+
+def new_item_id(kind: str) -> str:
+    """For an item of that type, by whomever it was written."""
+    return new_id(_OF_ITEMS.get(kind, "item"))

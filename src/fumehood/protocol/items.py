@@ -149,6 +149,58 @@ class CodeInterpreterCall(msgspec.Struct, kw_only=True, tag_field="type", tag="c
     execution: Execution | UnsetType = msgspec.field(name="fumehood:execution", default=UNSET)
 
 
+class ContainerReference(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="container_reference"
+):
+    container_id: str
+
+
+class ShellAction(msgspec.Struct, kw_only=True):
+    """What the model wants to be run; the limits are None where it has not chosen any."""
+
+    commands: list[str] = []
+    timeout_ms: int | None = None
+    max_output_length: int | None = None
+
+
+class ShellCall(msgspec.Struct, kw_only=True, tag_field="type", tag="shell_call"):
+    """Commands for a container; `ShellCallOutput` of the same `call_id` tells what came of them."""
+
+    id: str
+    call_id: str
+    action: ShellAction
+    environment: ContainerReference
+    status: ItemStatus = "in_progress"
+
+
+class ShellExit(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="exit"):
+    """-1 for a command that did not run, or whose sandbox was lost."""
+
+    exit_code: int
+
+
+class ShellTimeout(msgspec.Struct, frozen=True, tag_field="type", tag="timeout"):
+    pass
+
+
+class ShellOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one command."""
+
+    stdout: str
+    stderr: str
+    outcome: ShellExit | ShellTimeout
+
+
+class ShellCallOutput(msgspec.Struct, kw_only=True, tag_field="type", tag="shell_call_output"):
+    """What the commands of a call said, in their order, and how each ended."""
+
+    id: str
+    call_id: str
+    output: list[ShellOutput] = []
+    max_output_length: int | None = None
+    status: ItemStatus = "in_progress"
+
+
 class Compaction(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="compaction"):
     """Stands for everything before it; only the gateway can read what it holds."""
 
@@ -156,7 +208,16 @@ class Compaction(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     encrypted_content: str
 
 
-type AuthoredItem = Message | Reasoning | FunctionCall | CustomToolCall | CodeInterpreterCall | Compaction
+type AuthoredItem = (
+    Message
+    | Reasoning
+    | FunctionCall
+    | CustomToolCall
+    | CodeInterpreterCall
+    | ShellCall
+    | ShellCallOutput
+    | Compaction
+)
 # An item of a model server that speaks Responses itself stays its own bytes.
 type OutputItem = AuthoredItem | Raw
 

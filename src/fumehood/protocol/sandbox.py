@@ -100,15 +100,23 @@ class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
 type Timeout = Annotated[float, Meta(gt=0, le=86_400)]
 
 
-class ExecuteRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One call of code in a sandbox.
+type Language = Literal["python", "shell"]
 
+
+class ExecuteRequest(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """One call of code in a sandbox. What is as usual is not sent, so that an older server takes what it knows, and
+    refuses what it does not.
+
+    language: `shell` runs the code as one command of the sandbox's shell, in a process of its own.
     execution_id: chosen by the caller; asking again under the same id attaches to the run that is there and runs
     nothing twice. Without one the server chooses.
     requirements: packages to install before the code runs; if that fails, the code does not run.
     """
 
     code: str
+    language: Language = "python"
     timeout_seconds: Timeout = 60.0
     requirements: Requirements = []
     execution_id: Name | None = None
@@ -158,8 +166,8 @@ type EndStatus = Literal["ok", "error", "timeout", "interrupted", "out_of_memory
 class End(OutputEvent, frozen=True, tag="end", kw_only=True):
     """How the execution ended, as the supervisor observed it.
 
-    exit_code: 0; 1 when the code raised; n for `sys.exit(n)`; -1 for a time-out, a lost sandbox and packages that
-    could not be installed.
+    exit_code: 0; 1 when the code raised; n for `sys.exit(n)`; what a command's shell says, 128 + n for signal n; -1 for
+    a time-out, a lost sandbox and packages that could not be installed.
     state_kept: whether variables are still there for the next call; False means that the sandbox is gone.
     reason: one sentence for people and models, empty when the code simply finished or raised.
     """

@@ -1,12 +1,14 @@
-"""One string out of a JSON object that is still being written, piece by piece; imports the standard library.
+"""Strings out of a JSON object that is still being written, piece by piece; imports the standard library.
 
 A model writes the arguments of a call in fragments. Parsing them again with every fragment would cost the square of
 their length, so each character is looked at once, in runs, and nothing grows but two lists that are joined at the end.
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from json import decoder
+from typing import NamedTuple
 
 _NOT_SPACE = re.compile(r"[^ \t\n\r]")
 _KEY_OR_END = re.compile(r'["}]')
@@ -22,12 +24,14 @@ _ESCAPE = 6  # characters of \uXXXX
 _read_string: Callable[[str, int, bool], tuple[str, int]] = vars(decoder)["scanstring"]
 
 
-class StringField:
-    """The string under one name of the object, while its text comes in.
+class _Scanner(ABC):
+    """Finds what is under one name of the object, while its text comes in.
 
     It is lenient: what it gives for text that is not JSON is what could be made of it, and whoever uses it checks the
-    whole (`text`) at the end. If the name comes twice, the first string counts: what was shown is what is meant.
+    whole (`text`) at the end. If the name comes twice, the first one counts: what was shown is what is meant.
     """
+
+    _opens: str  # how a value begins that is looked for
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -47,30 +51,28 @@ class StringField:
         return "".join(self._fragments)
 
     @property
-    def value(self) -> str | None:
-        """The string so far; None if it has not begun."""
-        return "".join(self._pieces) if self._found else None
-
-    @property
     def complete(self) -> bool:
-        """Whether the string has come to its end."""
+        """Whether the value has come to its end."""
         return self._complete
 
-    def feed(self, fragment: str) -> str:
-        """Take the next fragment; what it adds to the string."""
+    def _take(self, fragment: str) -> None:
         self._fragments.append(fragment)
         if self._inside and not self._held:
             piece = _whole_piece(fragment)
             if piece is not None:
                 self._pieces.append(piece)
-                return piece
+                return
         text = self._held + fragment
         self._held = ""
-        known = len(self._pieces)
         position = 0
         while position < len(text):
             position = self._step(text, position)
-        return "".join(self._pieces[known:])
+
+    @abstractmethod
+    def _begin_value(self) -> None: ...
+
+    @abstractmethod
+    def _end_string(self) -> None: ...
 
     # ---- steps: each takes what it can from a position on, and says where the next one begins ----------------------
 
@@ -104,9 +106,9 @@ class StringField:
         match found.group():
             case ":":
                 return found.end()
-            case '"' if _unescaped("".join(self._key)) == self._name:
-                self._inside = self._found = True
-                self._step = self._in_field
+            case mark if mark == self._opens and _unescaped("".join(self._key)) == self._name:
+                self._found = True
+                self._begin_value()
             case '"':
                 self._step = self._in_string
             case "{" | "[":
@@ -128,8 +130,7 @@ class StringField:
             self._pieces.append(_without_halves(piece))
         if over:
             self._inside = False
-            self._complete = True
-            self._step = self._ignore
+            self._end_string()
             return end + 1
         return self._hold(text, end)
 
@@ -177,6 +178,91 @@ class StringField:
             self._inside = False
             self._step = self._ignore
         return len(text)
+
+
+class StringField(_Scanner):
+    """The string under one name."""
+
+    _opens = '"'
+
+    @property
+    def value(self) -> str | None:
+        """The string so far; None if it has not begun."""
+        return "".join(self._pieces) if self._found else None
+
+    def feed(self, fragment: str) -> str:
+        """Take the next fragment; what it adds to the string."""
+        known = len(self._pieces)
+        self._take(fragment)
+        return "".join(self._pieces[known:])
+
+    def _begin_value(self) -> None:
+        self._inside = True
+        self._step = self._in_field
+
+    def _end_string(self) -> None:
+        self._complete = True
+        self._step = self._ignore
+
+
+class StringPiece(NamedTuple):
+    """What a fragment adds to one string of an array, and whether that string is over."""
+
+    number: int
+    text: str
+    over: bool
+
+
+class StringsField(_Scanner):
+    """The strings of the array under one name; an element that is none makes an end of it."""
+
+    _opens = "["
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._strings: list[str] = []
+        self._open = False
+        self._told = 0  # pieces of the string that is open
+        self._fresh: list[StringPiece] = []
+
+    @property
+    def values(self) -> list[str]:
+        """The strings so far, the last one as far as it has come."""
+        return [*self._strings, "".join(self._pieces)] if self._open else [*self._strings]
+
+    def feed(self, fragment: str) -> list[StringPiece]:
+        """Take the next fragment; what it adds to which strings, in their order."""
+        fresh = self._fresh = []
+        self._take(fragment)
+        if len(self._pieces) > self._told:
+            fresh.append(StringPiece(len(self._strings), "".join(self._pieces[self._told :]), False))
+            self._told = len(self._pieces)
+        return fresh
+
+    def _begin_value(self) -> None:
+        self._step = self._before_element
+
+    def _before_element(self, text: str, position: int) -> int:
+        found = _NOT_SPACE.search(text, position)
+        if found is None:
+            return len(text)
+        match found.group():
+            case ",":
+                pass
+            case '"':
+                self._open = self._inside = True
+                self._step = self._in_field
+            case mark:
+                self._complete = mark == "]"
+                self._step = self._ignore
+        return found.end()
+
+    def _end_string(self) -> None:
+        pieces, self._pieces = self._pieces, []
+        self._fresh.append(StringPiece(len(self._strings), "".join(pieces[self._told :]), True))
+        self._strings.append("".join(pieces))
+        self._open, self._told = False, 0
+        self._step = self._before_element
 
 
 def _whole_piece(fragment: str) -> str | None:

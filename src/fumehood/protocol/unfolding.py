@@ -14,6 +14,9 @@ from fumehood.protocol.events import (
     ArgumentsDone,
     CodeDelta,
     CodeDone,
+    CommandAdded,
+    CommandDelta,
+    CommandDone,
     Completed,
     Created,
     CustomInputDelta,
@@ -34,6 +37,9 @@ from fumehood.protocol.events import (
     ReasoningTextDone,
     RefusalDelta,
     RefusalDone,
+    ShellOutputDelta,
+    ShellOutputDone,
+    ShellText,
     StreamEvent,
     SummaryPartAdded,
     SummaryPartDone,
@@ -52,6 +58,8 @@ from fumehood.protocol.items import (
     Reasoning,
     ReasoningText,
     Refusal,
+    ShellCall,
+    ShellCallOutput,
     SummaryText,
 )
 from fumehood.protocol.responses import Response
@@ -114,6 +122,15 @@ def _item(item: OutputItem, index: int) -> Iterator[StreamEvent]:
                 output_index=index, item=CodeInterpreterCall(id=item.id, container_id=item.container_id)
             )
             yield from _code(item, index)
+        case ShellCall():
+            action = msgspec.structs.replace(item.action, commands=[])
+            unwritten = msgspec.structs.replace(item, action=action, status="in_progress")
+            yield ItemAdded(output_index=index, item=unwritten)
+            yield from _commands(item, index)
+        case ShellCallOutput():
+            silent = msgspec.structs.replace(item, output=[], status="in_progress")
+            yield ItemAdded(output_index=index, item=silent)
+            yield from _said(item, index)
         case _:  # of a server that authored it, whose own events are not known here
             yield ItemAdded(output_index=index, item=item)
     yield ItemDone(output_index=index, item=item)
@@ -169,3 +186,18 @@ def _code(item: CodeInterpreterCall, index: int) -> Iterator[StreamEvent]:
         yield InterpreterInterpreting(item_id=item.id, output_index=index)
         ended = InterpreterCompleted if item.status == "completed" else InterpreterFailed
         yield ended(item_id=item.id, output_index=index)
+
+
+def _commands(item: ShellCall, index: int) -> Iterator[StreamEvent]:
+    for number, command in enumerate(item.action.commands):
+        yield CommandAdded(output_index=index, command_index=number)
+        yield CommandDelta(output_index=index, command_index=number, delta=command)
+        yield CommandDone(output_index=index, command_index=number, command=command)
+
+
+def _said(item: ShellCallOutput, index: int) -> Iterator[StreamEvent]:
+    for number, output in enumerate(item.output):
+        if output.stdout or output.stderr:
+            said = ShellText(output.stdout, output.stderr)
+            yield ShellOutputDelta(item_id=item.id, output_index=index, command_index=number, delta=said)
+        yield ShellOutputDone(item_id=item.id, output_index=index, command_index=number, output=[output])

@@ -135,7 +135,10 @@ class Calls:
 
     def _start(self, request: ExecuteRequest) -> Execution:
         return self._sandbox.start(
-            request.code, timeout=request.timeout_seconds, requirements=request.requirements
+            request.code,
+            timeout=request.timeout_seconds,
+            requirements=request.requirements,
+            language=request.language,
         )
 
     def _known(self, call_id: str) -> Call | None:

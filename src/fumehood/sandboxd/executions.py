@@ -7,7 +7,17 @@ from typing import Annotated
 
 import msgspec
 
-from fumehood.protocol.sandbox import AnyOutput, Display, End, Note, Raised, Result, Stderr, Stdout
+from fumehood.protocol.sandbox import (
+    AnyOutput,
+    Display,
+    End,
+    Language,
+    Note,
+    Raised,
+    Result,
+    Stderr,
+    Stdout,
+)
 from fumehood.sandboxd.inside import batches, bounds, wire
 from fumehood.sandboxd.inside.wire import Kind
 
@@ -49,9 +59,18 @@ class Execution:
     is not the runner any more.
     """
 
-    def __init__(self, code: str, timeout: float, *, output_bytes: int, display_bytes: int) -> None:
+    def __init__(
+        self,
+        code: str,
+        timeout: float,
+        *,
+        output_bytes: int,
+        display_bytes: int,
+        language: Language = "python",
+    ) -> None:
         self.call = os.urandom(wire.CALL_ID_BYTES)  # cannot be guessed by code that runs before the call
         self.code = code
+        self.language: Language = language
         self.timeout = timeout
         self.requirements: Sequence[str] = ()  # to be installed before the code runs
         self.log: list[AnyOutput] = []
@@ -72,6 +91,11 @@ class Execution:
     def begin(self) -> None:
         self.first_event_after = None
         self._began = asyncio.get_running_loop().time()
+
+    @property
+    def noun(self) -> str:
+        """What runs, for sentences."""
+        return "command" if self.language == "shell" else "code"
 
     @property
     def elapsed(self) -> float:

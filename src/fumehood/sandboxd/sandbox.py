@@ -12,7 +12,7 @@ import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, MemoryTier
+from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, Language, MemoryTier
 from fumehood.protocol.sandbox_errors import SandboxGone, SandboxStartFailed
 from fumehood.sandboxd.egress.proxy import Access as NetworkAccess
 from fumehood.sandboxd.egress.proxy import admit
@@ -333,7 +333,9 @@ class LocalSandbox:
 
     # ---- calls ------------------------------------------------------------------------------------------------
 
-    def start(self, code: str, *, timeout: float, requirements: Sequence[str] = ()) -> Execution:
+    def start(
+        self, code: str, *, timeout: float, requirements: Sequence[str] = (), language: Language = "python"
+    ) -> Execution:
         """Queue code, and packages to install first, behind what runs; it goes on whether or not anybody reads it."""
         if self._gone is not None:
             raise SandboxGone(f"The sandbox is gone: {self._gone}.")
@@ -341,7 +343,11 @@ class LocalSandbox:
             raise ValueError(f"a time-out is a positive number of seconds, not {timeout}")
         chosen = self._settings
         execution = Execution(
-            code, timeout, output_bytes=chosen.output_bytes, display_bytes=chosen.display_bytes
+            code,
+            timeout,
+            output_bytes=chosen.output_bytes,
+            display_bytes=chosen.display_bytes,
+            language=language,
         )
         execution.requirements = requirements
         self._spawn(self._run_to_its_end(execution))
@@ -383,11 +389,11 @@ class LocalSandbox:
         async with self._turn:
             execution.begin()
             if self._gone is not None:
-                reason = f"The sandbox was lost before the code started: {self._gone}."
+                reason = f"The sandbox was lost before the {execution.noun} started: {self._gone}."
                 execution.append(self._end(execution, "lost", -1, reason=reason))
                 return
             if execution.interrupted_by_caller:
-                reason = "The code was interrupted before it started."
+                reason = f"The {execution.noun} was interrupted before it started."
                 execution.append(self._end(execution, "interrupted", -1, reason=reason))
                 return
             self._running = execution
@@ -395,7 +401,8 @@ class LocalSandbox:
                 self._running = None
                 execution.append(self._end(execution, failed[0], -1, reason=failed[1]))
                 return
-            self._send(Kind.EXECUTE, execution.call, self._request(execution))
+            kind = Kind.COMMAND if execution.language == "shell" else Kind.EXECUTE
+            self._send(kind, execution.call, self._request(execution))
             kills_before = (
                 self._oom_kills()
             )  # while the code begins: no process is out of memory as soon as that
@@ -403,7 +410,8 @@ class LocalSandbox:
             self._noted_oom_kills = self._oom_kills()
             if end.state_kept and self._noted_oom_kills > kills_before:
                 execution.note(
-                    f"A process that the code had started was killed: the sandbox was out of memory ({self.memory})."
+                    f"A process that the {execution.noun} had started was killed: the sandbox was out of memory "
+                    f"({self.memory})."
                 )
             self._running = None
             execution.append(end)
@@ -444,13 +452,16 @@ class LocalSandbox:
             self._zygote.interrupt(self.number)
             if not await self._wait(execution, _INTERRUPT_EVERY):
                 return
-        self.kill("the code did not stop when it was interrupted")
+        self.kill(f"the {execution.noun} did not stop when it was interrupted")
 
     def _interrupted_end(self, execution: Execution) -> End:
         if execution.interrupted_by_caller:
-            reason = "The code was interrupted; variables and files are kept."
+            reason = f"The {execution.noun} was interrupted; variables and files are kept."
             return self._end(execution, "interrupted", -1, reason=reason)
-        reason = f"The code ran longer than {execution.timeout:g} s and was interrupted; variables and files are kept."
+        reason = (
+            f"The {execution.noun} ran longer than {execution.timeout:g} s and was interrupted; variables and files "
+            "are kept."
+        )
         return self._end(execution, "timeout", -1, reason=reason)
 
     async def _lost_end(self, execution: Execution, kills_before: int, *, interrupted: bool) -> End:
@@ -460,12 +471,12 @@ class LocalSandbox:
             reason = f"The sandbox ran out of memory ({self.memory}) and was ended; variables are gone."
             return self._end(execution, "out_of_memory", -1, reason=reason)
         if interrupted and execution.interrupted_by_caller:
-            reason = "The code did not stop when it was interrupted and was killed; variables are gone."
+            reason = f"The {execution.noun} did not stop when it was interrupted and was killed; variables are gone."
             return self._end(execution, "interrupted", -1, reason=reason)
         if interrupted:
             reason = (
-                f"The code ran longer than {execution.timeout:g} s, did not stop when interrupted and was killed; "
-                "variables are gone."
+                f"The {execution.noun} ran longer than {execution.timeout:g} s, did not stop when interrupted and was "
+                "killed; variables are gone."
             )
             return self._end(execution, "timeout", -1, reason=reason)
         return self._end(execution, "lost", -1, reason=f"The sandbox was lost: {execution.lost.result()}.")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _BACKLOG = 2048
+_UNACKNOWLEDGED_MS = 300_000  # a machine that confirms nothing of what was sent to it for so long is gone
 
 
 class CannotListen(Exception):
@@ -88,7 +89,9 @@ def listen(address: Address) -> Listener:
         ) from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
+        # Connections inherit both.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
         sock.bind(place)
         sock.listen(_BACKLOG)
     except OSError as error:

@@ -12,6 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from fumehood.serving.exchange import SHORTCUT, Application, Headers
+from fumehood.serving.stalled import LeavesStalled
 
 type Refusal = Callable[[int, str], bytes]
 
@@ -19,9 +20,6 @@ _KEEP_ALIVE = 120
 _HEADER_SECONDS = 30.0
 _HEADER_BYTES = 64 << 10
 _HEADER_COUNT = 256
-# A reader for whom answers wait takes at least this much in this time, or is gone.
-_STALL_SECONDS = 60.0
-_STALL_BYTES = 64 << 10
 _ONE_PACKET = 64 << 10  # of an answer that is copied to be sent at once
 _LAST_ANSWERS = 5.0  # seconds for connections to end after everything else has
 _LAST_WORDS = 1.0  # and for their requests after that
@@ -156,30 +154,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-class Stalled:
-    """Watches a connection whose reader is behind, and leaves one that takes next to nothing."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
-        self._loop = loop
-        self._transport = transport
-        self._await_reader()
-
-    def _await_reader(self) -> None:
-        self._waiting_bytes = self._transport.get_write_buffer_size()
-        self._timer = self._loop.call_later(_STALL_SECONDS, self._look_at_reader)
-
-    def _look_at_reader(self) -> None:
-        if self._transport.get_write_buffer_size() > self._waiting_bytes - _STALL_BYTES:
-            logger.info("A client that read nothing was left.")
-            self._transport.abort()  # closing would wait for it
-        else:
-            self._await_reader()
-
-    def forget(self) -> None:
-        self._timer.cancel()
-
-
-class _Protocol(HttpToolsProtocol):
+class _Protocol(LeavesStalled, HttpToolsProtocol):
     """Bounds what uvicorn does not: connections, the size of a request's head, the time it takes to arrive, and how
     long an answer may wait for a reader that takes nothing.
     """
@@ -187,13 +162,12 @@ class _Protocol(HttpToolsProtocol):
     refusal: Refusal
     most: int | None
     _head_timer: asyncio.TimerHandle | None = None
-    _stalled: Stalled | None = None
     _head_bytes = 0
     _in_head = True
 
     @override
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast("asyncio.Transport", transport))
         if self.most is not None and len(self.connections) > self.most:
             reason = f"{self.most} callers are connected, as many as may be; try again later."
             self._end_with(b"429 Too Many Requests\r\nretry-after: 1", 429, reason)
@@ -236,27 +210,11 @@ class _Protocol(HttpToolsProtocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
-        self._forget_stall()
         super().connection_lost(exc)
 
     @override
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stalled = Stalled(self.loop, self.transport)
-
-    @override
-    def resume_writing(self) -> None:
-        self._forget_stall()
-        super().resume_writing()
-
-    def _forget_stall(self) -> None:
-        if self._stalled is not None:
-            self._stalled.forget()
-            self._stalled = None
-
-    @override
     def handle_websocket_upgrade(self) -> None:
-        self._forget_stall()
+        self.stop_watching()
         super().handle_websocket_upgrade()
 
     @override

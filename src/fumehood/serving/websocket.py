@@ -8,18 +8,21 @@ from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.protocol import State
 
-from fumehood.serving.web import Refusal, Stalled
+from fumehood.serving.stalled import LeavesStalled
+from fumehood.serving.web import Refusal
 
 SHUTDOWN = "fumehood.shutdown"
 """The type of what stands among the messages of a connection that should come to its end."""
 
 _PING_SECONDS = 15.0
+# A client that runs a tool between two turns may answer no ping for as long as that takes.
+_SILENT_SECONDS = 1200.0
 _MESSAGE_SECONDS = 30.0  # for the next piece of a message
 
 logger = logging.getLogger(__name__)
 
 
-class SocketProtocol(WebSocketsSansIOProtocol):
+class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
     """Speaks ASGI with three words of its own. `websocket.accept` may say the largest message as `message_bytes`.
     `websocket.send` may have `frames`: whole messages with their heads, as many as there are, written in one piece. And
     a server that stops says SHUTDOWN instead of hanging up.
@@ -27,18 +30,18 @@ class SocketProtocol(WebSocketsSansIOProtocol):
 
     refusal: Refusal
     _message_timer: asyncio.TimerHandle | None = None
-    _stalled: Stalled | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.ping_interval = _PING_SECONDS
-        # A client that runs a tool between two turns may answer no ping for as long as that takes.
-        self.ping_timeout = None
+        self.ping_timeout = None  # or there would be no more pings until the last one is answered
+        self._heard_at = self.loop.time()
         # A small message can hold a large one, and all of it would be unpacked.
         self.conn.available_extensions = []
 
     @override
     def data_received(self, data: bytes) -> None:
+        self._heard_at = self.loop.time()
         if self._message_timer is not None:
             self._message_timer.cancel()
             self._message_timer = None
@@ -47,6 +50,14 @@ class SocketProtocol(WebSocketsSansIOProtocol):
             self._refuse("The request cannot be understood as the beginning of a WebSocket.")
         elif (self.frames or self.conn.reader.buffer) and not self.transport.is_closing():
             self._message_timer = self.loop.call_later(_MESSAGE_SECONDS, self._give_up)
+
+    @override
+    def send_keepalive_ping(self) -> None:
+        if self.loop.time() - self._heard_at <= _SILENT_SECONDS:
+            super().send_keepalive_ping()
+        else:
+            logger.info("A client that answered no ping was left.")
+            self.transport.abort()
 
     def _refuse(self, reason: str) -> None:
         self.handshake_complete = True
@@ -81,26 +92,10 @@ class SocketProtocol(WebSocketsSansIOProtocol):
             self.queue.put_nowait(word)
 
     @override
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stalled = Stalled(self.loop, self.transport)
-
-    @override
-    def resume_writing(self) -> None:
-        self._forget_stall()
-        super().resume_writing()
-
-    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_stall()
         if self._message_timer is not None:
             self._message_timer.cancel()
         super().connection_lost(exc)
-
-    def _forget_stall(self) -> None:
-        if self._stalled is not None:
-            self._stalled.forget()
-            self._stalled = None
 
 
 def socket_protocol(refusal: Refusal) -> type[SocketProtocol]:

@@ -158,6 +158,7 @@ MIGRATIONS: Sequence[Migration] = (
         """,
     ),
     Migration(
+        # The release before would not know what is deleted.
         breaks=True,
         statements="""
         -- listed: not deleted. retained: bytes of files that outlive their container.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
+from msgspec.structs import replace
 
 from fumehood.interfaces import Sandbox, SandboxProvider, SandboxRef
 from fumehood.protocol.sandbox import (
@@ -41,6 +42,8 @@ type Program = Literal[
     "waits for the file go",
     "writes out.txt",
     "deletes out.txt",
+    "a command exits with 3",
+    "a command waits to be interrupted",
 ]
 
 PYTHON_PROGRAMS: Mapping[Program, str] = {
@@ -57,8 +60,10 @@ PYTHON_PROGRAMS: Mapping[Program, str] = {
     ),
     "writes out.txt": "open('out.txt', 'w').write('made')\nNone",
     "deletes out.txt": "import os\nos.remove('out.txt')",
+    "a command exits with 3": "echo out; echo err >&2; echo made > out.txt; exit 3",
+    "a command waits to be interrupted": "echo waiting; while :; do sleep 60; done",
 }
-"""What a sandbox is asked to run, where it runs Python."""
+"""What a sandbox is asked to run, where it runs Python and a shell."""
 
 _SECONDS = 60
 _GONE = (SandboxGone, SandboxNotFound)
@@ -87,7 +92,8 @@ class Subject:
                 await self.provider.destroy(ref)
 
     def request(self, program: Program, execution_id: str | None = None) -> ExecuteRequest:
-        return ExecuteRequest(code=self.programs[program], execution_id=execution_id)
+        language = "shell" if program.startswith("a command") else "python"
+        return ExecuteRequest(code=self.programs[program], language=language, execution_id=execution_id)
 
     async def run(
         self, sandbox: Sandbox, program: Program, execution_id: str | None = None
@@ -260,6 +266,32 @@ class CallsKit:
         async with subject.sandbox() as sandbox:
             end = end_of(await subject.run(sandbox, "exits with 3"))
             assert (end.status, end.exit_code) == ("error", 3)
+
+    async def test_a_command(self, subject: Subject) -> None:
+        async with subject.sandbox() as sandbox:
+            events = await subject.run(sandbox, "a command exits with 3")
+            assert "".join(event.text for event in events if isinstance(event, Stdout)) == "out\n"
+            assert "".join(event.text for event in events if isinstance(event, Stderr)) == "err\n"
+            assert (end_of(events).status, end_of(events).exit_code) == ("error", 3)
+            assert [entry.path for entry in (await sandbox.list()).files] == ["out.txt"]
+
+    async def test_interrupt_of_a_command(self, subject: Subject) -> None:
+        async with subject.sandbox() as sandbox:
+            async with aclosing(
+                sandbox.execute(subject.request("a command waits to be interrupted"))
+            ) as events:
+                await until_waiting(events)
+                assert await sandbox.interrupt()
+                end = end_of(await events_of(events))
+            assert (end.status, end.exit_code, end.state_kept) == ("interrupted", -1, True)
+            assert end_of(await subject.run(sandbox, "prints hello")).status == "ok"
+
+    async def test_code_and_a_command_are_not_the_same(self, subject: Subject) -> None:
+        async with subject.sandbox() as sandbox:
+            request = subject.request("prints hello", "once")
+            await events_of(sandbox.execute(request))
+            with pytest.raises(Conflict):
+                await events_of(sandbox.execute(replace(request, language="shell")))
 
     async def test_leaving_the_events_does_not_stop_the_code(self, subject: Subject) -> None:
         async with subject.sandbox() as sandbox:

@@ -18,6 +18,7 @@ from fumehood.protocol.sandbox import (
     ExecuteRequest,
     FileEntry,
     FileListing,
+    Language,
     Name,
     OutputEvent,
     Raised,
@@ -225,6 +226,7 @@ class _Execution:
     """A call's log, as long as it grows and after."""
 
     code: str
+    language: Language
     actions: Sequence[Action]
     log: list[AnyOutput] = field(default_factory=list[AnyOutput])
     failure: Exception | None = None
@@ -306,11 +308,11 @@ class ScriptedSandbox:
         call = self._executions.get(name)
         if call is None:
             step = self._provider.take_step(self._id, request)
-            call = self._executions[name] = _Execution(request.code, step.actions)
+            call = self._executions[name] = _Execution(request.code, request.language, step.actions)
             task = asyncio.ensure_future(self._run(call))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        elif call.code != request.code:
+        elif (call.code, call.language) != (request.code, request.language):
             raise Conflict(f"The execution {name!r} was of another code.", param="execution_id")
         async for event in self._events(call, -1):
             yield event
@@ -419,8 +421,9 @@ class ScriptedSandbox:
 
 def _ending(call: _Execution) -> End:
     if call.interrupted.is_set():
-        reason = "The code was interrupted; variables and files are kept."
-        call.append(Raised("KeyboardInterrupt", "", "KeyboardInterrupt\n"))
+        reason = "It was interrupted; variables and files are kept."
+        if call.language == "python":
+            call.append(Raised("KeyboardInterrupt", "", "KeyboardInterrupt\n"))
         return End(status="interrupted", exit_code=-1, duration_ms=0, state_kept=True, reason=reason)
     if any(isinstance(event, Raised) for event in call.log):
         return End(status="error", exit_code=1, duration_ms=0, state_kept=True)

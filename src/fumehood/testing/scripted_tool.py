@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import Raw
 
-from fumehood.interfaces import CallContext, Caller, Memory, ToolResult, ToolStep
+from fumehood.interfaces import CallContext, Caller, Memory, OfferedTool, ToolResult, ToolStep
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.events import ItemAdded, ItemDone, StreamEvent
 from fumehood.protocol.ids import new_id
@@ -71,7 +71,13 @@ class ScriptedTool:
     def item_types(self) -> frozenset[str]:
         return frozenset({f"{self.name}_call"})
 
-    async def offer(self, spec: ToolSpec, caller: Caller, past: Sequence[Segment]) -> "OfferedScriptedTool":  # noqa: ARG002
+    async def offer(
+        self,
+        spec: ToolSpec,  # noqa: ARG002
+        caller: Caller,  # noqa: ARG002
+        past: Sequence[Segment],  # noqa: ARG002
+        beside: Sequence[OfferedTool] = (),  # noqa: ARG002
+    ) -> "OfferedScriptedTool":
         return OfferedScriptedTool(self)
 
     def echo(self, spec: ToolSpec) -> bytes:

@@ -4,6 +4,7 @@ Give a test class the fixture `subject` and inherit from `ToolKit`; docs/testing
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -55,7 +56,9 @@ class Subject:
         return read_tool(Raw(self.configuration.encode()), "tools[0]")
 
     async def offer(self) -> OfferedTool:
-        return await self.tool.offer(self.spec, SOMEBODY, [])
+        offered = await self.tool.offer(self.spec, SOMEBODY, [])
+        assert offered is not None
+        return offered
 
     def context(self, call_id: str = "call_1", output_index: int = _INDEX) -> CallContext:
         return CallContext(
@@ -64,6 +67,7 @@ class Subject:
             output_index=output_index,
             call_id=call_id,
             deadline=self.now + 10 * _SECONDS,
+            place=itertools.count(output_index + 1).__next__,
         )
 
     async def begin(self) -> CallSession:
@@ -89,6 +93,23 @@ async def call(
 
 def check_whole(events: Sequence[StreamEvent], result: ToolResult, tool: HostedTool) -> None:
     """What holds for every call, however it went."""
+    made = {_INDEX: result.item, **{further.output_index: further.item for further in result.further}}
+    assert [*made] == [*range(_INDEX, _INDEX + len(made))]
+    for index, item in made.items():
+        check_item([event for event in events if getattr(event, "output_index", None) == index], item, tool)
+    assert {getattr(event, "output_index", None) for event in events} == {*made}
+    assert {event.sequence_number for event in events} == {-1}, "only the engine numbers"
+    beginning = Created(response=Response(id="resp_1", created_at=0, model="m"))
+    assert fold([beginning, *events]).output == [*made.values()]
+    assert msgspec.json.encode(list(events))
+    assert isinstance(msgspec.json.decode(result.exchange.arguments), dict)
+    exchanges = [result.exchange, *(further.exchange for further in result.further)]
+    assert {exchange.call_id for exchange in exchanges} == {"call_1"}
+    assert [exchange.tells for exchange in exchanges] in (["both"], ["call", "result"])
+
+
+def check_item(events: Sequence[StreamEvent], made: OutputItem, tool: HostedTool) -> None:
+    """The events of one item."""
     first, last = events[0], events[-1]
     assert isinstance(first, ItemAdded)
     assert isinstance(last, ItemDone)
@@ -96,18 +117,16 @@ def check_whole(events: Sequence[StreamEvent], result: ToolResult, tool: HostedT
         ItemAdded,
         ItemDone,
     ]
-    assert last.item == result.item
-    assert {getattr(event, "output_index", None) for event in events} == {_INDEX}
-    assert {event.sequence_number for event in events} == {-1}, "only the engine numbers"
-    item = fields(result.item)
+    assert last.item == made
+    item = fields(made)
     assert item["type"] in tool.item_types
     assert fields(first.item)["id"] == item["id"]
     assert {getattr(event, "item_id", item["id"]) for event in events} == {item["id"]}
-    beginning = Created(response=Response(id="resp_1", created_at=0, model="m"))
-    assert fold([beginning, *events]).output == [result.item]
-    assert msgspec.json.encode(list(events))
-    assert isinstance(msgspec.json.decode(result.exchange.arguments), dict)
-    assert result.exchange.call_id == "call_1"
+
+
+def told(result: ToolResult) -> str:
+    """What the model reads, in whichever item it is."""
+    return "".join([result.exchange.output, *(further.exchange.output for further in result.further)])
 
 
 def fields(item: OutputItem) -> dict[str, object]:
@@ -143,14 +162,14 @@ class ToolKit:
         check_whole(events, result, subject.tool)
         assert fields(result.item)["status"] == "completed"
         assert (result.exchange.name, result.exchange.arguments) == (offered.function.name, subject.works)
-        assert result.exchange.output
+        assert told(result)
 
     async def test_arguments_that_cannot_be_taken_are_told_to_the_model(self, subject: Subject) -> None:
         for arguments in subject.broken:
             events, result = await call(await subject.begin(), arguments)
             check_whole(events, result, subject.tool)
-            assert fields(result.item)["status"] == "failed"
-            assert result.exchange.output
+            assert fields(result.item)["status"] in ("incomplete", "failed")
+            assert told(result)
 
     @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
     async def test_a_call_that_will_not_run(self, subject: Subject, share: float) -> None:
@@ -159,7 +178,7 @@ class ToolKit:
         result = session.abort("the turn was cut off")
         check_whole([*events, *result.events], result, subject.tool)
         assert fields(result.item)["status"] in ("incomplete", "failed")
-        assert "the turn was cut off" in result.exchange.output
+        assert "the turn was cut off" in told(result)
         assert not result.files
 
     async def test_a_call_that_is_stopped(self, subject: Subject) -> None:
@@ -178,7 +197,7 @@ class ToolKit:
         result = session.abort("it was cancelled")
         check_whole([*events, *result.events], result, subject.tool)
         assert fields(result.item)["status"] in ("incomplete", "failed")
-        assert "it was cancelled" in result.exchange.output
+        assert "it was cancelled" in told(result)
 
     async def test_calls_at_once(self, subject: Subject) -> None:
         offered = await subject.offer()
@@ -191,12 +210,15 @@ class ToolKit:
 
     async def test_an_item_that_comes_back(self, subject: Subject) -> None:
         _, result = await call(await subject.begin(), subject.works)
-        exchange = subject.tool.recall(entry_of(result.item))
-        assert exchange is not None
-        assert exchange.name == result.exchange.name
-        assert isinstance(msgspec.json.decode(exchange.arguments), dict)
-        assert exchange.output
-        assert subject.tool.recall(entry_of(result.item)) == exchange
+        made = [(result.item, result.exchange)]
+        made += [(further.item, further.exchange) for further in result.further]
+        for item, before in made:
+            exchange = subject.tool.recall(entry_of(item))
+            assert exchange is not None
+            assert (exchange.name, exchange.tells) == (before.name, before.tells)
+            assert exchange.tells == "result" or isinstance(msgspec.json.decode(exchange.arguments), dict)
+            assert exchange.tells == "call" or exchange.output
+            assert subject.tool.recall(entry_of(item)) == exchange
 
     async def test_files_that_are_not_there(self, subject: Subject) -> None:
         offered = await subject.offer()

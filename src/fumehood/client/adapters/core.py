@@ -8,7 +8,7 @@ from fumehood.client.budget import Budget, BudgetTracker, TokenUsage
 from fumehood.client.deadlines import Deadline
 from fumehood.client.prompt._types import OutputT_co, SupportsDataclass
 from fumehood.client.prompt.prompt import Prompt, ToolChoice
-from fumehood.client.resources import ResourceRegistry
+from fumehood.client.resources import Resources
 from fumehood.client.runtime.events import EventBus
 from fumehood.client.runtime.session import SessionProtocol
 
@@ -64,5 +64,5 @@ class ProviderAdapter(Protocol):
         deadline: Deadline | None = None,
         budget: Budget | None = None,
         budget_tracker: BudgetTracker | None = None,
-        resources: ResourceRegistry | Mapping[type[Any], object] | None = None,
+        resources: Resources | None = None,
     ) -> PromptResponse[Out]: ...

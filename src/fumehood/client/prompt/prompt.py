@@ -12,7 +12,7 @@ from fumehood.client.prompt._types import OutputT_co, Specialised, SupportsDatac
 from fumehood.client.prompt.section import MarkdownSection, PromptSection, placeholders
 from fumehood.client.prompt.structured_output import StructuredOutput, structured_output
 from fumehood.client.prompt.tool import AnyTool, ProviderTool, ToolPolicy, by_name
-from fumehood.client.resources import ResourceRegistry
+from fumehood.client.resources import Resources
 
 if TYPE_CHECKING:
     from fumehood.client.runtime.session import SessionProtocol
@@ -61,7 +61,7 @@ class PromptTemplate(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its Typ
         self.key = key
         self.name = name or key
         self.sections = tuple(sections)
-        self.tool_choice = tool_choice
+        self.tool_choice: ToolChoice | None = tool_choice
         self.policies = tuple(policies)
         self.output_type: Any = self.type_argument(0)
         self.output = structured_output(self.output_type)
@@ -137,7 +137,7 @@ class Prompt(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has
         self.tool_choice: ToolChoice | None = template.tool_choice if tool_choice is None else tool_choice
         self.overrides = dict(overrides or {})
         self.params: tuple[SupportsDataclass, ...] = ()
-        self.resources = ResourceRegistry()
+        self.resources: tuple[Resources, ...] = ()
         self._check_overrides()
 
     @property
@@ -155,7 +155,7 @@ class Prompt(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has
     def bind(
         self,
         *params: SupportsDataclass,
-        resources: ResourceRegistry | Mapping[type[Any], object] | None = None,
+        resources: Resources | None = None,
     ) -> Self:
         """The same prompt with these parameters too; of two of one type, the later one counts."""
         accepted = self._template.accepted_types()
@@ -172,8 +172,7 @@ class Prompt(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has
         bound.__dict__.update(self.__dict__)
         bound.params = tuple(given.values())
         if resources is not None:
-            more = resources if isinstance(resources, ResourceRegistry) else ResourceRegistry.build(resources)
-            bound.resources = self.resources.merged(more)
+            bound.resources = (*self.resources, resources)
         return bound
 
     def render(
@@ -302,13 +301,19 @@ def walk(
 def merge_native_tools(
     tools: Sequence[Mapping[str, object]], *, prompt_name: str = ""
 ) -> tuple[Mapping[str, object], ...]:
-    """Each once. The same tool with different settings raises PromptValidationError."""
+    """Each once; a mention without settings adds nothing. The same tool with different settings raises
+    PromptValidationError.
+    """
     found: dict[object, Mapping[str, object]] = {}
     for tool in tools:
-        known = found.setdefault(tool.get("name"), tool)
+        known = found.get(tool.get("name"))
+        if known is None or known.keys() <= {"type", "name"}:
+            found[tool.get("name")] = tool
+            continue
         require(
-            serde.builtins(known) == serde.builtins(tool),
-            f"The native tool {tool.get('name')!r} is asked for twice, with different settings: {known!r}, {tool!r}.",
+            tool.keys() <= {"type", "name"} or serde.builtins(known) == serde.builtins(tool),
+            f"The native tool {tool.get('name')!r} is asked for twice, with different settings: "
+            f"{known!r} and {tool!r}.",
             prompt_name=prompt_name,
         )
     return tuple(found.values())

@@ -162,7 +162,8 @@ class Tool[P, R](Specialised):
         if params is None or result is None:
             hinted = _hints(self.handler)
             params, result = params or hinted[0], result or hinted[1]
-        params = NoParams if params in (None, type(None)) else params
+        if params is type(None) or (params is None and self.type_arguments):
+            params = NoParams
         known = isinstance(params, type) and hasattr(params, "__dataclass_fields__")
         require(
             known,
@@ -230,6 +231,11 @@ type AnyTool = Tool[Any, Any]
 
 # Says why a tool must not be called now, or None if it may.
 type ToolPolicy = Callable[[AnyTool, Any, ToolContext], str | None]
+
+
+def provider_tools(tools: Sequence[AnyTool]) -> list[ProviderTool[Any, Any, Any]]:
+    """Those of them that the provider runs."""
+    return [cast(ProviderTool[Any, Any, Any], tool) for tool in tools if isinstance(tool, ProviderTool)]
 
 
 def by_name(tools: Sequence[AnyTool]) -> dict[str, AnyTool]:

@@ -1,5 +1,28 @@
 """The vendors, by the names they are asked for; imports its modules."""
 
-from fumehood.parts.vendors import openai
+from fumehood.parts.vendors import (
+    anthropic,
+    azure,
+    bedrock,
+    bedrock_agents,
+    gemini,
+    gemini_interactions,
+    mistral,
+    openai,
+    xai,
+)
 
-VENDORS = {vendor.name: vendor for vendor in (openai.VENDOR,)}
+VENDORS = {
+    module.VENDOR.name: module.VENDOR
+    for module in (
+        openai,
+        anthropic,
+        gemini,
+        gemini_interactions,
+        azure,
+        bedrock,
+        bedrock_agents,
+        mistral,
+        xai,
+    )
+}

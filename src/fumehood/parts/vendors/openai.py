@@ -64,6 +64,7 @@ SHAPES = (
         call=fields(arguments="", server_label=""),
         result=fields(output="", error=""),
         name=("name",),
+        failed=("error",),
         begins={"type": "mcp_call", "server_label": "", "name": "", "arguments": "{}"},
     ),
     Shape(

@@ -27,11 +27,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import bounds, display, interrupts, layout, streams, tracebacks, wire
+from fumehood.sandboxd.inside import bounds, commands, display, interrupts, layout, streams, tracebacks, wire
 
 globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
 
 _REQUEST_LIMIT = 256 << 20
+_CALLS = (wire.Kind.EXECUTE, wire.Kind.COMMAND)
 _RESERVE = 8 << 20  # address space given back when memory runs out, so that the error can be told
 _LEAST_RECURSION = 1000
 # The C function alone: json.loads() needs builtins that a program may have replaced.
@@ -67,6 +68,7 @@ class Runner:
         self._stdout = streams.Stream(self._output, wire.Kind.STDOUT)
         self._stderr = streams.Stream(self._output, wire.Kind.STDERR)
         self._displays = display.Displays(self._output)
+        self._commands = commands.Commands(self._guard)
         self._cells = tracebacks.Cells()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reserve: mmap.mmap | None = None
@@ -177,10 +179,11 @@ class Runner:
         if message.kind is wire.Kind.CONFIGURE:
             self._configure(request)
             self._output.reply(wire.Kind.CONFIGURED, b"{}")
-        elif message.kind is wire.Kind.EXECUTE:
+        elif message.kind in _CALLS:
             if limit := request.get("data_limit"):
                 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-            self._execute(message.call, request["code"])
+            run = self._execute if message.kind is wire.Kind.EXECUTE else self._command
+            run(message.call, request["code"])
         return True
 
     def _configure(self, request: dict[str, Any]) -> None:
@@ -191,6 +194,7 @@ class Runner:
             os.chdir(cwd)
             # Where spawned workers look for modules instead of "".
             multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
+            self._commands.configure(cwd, dict(os.environ))
         self._output.limit = request.get("output_limit", bounds.OUTPUT_BYTES)
         self._output.display_bytes = request.get("display_bytes", bounds.DISPLAY_BYTES)
         self._displays.limit = request.get("display_limit", bounds.DISPLAY_LIMIT)
@@ -216,6 +220,16 @@ class Runner:
         if self._output.forked:
             self._leave(code)
         self._finish(code, interrupted)
+
+    def _command(self, call: bytes, command: str) -> None:
+        self._prepare(call)
+        failure = self._guarded(self._commands.run, command)
+        if failure is not None:
+            self._commands.end()
+            if not isinstance(failure, KeyboardInterrupt):
+                self._commands.code = commands.NOT_STARTED
+                self._stderr.write(f"The command could not be started: {failure}\n")
+        self._finish(self._commands.code, isinstance(failure, KeyboardInterrupt))
 
     def _prepare(self, call: bytes) -> None:
         """Undo what the last call did to the things that the runner shares with it."""

@@ -26,6 +26,7 @@ class Kind(enum.IntEnum):
     # supervisor -> runner
     CONFIGURE = 1  # JSON, once, before any user code
     EXECUTE = 2  # JSON {"code": str, …}
+    COMMAND = 3  # the same, for the shell
     # init -> supervisor, before any user code; fds are taken from no other frame
     FAILED = 14  # UTF-8 text: the jail could not be built, nothing ran
     JAILED = 15  # carries fds: the data directory, the mount namespace, the listeners of `namespaces`

@@ -1,0 +1,52 @@
+"""The adapter for OpenAI's Responses API, and for our gateway; imports its own modules, and the SDK only in use."""
+
+from fumehood.client.adapters.openai.adapter import OpenAIAdapter
+from fumehood.client.adapters.openai.code_interpreter import (
+    AutoContainerConfig,
+    CodeInterpreterConfig,
+    CodeInterpreterResult,
+    ExistingContainerRef,
+    OpenAICodeInterpreterTool,
+)
+from fumehood.client.adapters.openai.compaction import CompactionManager, CompactionState
+from fumehood.client.adapters.openai.config import (
+    CompactionConfig,
+    ContainerConfig,
+    FileSearchConfig,
+    OpenAIClientConfig,
+    OpenAIHostedToolsConfig,
+    OpenAIModelConfig,
+)
+from fumehood.client.adapters.openai.container import ContainerManager
+from fumehood.client.adapters.openai.container_fs import ContainerFilesystem
+from fumehood.client.adapters.openai.native_tools import (
+    OpenAICodeInterpreterSection,
+    OpenAIFileSearchSection,
+    OpenAIWebSearchSection,
+)
+from fumehood.client.adapters.openai.wire import ProviderToolCallData
+from fumehood.client.adapters.openai.workspace import OpenAIContainerWorkspaceSection
+
+__all__ = [
+    "AutoContainerConfig",
+    "CodeInterpreterConfig",
+    "CodeInterpreterResult",
+    "CompactionConfig",
+    "CompactionManager",
+    "CompactionState",
+    "ContainerConfig",
+    "ContainerFilesystem",
+    "ContainerManager",
+    "ExistingContainerRef",
+    "FileSearchConfig",
+    "OpenAIAdapter",
+    "OpenAIClientConfig",
+    "OpenAICodeInterpreterSection",
+    "OpenAICodeInterpreterTool",
+    "OpenAIContainerWorkspaceSection",
+    "OpenAIFileSearchSection",
+    "OpenAIHostedToolsConfig",
+    "OpenAIModelConfig",
+    "OpenAIWebSearchSection",
+    "ProviderToolCallData",
+]

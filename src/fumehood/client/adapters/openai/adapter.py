@@ -1,0 +1,292 @@
+"""Prompts to OpenAI's Responses API, or to our gateway: what is asked for, checked; imports its siblings."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fumehood.client.adapters.core import PromptResponse
+from fumehood.client.adapters.openai.api import ContainerGoneError, ResponsesApi, is_fumehood
+from fumehood.client.adapters.openai.compaction import CompactionManager
+from fumehood.client.adapters.openai.config import (
+    CompactionConfig,
+    OpenAIClientConfig,
+    OpenAIHostedToolsConfig,
+    OpenAIModelConfig,
+)
+from fumehood.client.adapters.openai.evaluation import Evaluation
+from fumehood.client.adapters.openai.native_tools.base import check_model
+from fumehood.client.adapters.openai.wire import EXECUTION, responses_tool_choice, responses_tool_spec
+from fumehood.client.adapters.openai.workspace import OpenAIContainerWorkspaceSection
+from fumehood.client.adapters.shared import ToolExecutor, tool_to_spec
+from fumehood.client.budget import Budget, BudgetTracker
+from fumehood.client.dbc import require
+from fumehood.client.deadlines import Deadline
+from fumehood.client.errors import ContainerExpiredError
+from fumehood.client.filesystem import Filesystem
+from fumehood.client.prompt._types import SupportsDataclass
+from fumehood.client.prompt.prompt import Prompt, RenderedPrompt, ToolChoice, merge_native_tools
+from fumehood.client.prompt.tool import ProviderTool, ToolContext
+from fumehood.client.resources import ResourceRegistry, Resources
+from fumehood.client.runtime.events import EventBus, JoinedBus
+from fumehood.client.runtime.session import Session, SessionProtocol
+from fumehood.client.throttle import ThrottlePolicy
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+Out = TypeVar("Out")
+
+_OUTPUTS = {
+    "code_interpreter": "code_interpreter_call.outputs",
+    "file_search": "file_search_call.results",
+    "web_search": "web_search_call.action.sources",
+}
+
+
+class OpenAIAdapter:
+    """Evaluates prompts with the Responses API: function tools here, hosted tools there.
+
+    It keeps nothing between evaluations but its client; a conversation lives in the session, and only with
+    `compaction`.
+    """
+
+    provider = "openai"
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        model_config: OpenAIModelConfig | None = None,
+        client_config: OpenAIClientConfig | None = None,
+        client: "OpenAI | None" = None,
+        hosted_tools: OpenAIHostedToolsConfig | None = None,
+        compaction: CompactionConfig | None = None,
+        tool_choice: ToolChoice = "auto",
+        openai_native_tools: Mapping[str, Collection[str]] | None = None,
+        strict: bool = False,
+        throttle: ThrottlePolicy | None = None,
+        max_turns: int = 100,
+    ) -> None:
+        """client: a client of the SDK; else one is made, of `client_config`, when it is first needed.
+
+        openai_native_tools: which native tools a model has, where we do not know it; strict: a model of which nothing
+        is known has none. max_turns: how often the model may be asked in one evaluation.
+        """
+        require(model.strip(), "model is empty.")
+        require(
+            client is None or client_config is None, "client and client_config exclude each other; give one."
+        )
+        require(max_turns > 0, f"max_turns is {max_turns}; it has to be positive.")
+        self.model = model
+        self._model_config = model_config or OpenAIModelConfig()
+        self._client_config = client_config or OpenAIClientConfig()
+        self._client = client
+        self._hosted_tools = hosted_tools or OpenAIHostedToolsConfig()
+        self._compaction = compaction
+        self._tool_choice: ToolChoice = tool_choice
+        self._native_tools = openai_native_tools
+        self._strict = strict
+        self._throttle = throttle
+        self._max_turns = max_turns
+
+    @property
+    def client(self) -> "OpenAI":
+        if self._client is None:
+            self._client = self._client_config.make()
+        return self._client
+
+    def evaluate(
+        self,
+        prompt: Prompt[Out],
+        *params: SupportsDataclass,
+        session: SessionProtocol | None = None,
+        bus: EventBus | None = None,
+        parse_output: bool = True,
+        deadline: Deadline | None = None,
+        budget: Budget | None = None,
+        budget_tracker: BudgetTracker | None = None,
+        resources: Resources | None = None,
+    ) -> PromptResponse[Out]:
+        """The model's answer to a prompt, after all the tools that it wanted.
+
+        params: bound for this evaluation; bus: told of everything besides the session's own; parse_output: False
+        leaves the answer as text; budget_tracker: to share a budget between evaluations (`budget` is for one alone).
+
+        What is wrong with the prompt or the settings raises PromptEvaluationError before anything is sent.
+        """
+        require(
+            budget is None or budget_tracker is None,
+            "budget and budget_tracker exclude each other; give one.",
+        )
+        session = session or Session()
+        bound = prompt.bind(*params)
+        rendered = bound.render(session=session)
+        workspace = _workspace(rendered)
+        request = self._request(rendered, workspace)
+        api = ResponsesApi(self.client, self._throttle)
+        self._name_container(request, rendered, workspace, api)
+        if workspace is not None and workspace.filesystem.is_packed:
+            rendered = bound.render(session=session)  # it has something to add now
+        request["include"] = self._include(request)
+        tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
+        compaction = self._compaction
+        with ResourceRegistry.joined(
+            [*bound.resources, *([] if resources is None else [resources])]
+        ) as registry:
+            context = ToolContext(
+                prompt=bound,
+                rendered_prompt=rendered,
+                adapter=self,
+                session=session,
+                event_bus=JoinedBus([session.bus, *([] if bus is None else [bus])]),
+                resources=registry,
+                deadline=_earliest(deadline, tracker.budget.deadline if tracker else None),
+                budget_tracker=tracker,
+                filesystem=_filesystem(rendered, registry),
+            )
+            return Evaluation(
+                api=api,
+                rendered=rendered,
+                context=context,
+                request=request,
+                executor=ToolExecutor(context, bound.template.policies),
+                manager=CompactionManager(self.client, compaction, session, model=self.model, api=api)
+                if compaction
+                else None,
+                new_container=_renewal(workspace),
+                parse_output=parse_output,
+                max_turns=self._max_turns,
+            ).run()
+
+    # ---- the request ----------------------------------------------------------------------------------------
+
+    def _request(
+        self, rendered: RenderedPrompt[Any], workspace: OpenAIContainerWorkspaceSection | None
+    ) -> dict[str, Any]:
+        """All of it but input, container and include. Raises PromptValidationError; nothing is sent."""
+        name = rendered.prompt_name
+        for tool in rendered.tools:
+            if isinstance(tool, ProviderTool):
+                require(
+                    tool.provider == self.provider,
+                    f"The tool {tool.name!r} is {tool.provider}'s; this adapter is {self.provider}'s.",
+                    prompt_name=name,
+                )
+        native = self._native(rendered, workspace)
+        functions = [tool_to_spec(tool) for tool in rendered.tools if not isinstance(tool, ProviderTool)]
+        tools = [responses_tool_spec(spec, prompt_name=name) for spec in (*functions, *native)]
+        chosen = self._tool_choice if rendered.tool_choice is None else rendered.tool_choice
+        require(
+            chosen != "none" or not rendered.native_tools,
+            "The prompt asks for native tools, and tool_choice 'none' forbids them.",
+            prompt_name=name,
+        )
+        choice = responses_tool_choice(chosen, tools, prompt_name=name)
+        request: dict[str, Any] = {"model": self.model, **self._model_config.request()}
+        if tools:
+            request["tools"] = tools
+        if choice is not None:
+            request["tool_choice"] = choice
+        if rendered.output is not None:
+            schema = rendered.output.schema
+            form = {
+                "type": "json_schema",
+                "name": rendered.output.name,
+                "schema": schema.body,
+                "strict": schema.strict,
+            }
+            request["text"] = {"format": form}
+        if self._compaction is not None and self._compaction.zdr_mode:
+            request["store"] = False
+        return request
+
+    def _native(
+        self, rendered: RenderedPrompt[Any], workspace: OpenAIContainerWorkspaceSection | None
+    ) -> list[Mapping[str, object]]:
+        """The native tools of prompt and adapter together, checked."""
+        name = rendered.prompt_name
+        asked = [*rendered.native_tools, *self._hosted_tools.envelopes()]
+        found = {str(tool.get("name")): tool for tool in merge_native_tools(asked, prompt_name=name)}
+        check_model(self.model, found, self._native_tools, strict=self._strict, prompt_name=name)
+        search = found.get("file_search")
+        require(
+            search is None or search.get("vector_store_ids"),
+            "file_search has no vector_store_ids: name at least one store to search in.",
+            prompt_name=name,
+        )
+        if workspace is not None:
+            interpreter = found.get("code_interpreter")
+            require(
+                interpreter is not None,
+                "A container workspace needs the code interpreter: pass hosted_tools="
+                "OpenAIHostedToolsConfig(code_interpreter=True).",
+                prompt_name=name,
+            )
+            require(
+                "container" not in (interpreter or {}),
+                "The code interpreter has a container of its own besides the workspace's; leave one of them out.",
+                prompt_name=name,
+            )
+        return [*found.values()]
+
+    def _name_container(
+        self,
+        request: dict[str, Any],
+        rendered: RenderedPrompt[Any],
+        workspace: OpenAIContainerWorkspaceSection | None,
+        api: ResponsesApi,
+    ) -> None:
+        """Every code interpreter gets a container; one that is named has to be alive."""
+        for tool in request.get("tools", ()):
+            if tool["type"] != "code_interpreter":
+                continue
+            if workspace is not None:
+                workspace.bind_client(self.client)
+                tool["container"] = workspace.filesystem.ensure_container()
+                continue
+            container = tool.setdefault("container", {"type": "auto"})
+            if isinstance(container, str):
+                _check_alive(container, api, rendered.prompt_name)
+
+    def _include(self, request: Mapping[str, Any]) -> list[str]:
+        kinds = [tool["type"] for tool in request.get("tools", ())]
+        wanted = [_OUTPUTS[kind] for kind in kinds if kind in _OUTPUTS]
+        if "code_interpreter" in kinds and is_fumehood(self.client):
+            wanted.append(EXECUTION)
+        if request.get("store") is False:
+            wanted.append("reasoning.encrypted_content")
+        return wanted
+
+
+def _workspace(rendered: RenderedPrompt[Any]) -> OpenAIContainerWorkspaceSection | None:
+    found = [section for section in rendered.sections if isinstance(section, OpenAIContainerWorkspaceSection)]
+    require(len(found) < 2, "A prompt can have one container workspace.", prompt_name=rendered.prompt_name)
+    return found[0] if found else None
+
+
+def _renewal(workspace: OpenAIContainerWorkspaceSection | None) -> Callable[[], str] | None:
+    return None if workspace is None else workspace.filesystem.renew_container
+
+
+def _check_alive(container_id: str, api: ResponsesApi, prompt_name: str) -> None:
+    try:
+        status = api.container_status(container_id, prompt_name=prompt_name)
+    except ContainerGoneError as error:
+        raise ContainerExpiredError(container_id, error, _gone(container_id)) from error
+    if status in ("expired", "deleted"):
+        raise ContainerExpiredError(container_id, ContainerGoneError(status), _gone(container_id))
+
+
+def _gone(container_id: str) -> str:
+    return f"The container {container_id!r} has expired; make another one, or use AutoContainerConfig."
+
+
+def _filesystem(rendered: RenderedPrompt[Any], resources: ResourceRegistry) -> Filesystem | None:
+    """The one of the prompt's first section that has any; else the one among the resources."""
+    for section in rendered.sections:
+        if isinstance(found := getattr(section, "filesystem", None), Filesystem):
+            return found
+    return resources.get(Filesystem) if Filesystem in resources else None
+
+
+def _earliest(*deadlines: Deadline | None) -> Deadline | None:
+    return min((one for one in deadlines if one is not None), key=lambda one: one.expires_at, default=None)

@@ -1,0 +1,154 @@
+"""Talking to the Responses API through the SDK: errors, patience, and who is at the other end; imports the SDK, once
+it is used, and `throttle`, `wire`, `errors`.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from fumehood.client.adapters.openai.wire import WireResponse
+from fumehood.client.deadlines import Deadline
+from fumehood.client.errors import DeadlineExceededError, PromptEvaluationError
+from fumehood.client.throttle import ThrottlePolicy, Transient, retry
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+_log = logging.getLogger(__name__)
+
+VERSION_HEADER = "fumehood-version"
+_BUSY = (408, 429)
+_fumehood: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+class ContainerGoneError(Exception):
+    """The provider says that a container is expired or not there; never leaves the adapter."""
+
+
+class ResponsesApi:
+    """The three endpoints that the adapter needs, with one policy for what may pass."""
+
+    def __init__(self, client: "OpenAI", policy: ThrottlePolicy | None = None) -> None:
+        self.client = client
+        self._policy = policy or ThrottlePolicy()
+        # The SDK's own retries know no deadline.
+        self._sdk: Any = client.with_options(max_retries=0)
+
+    def create(
+        self, request: Mapping[str, Any], *, prompt_name: str = "", deadline: Deadline | None = None
+    ) -> WireResponse:
+        """Raises PromptEvaluationError, and ContainerGoneError."""
+        # The same key with every attempt: code that has run does not run again because an answer was lost.
+        headers = {"idempotency-key": str(uuid4())}
+        send: Any = self._sdk.responses.with_raw_response.create
+        return self._ask(lambda more: send(**request, extra_headers=headers, **more), prompt_name, deadline)
+
+    def compact(self, request: Mapping[str, Any]) -> WireResponse:
+        send: Any = self._sdk.responses.with_raw_response.compact
+        return self._ask(lambda more: send(**request, **more), "", None)
+
+    def container_status(self, container_id: str, *, prompt_name: str = "") -> str:
+        """ "running", "expired", … Raises ContainerGoneError if there is no such container."""
+        read: Any = self._sdk.containers.with_raw_response.retrieve
+        answer = self._ask(lambda more: read(container_id, **more), prompt_name, None)
+        return answer.status or "running"
+
+    def _ask(
+        self, send: Callable[[dict[str, Any]], Any], prompt_name: str, deadline: Deadline | None
+    ) -> WireResponse:
+        def once() -> WireResponse | Transient:
+            more = {} if deadline is None else {"timeout": max(deadline.remaining().total_seconds(), 0.001)}
+            started = time.monotonic()
+            try:
+                answer = send(more)
+            except Exception as error:
+                if deadline is not None and not deadline.remaining():
+                    raise DeadlineExceededError(
+                        f"The deadline passed during a request of {time.monotonic() - started:.1f} s.",
+                        prompt_name=prompt_name,
+                        phase="deadline",
+                    ) from error
+                return _read_error(error, prompt_name)
+            _fumehood[self.client] = VERSION_HEADER in answer.headers
+            response = msgspec.json.decode(answer.content, type=WireResponse)
+            _log.debug("request %s took %.2f s", answer.request_id, time.monotonic() - started)
+            response.request_id = answer.request_id
+            return response
+
+        return retry(once, self._policy, deadline=deadline, prompt_name=prompt_name)
+
+
+def is_fumehood(client: "OpenAI") -> bool:
+    """Whether our gateway is at the other end. OpenAI itself is never asked; others are, once."""
+    if client not in _fumehood:
+        if (client.base_url.host or "").endswith("openai.com"):
+            _fumehood[client] = False
+        else:
+            import openai
+
+            try:
+                answer: Any = client.models.with_raw_response.list()
+                headers: Mapping[str, str] = answer.headers
+            except openai.APIStatusError as error:
+                headers = error.response.headers
+            except openai.OpenAIError:
+                return False  # nobody there now; whoever asks next looks again
+            _fumehood[client] = VERSION_HEADER in headers
+    return _fumehood[client]
+
+
+def _read_error(error: Exception, prompt_name: str) -> Transient:
+    """What may pass as Transient; anything else is raised, as an error of ours."""
+    import openai
+
+    if isinstance(error, openai.APIConnectionError):
+        return Transient(error)
+    if not isinstance(error, openai.APIStatusError):
+        if isinstance(error, openai.OpenAIError):
+            raise PromptEvaluationError(str(error), prompt_name=prompt_name, phase="request") from error
+        raise error
+    if error.status_code >= 500 or (error.status_code in _BUSY and error.code != "insufficient_quota"):
+        return Transient(error, _retry_after(error.response.headers))
+    if is_container_gone(error):
+        raise ContainerGoneError(error.message) from error
+    raise PromptEvaluationError(
+        f"The provider refused the request ({error.status_code}): {error.message}",
+        prompt_name=prompt_name,
+        phase="request",
+        provider_payload=error.body,
+    ) from error
+
+
+def is_container_gone(error: Exception) -> bool:
+    """Whether an error of the SDK says that a container is expired, or not there any more."""
+    status = getattr(error, "status_code", None)
+    words = str(error).lower()
+    return "container" in words and (status == 404 or (status == 400 and "expired" in words))
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    if (value := headers.get("retry-after-ms")) is not None:
+        return _number(value, 1000)
+    value = headers.get("retry-after")
+    if value is None:
+        return None
+    seconds = _number(value, 1)
+    if seconds is None:
+        try:
+            seconds = max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+        except ValueError:
+            return None
+    return seconds
+
+
+def _number(value: str, divisor: int) -> float | None:
+    try:
+        return max(0.0, float(value) / divisor)
+    except ValueError:
+        return None

@@ -1,0 +1,184 @@
+"""OpenAI's code interpreter as a provider tool, and what comes out of it; imports `wire`, `config` and `prompt`."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+from fumehood.client.adapters.core import FileCitation
+from fumehood.client.adapters.openai.config import check_tier
+from fumehood.client.adapters.openai.wire import EXECUTION, ProviderToolCallData, citations
+from fumehood.client.dbc import require
+from fumehood.client.prompt._types import NoParams
+from fumehood.client.prompt.tool import (
+    ProviderOutputHandler,
+    ProviderTool,
+    ToolContext,
+    ToolHandler,
+    ToolResult,
+)
+
+_DESCRIPTION = (
+    "Runs Python that the model writes itself, in a container that keeps its variables and files between calls. "
+    "It takes no parameters."
+)
+_EXCERPT = 4_000
+_TRACEBACK = "Traceback (most recent call last):"
+# The last line of a traceback: an exception's name, and perhaps what it says.
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(: .*)?\Z")
+
+
+@dataclass(frozen=True)
+class AutoContainerConfig:
+    """A container that the provider makes when it is needed, with these files in it."""
+
+    type: Literal["auto"] = "auto"
+    memory_limit: str = "1g"
+    file_ids: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_tier(self.memory_limit, "container.memory_limit")
+
+    def attach(self, *file_ids: str) -> "AutoContainerConfig":
+        """The same with further uploaded files."""
+        return replace(self, file_ids=(*self.file_ids, *file_ids))
+
+
+@dataclass(frozen=True)
+class ExistingContainerRef:
+    """A container that there is already; `memory_limit` only says what it is known to have."""
+
+    id: str
+    memory_limit: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.id.strip(), "container.id is empty: name the container, or use AutoContainerConfig.")
+        check_tier(self.memory_limit, "container.memory_limit")
+
+
+@dataclass(frozen=True)
+class CodeInterpreterConfig:
+    container: AutoContainerConfig | ExistingContainerRef = field(default_factory=AutoContainerConfig)
+
+
+@dataclass(frozen=True)
+class CodeInterpreterResult:
+    """What a call has left behind. `exit_code` is known of our gateway only; `images` are URLs."""
+
+    stdout: str = ""
+    stderr: str = ""
+    exit_code: int | None = None
+    images: tuple[str, ...] = ()
+    files: tuple[FileCitation, ...] = ()
+    container_id: str | None = None
+    code: str | None = None
+
+
+class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, CodeInterpreterConfig]):
+    """Python that the model writes and the provider runs. Give it to a section like any other tool."""
+
+    def __init__(
+        self,
+        *,
+        container: AutoContainerConfig | ExistingContainerRef | None = None,
+        config: CodeInterpreterConfig | None = None,
+        name: str = "code_interpreter",
+        description: str = _DESCRIPTION,
+        handler: ToolHandler[NoParams, CodeInterpreterResult] | None = None,
+        handle_provider_output: ProviderOutputHandler[CodeInterpreterResult] | None = None,
+    ) -> None:
+        """handle_provider_output: by default `code_interpreter_output`, unless there is a handler."""
+        require(container is None or config is None, "container and config say the same; give one of them.")
+        if handler is None and handle_provider_output is None:
+            handle_provider_output = code_interpreter_output
+        found = config or CodeInterpreterConfig(container or AutoContainerConfig())
+        known = isinstance(cast(object, found.container), AutoContainerConfig | ExistingContainerRef)
+        require(
+            known,
+            f"container is {found.container!r}; it has to be AutoContainerConfig or ExistingContainerRef.",
+        )
+        super().__init__(
+            name=name,
+            description=description,
+            provider="openai",
+            native_type="code_interpreter",
+            config=found,
+            handler=handler,
+            handle_provider_output=handle_provider_output,
+        )
+
+    def envelope(self) -> Mapping[str, object]:
+        return {
+            "type": "built_in",
+            "name": "code_interpreter",
+            "container": container_spec(self.config.container),
+        }
+
+    def attach(self, *file_ids: str) -> "OpenAICodeInterpreterTool":
+        """The same tool with further uploaded files in its container."""
+        container = self.config.container
+        if not isinstance(container, AutoContainerConfig):
+            require(False, f"The container {container.id!r} is there already; use ContainerManager.attach.")
+            raise AssertionError
+        return OpenAICodeInterpreterTool(
+            container=container.attach(*file_ids),
+            name=self.name,
+            description=self.description,
+            handler=self.handler,
+            handle_provider_output=self.handle_provider_output,
+        )
+
+
+def container_spec(container: AutoContainerConfig | ExistingContainerRef) -> str | dict[str, Any]:
+    """The container as it is sent."""
+    if isinstance(container, ExistingContainerRef):
+        return container.id
+    spec: dict[str, Any] = {"type": "auto", "memory_limit": container.memory_limit}
+    return {**spec, "file_ids": [*container.file_ids]} if container.file_ids else spec
+
+
+def code_interpreter_output(
+    data: ProviderToolCallData, context: ToolContext, result_type: type[CodeInterpreterResult]
+) -> ToolResult[CodeInterpreterResult]:
+    """What the provider reports of a call, as a result.
+
+    It is a failure if the call failed, if the exit code says so, or, where there is none, if the logs end in a
+    traceback.
+    """
+    _ = context
+    logs = "".join(str(output.get("logs") or "") for output in data.outputs if output.get("type") == "logs")
+    images = tuple(str(output.get("url")) for output in data.outputs if output.get("type") == "image")
+    execution: Mapping[str, Any] = data.raw.get(EXECUTION) or {}
+    exit_code: int | None = execution.get("exit_code")
+    raised = _traceback(logs)
+    failed = (
+        data.status in ("failed", "incomplete") or bool(exit_code) or (exit_code is None and bool(raised))
+    )
+    value = result_type(
+        stdout=str(execution.get("stdout", logs)),
+        stderr=str(execution.get("stderr") or raised)[-_EXCERPT:],
+        exit_code=exit_code,
+        images=images,
+        files=_files(execution, data),
+        container_id=data.container_id,
+        code=data.code,
+    )
+    message = logs or (f"The call of the code interpreter is {data.status}." if failed else "")
+    return ToolResult(message, value, success=not failed)
+
+
+def _traceback(logs: str) -> str:
+    """The traceback that the logs end in, or nothing."""
+    start = logs.rfind(_TRACEBACK)
+    lines = logs.rstrip().splitlines()
+    return logs[start:] if start >= 0 and lines and _RAISED.match(lines[-1]) else ""
+
+
+def _files(execution: Mapping[str, Any], data: ProviderToolCallData) -> tuple[FileCitation, ...]:
+    cited = citations(data.annotations, data.container_id)
+    known = {file.file_id for file in cited}
+    listed = (
+        FileCitation(str(file.get("container_id")), str(file.get("file_id")), str(file.get("filename")))
+        for file in execution.get("files") or ()
+    )
+    return (*cited, *(file for file in listed if file.file_id not in known))

@@ -1,0 +1,166 @@
+"""Settings of the OpenAI adapter, checked where they are made; imports `dbc`, and the SDK only to make a client."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from fumehood.client.dbc import require
+from fumehood.client.errors import PromptValidationError
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+MEMORY_TIERS = ("1g", "4g", "16g", "64g")
+
+# Which native tools a model has; prefixes. Models that are not here are not restricted.
+NATIVE_TOOLS: Mapping[str, frozenset[str]] = {
+    prefix: frozenset({"code_interpreter", "file_search", "web_search"})
+    for prefix in ("gpt-4o", "gpt-4.1", "gpt-5", "o3", "o4-mini")
+}
+
+
+def check_tier(memory_limit: str | None, name: str = "memory_limit") -> None:
+    require(
+        memory_limit is None or memory_limit in MEMORY_TIERS,
+        f"{name} is {memory_limit!r}; it has to be one of {', '.join(MEMORY_TIERS)}.",
+    )
+
+
+@dataclass(frozen=True)
+class OpenAIModelConfig:
+    """How the model generates; None leaves it to the provider. `extra` goes into every request as it is."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    max_output_tokens: int | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Mapping[str, Any] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        limit = self.max_output_tokens
+        require(limit is None or limit > 0, f"max_output_tokens is {limit}; it has to be positive.")
+        managed = {"input", "tools", "tool_choice", "text", "include", "stream", "store", "model"} & set(
+            self.extra
+        )
+        require(not managed, f"extra contains {min(managed, default='')!r}, which the adapter sets itself.")
+
+    def request(self) -> dict[str, Any]:
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_output_tokens": self.max_output_tokens,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning": self.reasoning,
+        }
+        return {**{name: value for name, value in given.items() if value is not None}, **self.extra}
+
+
+@dataclass(frozen=True)
+class OpenAIClientConfig:
+    """How to reach the provider; what is None is taken from the SDK's environment variables."""
+
+    api_key: str | None = field(default=None, repr=False)
+    base_url: str | None = None
+    organization: str | None = None
+    project: str | None = None
+    timeout: float | None = None
+
+    def make(self) -> "OpenAI":
+        """A client of the SDK. Raises PromptValidationError if there is no SDK, or no key."""
+        try:
+            import openai
+        except ImportError as error:
+            raise PromptValidationError(
+                "The openai package is missing; install fumehood[openai], or pass client= yourself."
+            ) from error
+        names = ("api_key", "base_url", "organization", "project", "timeout")
+        given: dict[str, Any] = {
+            name: getattr(self, name) for name in names if getattr(self, name) is not None
+        }
+        try:
+            return openai.OpenAI(**given)
+        except openai.OpenAIError as error:
+            raise PromptValidationError(f"No client of OpenAI could be made: {error}") from error
+
+
+@dataclass(frozen=True)
+class FileSearchConfig:
+    """Which vector stores to search, and how many results are enough."""
+
+    vector_store_ids: tuple[str, ...] = ()
+    max_results: int = 20
+
+    def __post_init__(self) -> None:
+        check_max_results(self.max_results)
+
+
+def check_max_results(value: int) -> None:
+    require(1 <= value <= 50, f"max_results is {value}; it has to be 1 to 50.")
+
+
+@dataclass(frozen=True)
+class OpenAIHostedToolsConfig:
+    """Which tools the provider runs itself. A container workspace needs the code interpreter."""
+
+    code_interpreter: bool = False
+    file_search: FileSearchConfig | None = None
+    web_search: bool = False
+
+    def envelopes(self) -> list[Mapping[str, object]]:
+        """As `RenderedPrompt.native_tools` lists them."""
+        found: list[Mapping[str, object]] = []
+        if self.code_interpreter:
+            found.append({"type": "built_in", "name": "code_interpreter"})
+        if self.file_search is not None:
+            found.append(
+                file_search_envelope(self.file_search.vector_store_ids, self.file_search.max_results)
+            )
+        if self.web_search:
+            found.append({"type": "built_in", "name": "web_search"})
+        return found
+
+
+def file_search_envelope(vector_store_ids: tuple[str, ...], max_results: int) -> Mapping[str, object]:
+    return {
+        "type": "built_in",
+        "name": "file_search",
+        "vector_store_ids": [*vector_store_ids],
+        "max_num_results": max_results,
+    }
+
+
+@dataclass(frozen=True)
+class ContainerConfig:
+    """The container of a workspace.
+
+    mode: "explicit" makes one of its own; "auto" takes over the one that an earlier workspace of the same session has
+    made, while that is alive and of the same size.
+    """
+
+    memory_limit: str = "4g"
+    mode: Literal["auto", "explicit"] = "explicit"
+
+    def __post_init__(self) -> None:
+        check_tier(self.memory_limit, "container_config.memory_limit")
+        require(
+            self.mode in ("auto", "explicit"), f"mode is {self.mode!r}; it has to be 'auto' or 'explicit'."
+        )
+
+
+@dataclass(frozen=True)
+class CompactionConfig:
+    """When to compact the conversation of a session.
+
+    enabled: whether to do so by itself; threshold_tokens: at more tokens than these.
+    zdr_mode: nothing is to be kept by the provider; what has to be kept comes back encrypted.
+    """
+
+    enabled: bool = True
+    threshold_tokens: int = 100_000
+    zdr_mode: bool = False
+
+    def __post_init__(self) -> None:
+        require(
+            self.threshold_tokens > 0, f"threshold_tokens is {self.threshold_tokens}; it has to be positive."
+        )

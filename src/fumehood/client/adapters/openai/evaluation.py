@@ -1,0 +1,300 @@
+"""One evaluation of one prompt: ask, run what the model calls, ask again; imports siblings and `shared`.
+
+Nothing of it is seen before its end but the events; the session's conversation changes only when there is an answer,
+or when it is compacted on the way.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fumehood.client import serde
+from fumehood.client.adapters.core import PromptResponse
+from fumehood.client.adapters.openai.api import ContainerGoneError, ResponsesApi
+from fumehood.client.adapters.openai.code_interpreter import CodeInterpreterResult, code_interpreter_output
+from fumehood.client.adapters.openai.compaction import CompactionManager, ModelUsed, Transcript
+from fumehood.client.adapters.openai.wire import (
+    Item,
+    ProviderToolCallData,
+    WireResponse,
+    annotations,
+    citations,
+    function_calls,
+    normalize_input_messages,
+    provider_calls,
+    text_of,
+)
+from fumehood.client.adapters.shared import ToolExecutor, publish_invocation, serialize_tool_message
+from fumehood.client.budget import TokenUsage
+from fumehood.client.errors import (
+    CompactionError,
+    ContainerExpiredError,
+    FilteredOutputError,
+    PromptEvaluationError,
+)
+from fumehood.client.prompt.prompt import RenderedPrompt
+from fumehood.client.prompt.structured_output import parse_structured_output
+from fumehood.client.prompt.tool import ProviderTool, ToolContext, ToolResult, by_name, provider_tools
+from fumehood.client.runtime.events import PromptExecuted, PromptRendered
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Evaluation[Out]:
+    """request: what every request of it has in common, that is, everything but the input.
+
+    new_container: makes another container for the one that has expired, and gives its id; None if it is not ours.
+    manager: keeps the conversation of the session; without one, every evaluation starts afresh.
+    """
+
+    api: ResponsesApi
+    rendered: RenderedPrompt[Out]
+    context: ToolContext
+    request: dict[str, Any]
+    executor: ToolExecutor
+    manager: CompactionManager | None
+    new_container: Callable[[], str] | None
+    parse_output: bool
+    max_turns: int
+    usage: TokenUsage = field(default_factory=TokenUsage)
+    transcript: list[Item] = field(default_factory=list[Item])
+    history: list[Item] = field(default_factory=list[Item])  # of the session, since its last compaction
+
+    def run(self) -> PromptResponse[Out]:
+        self._publish(
+            PromptRendered,
+            rendered_prompt=self.rendered.text,
+            tool_choice=self.request.get("tool_choice", "auto"),
+        )
+        past = self.context.session[Transcript].latest() if self.manager else None
+        self.history = [dict(item) for item in past.items] if past else []
+        system: Item = {"role": "system", "content": self.rendered.text}
+        self._keep([system])
+        for _ in range(self.max_turns):
+            response = self._ask()
+            self._check_end(response)
+            self._keep(response.output)
+            self._tell_provider_calls(response)
+            calls = function_calls(response.output)
+            if not calls:
+                return self._answer(response)
+            self._keep([self._run(call) for call in calls])
+            self._let_choose()
+            if self._compact(response):
+                self.history = [system]  # the task itself must not be a matter of summaries
+        raise PromptEvaluationError(
+            f"There was no answer after {self.max_turns} turns; raise max_turns, or look at what its tools say.",
+            prompt_name=self.rendered.prompt_name,
+            phase="response",
+        )
+
+    # ---- asking ---------------------------------------------------------------------------------------------
+
+    def _ask(self) -> WireResponse:
+        self._check_limits("the next request")
+        window = self.manager.inject_encrypted_items(self.history) if self.manager else self.history
+        request = {**self.request, "input": normalize_input_messages(window)}
+        try:
+            response = self._send(request)
+        except ContainerGoneError as gone:
+            request["tools"] = self._with_new_container(gone)
+            try:
+                response = self._send(request)
+            except ContainerGoneError as again:
+                raise ContainerExpiredError(_container_of(request) or "", again) from again
+        usage = response.usage.total() if response.usage else TokenUsage()
+        self.usage += usage
+        if self.context.budget_tracker is not None:
+            self.context.budget_tracker.record(usage)
+        self._log_response(response, usage)
+        return response
+
+    def _send(self, request: Mapping[str, Any]) -> WireResponse:
+        name, deadline = self.rendered.prompt_name, self.context.deadline
+        return self.api.create(request, prompt_name=name, deadline=deadline)
+
+    def _with_new_container(self, gone: ContainerGoneError) -> list[dict[str, Any]]:
+        known = _container_of(self.request) or "(unknown)"
+        if self.new_container is None:
+            raise ContainerExpiredError(
+                known, gone, f"The container {known!r} has expired; make another one."
+            ) from gone
+        made = self.new_container()
+        for tool in self.request["tools"]:
+            if tool["type"] == "code_interpreter":
+                tool["container"] = made
+        return self.request["tools"]
+
+    def _let_choose(self) -> None:
+        """A forced choice is for the first call; forced for ever, there would be no answer."""
+        if self.request.get("tool_choice") not in (None, "none"):
+            self.request["tool_choice"] = "auto"
+
+    def _check_limits(self, doing: str) -> None:
+        name = self.rendered.prompt_name
+        if self.context.deadline is not None:
+            self.context.deadline.check(doing, prompt_name=name)
+        if self.context.budget_tracker is not None:
+            self.context.budget_tracker.check(doing, prompt_name=name)
+
+    def _check_end(self, response: WireResponse) -> None:
+        """Raise if there will be no answer."""
+        end = response.end
+        required = self.rendered.output is not None or not text_of(response.output)
+        if end in ("content_filter", "refusal") and required:
+            raise FilteredOutputError(
+                f"The provider withheld the answer ({end}).",
+                **self._failure(response.incomplete_details or response.output),
+            )
+        if end in ("failed", "cancelled"):
+            said = (response.error or {}).get("message") or f"its status is {end}"
+            raise PromptEvaluationError(f"The response failed: {said}", **self._failure(response.error))
+        if end not in ("stop", "refusal", "content_filter"):
+            if self.rendered.output is not None and not function_calls(response.output):
+                raise PromptEvaluationError(
+                    f"The answer was cut off ({end}) before it was whole.",
+                    **self._failure(response.incomplete_details),
+                )
+            _log.warning("The answer to %s was cut off: %s", self.rendered.prompt_name, end)
+
+    def _failure(self, payload: object) -> dict[str, Any]:
+        return {"prompt_name": self.rendered.prompt_name, "phase": "response", "provider_payload": payload}
+
+    # ---- tools ----------------------------------------------------------------------------------------------
+
+    def _run(self, call: Item) -> Item:
+        """Run a function, and give what the model gets to read."""
+        name, call_id = str(call.get("name")), call.get("call_id")
+        self._check_limits(f"the tool {name!r}")
+        tool = by_name(self.rendered.tools).get(name)
+        result = self.executor.run(
+            None if isinstance(tool, ProviderTool) else tool, name, call.get("arguments"), call_id
+        )
+        return {"type": "function_call_output", "call_id": call_id, "output": serialize_tool_message(result)}
+
+    def _tell_provider_calls(self, response: WireResponse) -> None:
+        """One ToolInvoked for each call that the provider has run."""
+        tools = {one.native_type: one for one in provider_tools(self.rendered.tools)}
+        for data in provider_calls(response.output):
+            tool = tools.get(data.name)
+            params, result = self._provider_result(tool, data)
+            name = tool.name if tool is not None else data.name
+            publish_invocation(self.context, name, params, result, data.call_id or data.id, result.message)
+
+    def _provider_result(
+        self, tool: ProviderTool[Any, Any, Any] | None, data: ProviderToolCallData
+    ) -> tuple[object, ToolResult[Any]]:
+        """What the tool's own handlers make of it; and what they are called with."""
+        if tool is None:
+            return data, _plain_result(data, self.context)
+        params: object = data
+        try:
+            if tool.handle_provider_output is not None:
+                return data, tool.handle_provider_output(data, self.context, tool.result_type)
+            params = serde.convert(
+                serde.decode(data.arguments, dict[str, Any]) if data.arguments else dict(data.raw),
+                tool.params_type,
+            )
+            if tool.handler is None:
+                return params, ToolResult.error(f"{tool.name!r} has no handler.")
+            return params, tool.handler(params, context=self.context)
+        except Exception as error:
+            _log.warning("The handler of %s failed.", tool.name, exc_info=True)
+            return params, ToolResult.error(
+                f"The handler of {tool.name!r} failed: {type(error).__name__}: {error}"
+            )
+
+    # ---- the end --------------------------------------------------------------------------------------------
+
+    def _answer(self, response: WireResponse) -> PromptResponse[Out]:
+        text = text_of(response.output)
+        notes = tuple(annotations(response.output))
+        answer = PromptResponse[Out](
+            prompt_name=self.rendered.prompt_name,
+            text=text,
+            output=parse_structured_output(text, self.rendered) if self.parse_output else None,
+            annotations=notes,
+            files=citations(notes),
+            usage=self.usage,
+            transcript=tuple(self.transcript),
+        )
+        session = self.context.session
+        session[ModelUsed].seed(ModelUsed(self.request["model"]))
+        if self.manager is not None:
+            session[Transcript].seed(Transcript(tuple(self.history)))
+        self._publish(PromptExecuted, result=answer, usage=self.usage)
+        try:
+            self._compact(response)
+        except CompactionError as error:
+            error.response = answer
+            raise
+        return answer
+
+    def _compact(self, response: WireResponse) -> bool:
+        """Compact if it is time to; whether it was."""
+        tokens = response.usage.total_tokens if response.usage else 0
+        if self.manager is None or not self.manager.should_compact(tokens):
+            return False
+        self.manager.compact(self.history)
+        self.context.session[Transcript].clear()
+        return True
+
+    def _keep(self, items: list[Item]) -> None:
+        self.transcript += items
+        self.history += items
+
+    def _publish(self, event: Callable[..., object], **fields: object) -> None:
+        self.context.event_bus.publish(
+            event(
+                prompt_name=self.rendered.prompt_name,
+                adapter=self.context.adapter.provider,
+                session_id=self.context.session.session_id,
+                **fields,
+            )
+        )
+
+    def _log_response(self, response: WireResponse, usage: TokenUsage) -> None:
+        """Names, ids and sizes; never contents, never keys."""
+        containers = {data.container_id for data in provider_calls(response.output) if data.container_id}
+        fields = {
+            "prompt": self.rendered.prompt_name,
+            "request_id": response.request_id,
+            "response_id": response.id,
+            "model": response.model or self.request["model"],
+            "max_output_tokens": self.request.get("max_output_tokens"),
+            "container_ids": sorted(containers) or [_container_of(self.request)],
+            "memory_limit": _tier_of(self.request),
+            "input_tokens": usage.input_tokens,
+            "output_tokens": usage.output_tokens,
+        }
+        _log.info(
+            "evaluated %s",
+            " ".join(f"{name}={value}" for name, value in fields.items()),
+            extra={"fumehood": fields},
+        )
+
+
+def _plain_result(data: ProviderToolCallData, context: ToolContext) -> ToolResult[Any]:
+    """The result of a native tool for which the prompt has no Tool."""
+    if data.name == "code_interpreter":
+        return code_interpreter_output(data, context, CodeInterpreterResult)
+    return ToolResult(f"{data.name}: {data.status or 'completed'}", data, success=data.status != "failed")
+
+
+def _container(request: Mapping[str, Any]) -> Any:
+    for tool in request.get("tools", ()):
+        if tool["type"] == "code_interpreter":
+            return tool.get("container")
+    return None
+
+
+def _container_of(request: Mapping[str, Any]) -> str | None:
+    found = _container(request)
+    return found if isinstance(found, str) else None
+
+
+def _tier_of(request: Mapping[str, Any]) -> str | None:
+    found = _container(request)
+    return found.get("memory_limit") if found and not isinstance(found, str) else None

@@ -1,0 +1,73 @@
+"""What sections of native tools have in common; imports `config`, `dbc` and `prompt`."""
+
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from fumehood.client.adapters.openai.config import NATIVE_TOOLS
+from fumehood.client.dbc import require
+from fumehood.client.prompt._types import ParamsT_co, SupportsDataclass
+from fumehood.client.prompt.section import Section
+
+
+class NativeToolSection(Section[ParamsT_co]):
+    """Says nothing to the model and has no tool of ours; its parameters are the tool's settings."""
+
+    native_name: str
+
+    def __init__(self, *, title: str, default_params: ParamsT_co, model: str | None = None) -> None:
+        """model: if it is known here already, it is checked here already."""
+        super().__init__(
+            title=title,
+            key=f"openai_{self.native_name}",
+            default_params=default_params,
+            tools=(),
+            accepts_overrides=False,
+        )
+        self.model = model
+        self.native_tools(default_params)  # malformed settings are found here
+        if model is not None:
+            check_model(model, [self.native_name])
+
+    @abstractmethod
+    def settings(self, params: Any) -> Mapping[str, object]:
+        """The tool's settings as they are sent. Raises PromptValidationError if they are malformed."""
+
+    def native_tools(self, params: SupportsDataclass | None) -> Sequence[Mapping[str, object]]:
+        return [{"type": "built_in", "name": self.native_name, **self.settings(params)}]
+
+    def render(self, params: SupportsDataclass | None, depth: int, number: str) -> str:
+        _ = params, depth, number
+        return ""
+
+    def clone(self, **kwargs: object) -> "NativeToolSection[ParamsT_co]":
+        settings: dict[str, Any] = {"default_params": self.default_params, "model": self.model}
+        settings.update(kwargs)
+        return type(self)(**settings)
+
+
+def check_model(
+    model: str,
+    names: Collection[str],
+    allowed: Mapping[str, Collection[str]] | None = None,
+    *,
+    strict: bool = False,
+    prompt_name: str = "",
+) -> None:
+    """Raise PromptValidationError if the model does not have one of these native tools.
+
+    allowed: tools by the names of models, or beginnings of them, the longest of which counts; strict: a model that is
+    not in there has none.
+    """
+    lists = {**NATIVE_TOOLS, **(allowed or {})}
+    found = max((prefix for prefix in lists if model.startswith(prefix)), key=len, default=None)
+    if found is None and not strict:
+        return
+    has = lists[found] if found is not None else ()
+    for name in names:
+        require(
+            name in has,
+            f"The model {model!r} does not advertise the native tool {name!r} (it has: "
+            f"{', '.join(sorted(has)) or 'none'}); choose another model or extend openai_native_tools.",
+            prompt_name=prompt_name,
+        )

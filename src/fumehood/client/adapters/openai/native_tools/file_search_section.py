@@ -1,0 +1,35 @@
+"""Search in vector stores, run by the provider; imports `base`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fumehood.client.adapters.openai.config import check_max_results, file_search_envelope
+from fumehood.client.adapters.openai.native_tools.base import NativeToolSection
+from fumehood.client.dbc import require
+
+
+@dataclass(frozen=True)
+class FileSearchParams:
+    """`corpus_ids` and `vector_store_ids` are two names for the same; without any, evaluating is refused."""
+
+    corpus_ids: tuple[str, ...] = ()
+    max_results: int = 5
+    vector_store_ids: tuple[str, ...] = ()
+
+
+class OpenAIFileSearchSection(NativeToolSection[FileSearchParams]):
+    native_name = "file_search"
+
+    def __init__(self, *, default_params: FileSearchParams | None = None, model: str | None = None) -> None:
+        super().__init__(
+            title="File search", default_params=default_params or FileSearchParams(), model=model
+        )
+
+    def settings(self, params: FileSearchParams) -> Mapping[str, object]:
+        check_max_results(params.max_results)
+        require(
+            not (params.corpus_ids and params.vector_store_ids),
+            "corpus_ids and vector_store_ids are two names for the same; give one of them.",
+        )
+        spec = file_search_envelope(params.corpus_ids or params.vector_store_ids, params.max_results)
+        return {name: value for name, value in spec.items() if name not in ("type", "name")}

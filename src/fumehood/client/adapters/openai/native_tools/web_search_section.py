@@ -1,0 +1,38 @@
+"""Search in the web, run by the provider; imports `base`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fumehood.client.adapters.openai.native_tools.base import NativeToolSection
+from fumehood.client.dbc import require
+
+_SIZES = ("low", "medium", "high")
+
+
+@dataclass(frozen=True)
+class WebSearchParams:
+    """allowed_domains: only these, without a scheme; empty is all."""
+
+    search_context_size: Literal["low", "medium", "high"] | None = None
+    allowed_domains: tuple[str, ...] = ()
+
+
+class OpenAIWebSearchSection(NativeToolSection[WebSearchParams]):
+    native_name = "web_search"
+
+    def __init__(self, *, default_params: WebSearchParams | None = None, model: str | None = None) -> None:
+        super().__init__(title="Web search", default_params=default_params or WebSearchParams(), model=model)
+
+    def settings(self, params: WebSearchParams) -> Mapping[str, object]:
+        size = params.search_context_size
+        require(
+            size is None or size in _SIZES,
+            f"search_context_size is {size!r}; it has to be low, medium or high.",
+        )
+        for domain in params.allowed_domains:
+            require(domain and "/" not in domain, f"allowed_domains has {domain!r}; write example.com.")
+        found: dict[str, object] = {} if size is None else {"search_context_size": size}
+        if params.allowed_domains:
+            found["filters"] = {"allowed_domains": [*params.allowed_domains]}
+        return found

@@ -1,0 +1,278 @@
+"""Between our types and the JSON of the Responses API, without talking to anybody; imports `dbc`, `serde`, `core`.
+
+`_responses_tool_spec`, `_responses_tool_choice` and `_normalize_input_messages` are other names of the functions
+without the underscore, for those who know them by the specification.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+
+from fumehood.client import serde
+from fumehood.client.adapters.core import FileCitation, ToolChoice
+from fumehood.client.budget import TokenUsage
+from fumehood.client.dbc import require
+
+type Item = dict[str, Any]
+
+NATIVE_NAMES = ("code_interpreter", "file_search", "web_search")
+CITATION = "container_file_citation"
+EXECUTION = "fumehood:execution"
+
+
+# --- requests -----------------------------------------------------------------------------------------
+
+
+def responses_tool_spec(spec: Mapping[str, Any], *, prompt_name: str = "") -> dict[str, Any]:
+    """A tool as the Responses API wants it: a function flat, a native tool under its own type.
+
+    Takes what `tool_to_spec` gives, `{"type": "built_in", "name": …}`, and native tools by their type. Raises
+    PromptValidationError for anything else.
+    """
+    kind = spec.get("type")
+    if kind == "function":
+        function = cast(Mapping[str, Any], spec.get("function") or spec)
+        require(
+            function.get("name") and isinstance(function.get("parameters"), Mapping),
+            f"A function tool needs a name and parameters: {dict(spec)!r}.",
+            prompt_name=prompt_name,
+            payload=spec,
+        )
+        names = ("name", "description", "parameters", "strict")
+        return {"type": "function", **{name: function[name] for name in names if name in function}}
+    native = spec.get("name") if kind == "built_in" else kind
+    require(
+        native in NATIVE_NAMES,
+        f"There is no native tool {native!r}; there is: {', '.join(NATIVE_NAMES)}.",
+        prompt_name=prompt_name,
+        payload=spec,
+    )
+    for name in ("parameters", "strict"):
+        require(
+            name not in spec,
+            f"The native tool {native!r} takes no {name!r}: only functions have a schema.",
+            prompt_name=prompt_name,
+            payload=spec,
+        )
+    settings = {name: value for name, value in spec.items() if name not in ("type", "name")}
+    return {"type": native, **serde.builtins(settings)}
+
+
+def responses_tool_choice(
+    choice: ToolChoice | None, tools: Sequence[Mapping[str, Any]], *, prompt_name: str = ""
+) -> str | dict[str, Any] | None:
+    """What to send as `tool_choice` with these tools; None is nothing. Raises PromptValidationError for a shape that
+    there is not, and for a tool that is not among them.
+    """
+
+    def check(holds: object, message: str) -> None:
+        require(holds, f"tool_choice {choice!r}: {message}", prompt_name=prompt_name, payload=choice)
+
+    if choice is None or isinstance(choice, str):
+        check(
+            choice in (None, "auto", "required", "none"), "it has to be auto, required, none or name a tool."
+        )
+        check(choice != "required" or tools, "the prompt has no tools that could be required.")
+        return choice if tools else None
+    kind = choice.get("type")
+    if kind == "function":
+        nested = choice.get("function")
+        name = (
+            cast(Mapping[str, object], nested).get("name")
+            if isinstance(nested, Mapping)
+            else choice.get("name")
+        )
+        check(name, "a function is chosen by its name.")
+        known = {tool.get("name") for tool in tools if tool["type"] == "function"}
+        check(name in known, f"the prompt has no function {name!r}.")
+        return {"type": "function", "name": name}
+    native = choice.get("name") if kind == "built_in" else kind
+    check(native in NATIVE_NAMES, "this shape is not supported.")
+    check(any(tool["type"] == native for tool in tools), f"the prompt does not ask for {native!r}.")
+    return {"type": native}
+
+
+def normalize_input_messages(messages: Sequence[Mapping[str, Any]]) -> list[Item]:
+    """Messages as items of an `input` array.
+
+    An assistant's `tool_calls` become function_call items, a tool's message a function_call_output; calls of native
+    tools, and everything that came from the Responses API in the first place, stay exactly as they are.
+    """
+    items: list[Item] = []
+    for message in messages:
+        role = message.get("role")
+        if role == "tool":
+            output = message.get("content")
+            text = output if isinstance(output, str) else serde.encode(output)
+            items.append(
+                {"type": "function_call_output", "call_id": message.get("tool_call_id"), "output": text}
+            )
+            continue
+        calls = cast(Sequence[Mapping[str, Any]], message.get("tool_calls") or ())
+        plain = {name: value for name, value in message.items() if name != "tool_calls"}
+        if role != "assistant" or not calls or plain.get("content"):
+            items.append(plain)
+        items += [_input_call(call) for call in calls]
+    return items
+
+
+def _input_call(call: Mapping[str, Any]) -> Item:
+    if call.get("type") not in ("function", None):
+        return dict(call)
+    function = cast(Mapping[str, Any], call.get("function") or call)
+    arguments = function.get("arguments", "{}")
+    return {
+        "type": "function_call",
+        "call_id": call.get("id") or call.get("call_id"),
+        "name": function.get("name"),
+        "arguments": arguments if isinstance(arguments, str) else serde.encode(arguments),
+    }
+
+
+_responses_tool_spec = responses_tool_spec
+_responses_tool_choice = responses_tool_choice
+_normalize_input_messages = normalize_input_messages
+
+
+# --- responses ----------------------------------------------------------------------------------------
+
+
+class WireUsage(msgspec.Struct):
+    input_tokens: int = 0
+    output_tokens: int = 0
+    total_tokens: int = 0
+    input_tokens_details: dict[str, Any] | None = None
+
+    def total(self) -> TokenUsage:
+        cached = (self.input_tokens_details or {}).get("cached_tokens") or 0
+        return TokenUsage(self.input_tokens, self.output_tokens, cached, self.total_tokens)
+
+
+class WireResponse(msgspec.Struct):
+    """What we read of a response; its items are kept as they are, so that they can be given back unchanged."""
+
+    id: str = ""
+    model: str = ""
+    status: str | None = None
+    output: list[Item] = []
+    usage: WireUsage | None = None
+    error: dict[str, Any] | None = None
+    incomplete_details: dict[str, Any] | None = None
+    request_id: str | None = None
+
+    @property
+    def end(self) -> str:
+        """ "stop", or why it ended otherwise: "content_filter", "max_output_tokens", "refusal", …"""
+        if self.incomplete_details:
+            return str(self.incomplete_details.get("reason") or "incomplete")
+        if self.status not in ("completed", None):
+            return str(self.status)
+        return "refusal" if any(part.get("type") == "refusal" for part in _parts(self.output)) else "stop"
+
+
+@dataclass(frozen=True)
+class ProviderToolCallData:
+    """A call that the provider has run, as it reports it; `raw` is the item itself.
+
+    annotations: those of messages that came after the call.
+    """
+
+    type: str
+    name: str
+    id: str | None = None
+    call_id: str | None = None
+    arguments: str | None = None
+    code: str | None = None
+    container_id: str | None = None
+    outputs: tuple[Mapping[str, Any], ...] = ()
+    status: str | None = None
+    annotations: tuple[Mapping[str, Any], ...] = ()
+    raw: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+
+
+def provider_calls(output: Sequence[Item]) -> list[ProviderToolCallData]:
+    """The calls of native tools in a response, in their order, wherever they stand.
+
+    Besides items of their own, there is an older shape: `tool_calls` within the parts of a message.
+    """
+    found: list[ProviderToolCallData] = []
+    for place, item in enumerate(output):
+        later = tuple(annotations(output[place + 1 :]))
+        if _native_name(item):
+            found.append(_call_data(item, later))
+            continue
+        for part in _parts([item]):
+            nested = cast(Sequence[Item], part.get("tool_calls") or ())
+            here = tuple(cast(Sequence[Item], part.get("annotations") or ()))
+            found += [_call_data(call, (*here, *later)) for call in nested if _native_name(call)]
+    return found
+
+
+def function_calls(output: Sequence[Item]) -> list[Item]:
+    return [item for item in output if item.get("type") == "function_call"]
+
+
+def text_of(output: Sequence[Item]) -> str:
+    """What the last message of a response says."""
+    messages = [item for item in output if item.get("type") == "message"]
+    return "".join(
+        str(part.get("text") or "") for part in _parts(messages[-1:]) if part.get("type") == "output_text"
+    )
+
+
+def annotations(output: Sequence[Item]) -> Iterator[Mapping[str, Any]]:
+    """All annotations of the messages among these items."""
+    for part in _parts(output):
+        yield from cast(Sequence[Item], part.get("annotations") or ())
+
+
+def citations(
+    found: Sequence[Mapping[str, Any]], container_id: str | None = None
+) -> tuple[FileCitation, ...]:
+    """The produced files among annotations, each once; with a container's id, those of that container."""
+    files: dict[str, FileCitation] = {}
+    for note in found:
+        if note.get("type") != CITATION or container_id not in (None, note.get("container_id")):
+            continue
+        start, end = (int(note.get(name) or 0) for name in ("start_index", "end_index"))
+        name = str(note.get("filename") or "")
+        file = FileCitation(str(note.get("container_id")), str(note.get("file_id")), name, start, end)
+        files.setdefault(file.file_id, file)
+    return tuple(files.values())
+
+
+def _parts(output: Sequence[Item]) -> Iterator[Item]:
+    for item in output:
+        content = item.get("content")
+        if item.get("type") == "message" and isinstance(content, list):
+            yield from (part for part in cast(list[Any], content) if isinstance(part, dict))
+
+
+def _native_name(item: Mapping[str, Any]) -> str | None:
+    """Which native tool this is a call of."""
+    kind = str(item.get("type") or "")
+    kind = str(item.get("name") or "") if kind == "built_in" else kind
+    name = kind.removesuffix("_call")
+    return name if name in NATIVE_NAMES else None
+
+
+def _call_data(item: Item, later: tuple[Mapping[str, Any], ...]) -> ProviderToolCallData:
+    name = _native_name(item) or ""
+    detail = item.get(name)  # the older shape has it one level down
+    inner: Item = {**item, **cast(Item, detail)} if isinstance(detail, dict) else item
+    arguments = inner.get("arguments")
+    return ProviderToolCallData(
+        type=str(item.get("type")),
+        name=name,
+        id=item.get("id"),
+        call_id=item.get("call_id") or item.get("id"),
+        arguments=arguments if isinstance(arguments, str | None) else serde.encode(arguments),
+        code=inner.get("code") or inner.get("input"),
+        container_id=inner.get("container_id"),
+        outputs=tuple(cast(Sequence[Item], inner.get("outputs") or inner.get("results") or ())),
+        status=inner.get("status"),
+        annotations=later,
+        raw=item,
+    )

@@ -1,0 +1,278 @@
+"""What of a conversation may be recorded: redaction, pictures by their digests, and bounds; imports its siblings.
+
+Whatever is done here is done to the way back as well: what was taken out of a part is not in its source either.
+"""
+
+import base64
+import binascii
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from typing import cast
+
+import msgspec
+
+from fumehood.parts.canonical import (
+    Blob,
+    Envelope,
+    File,
+    Json,
+    JsonObject,
+    Other,
+    Part,
+    Reasoning,
+    Source,
+    Text,
+    ToolCall,
+    ToolResult,
+    Uri,
+)
+from fumehood.parts.views import SOURCE
+
+CUT = "fumehood.cut"
+CUT_PART = "fumehood:cut"
+
+# Members that say what something is, or which one: not content, and nothing could be read without them.
+_STRUCTURE = frozenset(
+    {
+        "type",
+        "id",
+        "call_id",
+        "item_id",
+        "tool_use_id",
+        "toolUseId",
+        "tool_call_id",
+        "traceId",
+        "status",
+        "role",
+    }
+    | {"name", "mime_type", "media_type", "modality", "toolType", "tool_type", "outcome", "object", "digest"}
+)
+_DATA_URL = re.compile(r"data:(?P<mime>[\w.+-]+/[\w.+-]+)?(?:;[\w.=+-]+)*;base64,")
+_LONGEST = (1 << 16, 1 << 14, 1 << 12, 1 << 10, 1 << 8, 1 << 6)
+
+type Change = Callable[[Json], Json]
+
+
+def _changed(part: Part, change: Change) -> Part:
+    """The part with all its content changed, and its source."""
+    made = msgspec.structs.replace(
+        part, source=_changed_source(part.source, change), extra=_object(change(part.extra))
+    )
+    match made:
+        case ToolCall() | ToolResult():
+            made.payload = _object(change(made.payload))
+        case Text() | Reasoning() | Blob():
+            made.content = _string(change(made.content))
+        case Uri():
+            made.uri = _string(change(made.uri))
+        case File() | Other():
+            pass
+    return made
+
+
+def _changed_source(source: Source | None, change: Change) -> Source | None:
+    if source is None:
+        return None
+    item = source.item if source.item is msgspec.UNSET else change(source.item)
+    envelope = source.envelope
+    if envelope is not None:
+        envelope = Envelope(document=change(envelope.document), places=envelope.places)
+    return msgspec.structs.replace(source, item=item, envelope=envelope)
+
+
+def _object(value: Json) -> JsonObject:
+    return cast(JsonObject, value)
+
+
+def _string(value: Json) -> str:
+    return cast(str, value)
+
+
+# --- redaction ----------------------------------------------------------------------------------------
+
+
+def redacted(parts: list[Part], redact: Callable[[str], str]) -> list[Part]:
+    """The parts with every text of their content as `redact` gives it back; what names and ties parts stays."""
+
+    def change(value: Json) -> Json:
+        if isinstance(value, str):
+            return redact(value)
+        if isinstance(value, list):
+            return [change(inner) for inner in value]
+        if isinstance(value, dict):
+            return {
+                key: inner if key in _STRUCTURE and isinstance(inner, str) else change(inner)
+                for key, inner in value.items()
+            }
+        return value
+
+    return [_changed(part, change) for part in parts]
+
+
+def without_way_back(parts: list[Part]) -> list[Part]:
+    """The parts without their vendor's items, which are content as a whole."""
+    return [
+        msgspec.structs.replace(
+            part, source=None if part.source is None else Source(vendor=part.source.vendor)
+        )
+        for part in parts
+    ]
+
+
+# --- pictures and other data --------------------------------------------------------------------------
+
+
+class Medium(msgspec.Struct, frozen=True, kw_only=True):
+    """Data that was in line."""
+
+    digest: str
+    bytes: int
+    mime_type: str | None
+
+    @property
+    def uri(self) -> str:
+        return f"urn:{self.digest}"
+
+
+def without_data(parts: list[Part]) -> list[Part]:
+    """The parts with data in base64 replaced by what identifies it: its digest, its size, its type."""
+    return [_without_data(part) for part in parts]
+
+
+def _without_data(part: Part) -> Part:
+    if isinstance(part, Blob):
+        medium = _medium(part.content, part.mime_type)
+        source = _changed_source(part.source, _referred)
+        if source is not None:
+            # The address goes back to where the data was, as an address: its lens would take it for data.
+            moved = [msgspec.structs.replace(move, field="uri", lens="") for move in source.moved]
+            source = msgspec.structs.replace(source, moved=moved)
+        extra: JsonObject = {**part.extra, "digest": medium.digest, "bytes": medium.bytes}
+        return Uri(
+            uri=medium.uri, modality=part.modality, mime_type=part.mime_type, source=source, extra=extra
+        )
+    made = _changed(part, _referred)
+    if (
+        isinstance(made, ToolResult)
+        and made.kind == "image_generation"
+        and isinstance(made.payload["result"], str)
+    ):
+        medium = _medium(made.payload["result"], None)
+        made.payload["result"] = {
+            "type": "uri",
+            "modality": "image",
+            "uri": medium.uri,
+            "digest": medium.digest,
+            "bytes": medium.bytes,
+        }
+    return made
+
+
+def _referred(value: Json) -> Json:
+    if isinstance(value, list):
+        return [_referred(inner) for inner in value]
+    if not isinstance(value, dict):
+        return _medium_of_url(value).uri if _is_data_url(value) else value
+    made: JsonObject = {key: _referred(inner) for key, inner in value.items()}
+    data = value.get("data")
+    if value.get("type") == "base64" and isinstance(data, str):
+        mime = value.get("media_type")
+        return {**made, **_told(_medium(data, mime if isinstance(mime, str) else None)), "data": None}
+    found = [inner for inner in value.values() if _is_data_url(inner)]
+    return {**made, **_told(_medium_of_url(found[0]))} if found else made
+
+
+def _told(medium: Medium) -> JsonObject:
+    return {"digest": medium.digest, "bytes": medium.bytes}
+
+
+def _is_data_url(value: Json) -> bool:
+    return isinstance(value, str) and _DATA_URL.match(value) is not None
+
+
+def _medium_of_url(value: Json) -> Medium:
+    text = value if isinstance(value, str) else ""
+    head = _DATA_URL.match(text)
+    return _medium(text[head.end() :] if head else text, head["mime"] if head else None)
+
+
+def _medium(data: str, mime_type: str | None) -> Medium:
+    try:
+        content = base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        content = data.encode("utf-8", "surrogatepass")
+    return Medium(
+        digest=f"sha256:{hashlib.sha256(content).hexdigest()}", bytes=len(content), mime_type=mime_type
+    )
+
+
+# --- bounds -------------------------------------------------------------------------------------------
+
+
+def bounded(written: list[JsonObject], limit: int) -> list[JsonObject]:
+    """Parts of a view that take at most `limit` bytes as JSON, and say what was cut.
+
+    First to go is the way back, then the ends of long texts, then the last parts. What is left is valid: a cut text is
+    a text, and its part tells under `fumehood.cut` how many characters are missing where.
+    """
+    if _size(written) <= limit:
+        return written
+    bare = [_without_source(part) for part in written]
+    if _size(bare) <= limit:
+        return bare
+    for longest in _LONGEST:
+        bare = [_shortened(part, longest) for part in bare]
+        if _size(bare) <= limit:
+            return bare
+    return _fewer(bare, limit)
+
+
+def _size(value: Json | list[JsonObject]) -> int:
+    """With everything beyond ASCII escaped, which is never less than UTF-8 takes."""
+    return len(json.dumps(value, separators=(",", ":")))
+
+
+def _without_source(part: JsonObject) -> JsonObject:
+    if SOURCE not in part:
+        return part
+    kept = {key: value for key, value in part.items() if key != SOURCE}
+    return {**kept, CUT: {SOURCE: True}}
+
+
+def _shortened(part: JsonObject, longest: int) -> JsonObject:
+    cuts: JsonObject = {}
+    known = part.get(CUT)
+    earlier: JsonObject = known if isinstance(known, dict) else {}
+
+    def shorten(value: Json, place: str) -> Json:
+        if isinstance(value, str):
+            if len(value) <= longest:
+                return value
+            before = earlier.get(place)
+            cuts[place] = len(value) - longest + (before if isinstance(before, int) else 0)
+            return value[:longest]
+        if isinstance(value, list):
+            return [shorten(inner, f"{place}[{number}]") for number, inner in enumerate(value)]
+        if isinstance(value, dict):
+            return {
+                key: inner if key in _STRUCTURE else shorten(inner, f"{place}.{key}" if place else key)
+                for key, inner in value.items()
+            }
+        return value
+
+    made = _object(shorten({key: value for key, value in part.items() if key != CUT}, ""))
+    told: JsonObject = {**earlier, **cuts}
+    return {**made, CUT: told} if told else made
+
+
+def _fewer(parts: list[JsonObject], limit: int) -> list[JsonObject]:
+    sizes = [_size(part) + 1 for part in parts]
+    total = sum(sizes)
+    for count in range(len(parts) - 1, -1, -1):
+        total -= sizes[count]
+        cut: JsonObject = {"type": CUT_PART, "parts": len(parts) - count}
+        if total + _size([cut]) <= limit:
+            return [*parts[:count], cut]
+    return []

@@ -1,0 +1,60 @@
+"""Leaves readers that take next to nothing of what is sent to them; imports the standard library."""
+
+import asyncio
+import logging
+from typing import override
+
+# A reader for whom answers wait takes at least this much in this time, or is gone.
+_SECONDS = 60.0
+_BYTES = 64 << 10
+
+logger = logging.getLogger(__name__)
+
+
+class LeavesStalled(asyncio.Protocol):
+    """A part of a protocol, before the class that does the work: watches its reader while that is behind."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    _watch: "_Watch | None" = None
+
+    @override
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch = _Watch(self.loop, self.transport)
+
+    @override
+    def resume_writing(self) -> None:
+        self.stop_watching()
+        super().resume_writing()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.stop_watching()
+        super().connection_lost(exc)
+
+    def stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
+
+
+class _Watch:
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._wait()
+
+    def _wait(self) -> None:
+        self._waiting_bytes = self._transport.get_write_buffer_size()
+        self._timer = self._loop.call_later(_SECONDS, self._look)
+
+    def _look(self) -> None:
+        if self._transport.get_write_buffer_size() > self._waiting_bytes - _BYTES:
+            logger.info("A client that read nothing was left.")
+            self._transport.abort()  # closing would wait for it
+        else:
+            self._wait()
+
+    def end(self) -> None:
+        self._timer.cancel()

@@ -1,0 +1,61 @@
+"""One gateway with real sandboxes, and one server that is not ours, for the client's tests; imports the support."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from openai import OpenAI
+
+from fumehood.client.adapters.openai import OpenAIAdapter
+from tests.e2e.conftest import client_of, settings_for
+from tests.support import openai_server, served
+from tests.support.openai_server import OpenAIServer
+from tests.support.served import Model, Served
+
+
+@dataclass(frozen=True)
+class House:
+    """A gateway, the model behind it, and the SDK in front of it."""
+
+    served: Served
+    model: Model
+    client: OpenAI
+
+    def adapter(self, **settings: object) -> OpenAIAdapter:
+        made: dict[str, object] = {"model": "scripted", "client": self.client, **settings}
+        return OpenAIAdapter(**made)  # pyright: ignore[reportArgumentType] - tests say what they want
+
+
+@pytest.fixture(scope="session")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with (
+        Model() as model,
+        served.serving(tmp_path_factory.mktemp("gateway"), settings_for(model)) as running,
+        client_of(running) as client,
+    ):
+        yield House(running, model, client)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A server that is not ours, as OpenAI's would be, and the SDK in front of it."""
+
+    server: OpenAIServer
+    client: OpenAI
+
+    def adapter(self, **settings: object) -> OpenAIAdapter:
+        made: dict[str, object] = {"model": "gpt-4.1", "client": self.client, **settings}
+        return OpenAIAdapter(**made)  # pyright: ignore[reportArgumentType] - tests say what they want
+
+
+@pytest.fixture(scope="session")
+def one_elsewhere() -> Iterator[Elsewhere]:
+    with openai_server.serving() as server, openai_server.client_of(server) as client:
+        yield Elsewhere(server, client)
+
+
+@pytest.fixture
+def elsewhere(one_elsewhere: Elsewhere) -> Elsewhere:
+    one_elsewhere.server.script()
+    one_elsewhere.server.no_more_containers = False
+    return one_elsewhere

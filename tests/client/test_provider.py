@@ -1,0 +1,689 @@
+"""The adapter against a server that is not ours: what is sent, what is told, what is refused; imports the support."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from inline_snapshot import snapshot
+
+from fumehood.client import (
+    Budget,
+    BudgetTracker,
+    ContainerExpiredError,
+    Deadline,
+    FilteredOutputError,
+    InProcessDispatcher,
+    MarkdownSection,
+    Prompt,
+    PromptEvaluationError,
+    PromptExecuted,
+    PromptRendered,
+    PromptTemplate,
+    ProviderTool,
+    Section,
+    Session,
+    ThrottlePolicy,
+    Tool,
+    ToolContext,
+    ToolInvoked,
+    ToolResult,
+)
+from fumehood.client.adapters.openai import (
+    AutoContainerConfig,
+    CodeInterpreterResult,
+    CompactionConfig,
+    ContainerConfig,
+    ExistingContainerRef,
+    FileSearchConfig,
+    OpenAIAdapter,
+    OpenAIClientConfig,
+    OpenAICodeInterpreterSection,
+    OpenAICodeInterpreterTool,
+    OpenAIContainerWorkspaceSection,
+    OpenAIFileSearchSection,
+    OpenAIHostedToolsConfig,
+    OpenAIModelConfig,
+    OpenAIWebSearchSection,
+    ProviderToolCallData,
+)
+from fumehood.client.adapters.openai.native_tools.file_search_section import FileSearchParams
+from fumehood.client.adapters.openai.native_tools.web_search_section import WebSearchParams
+from fumehood.client.errors import (
+    BudgetExceededError,
+    DeadlineExceededError,
+    PromptValidationError,
+    ThrottleError,
+)
+from fumehood.client.prompt import AnyTool, NoParams
+from tests.client.conftest import Elsewhere
+from tests.support.openai_server import Reply, error, message, response
+
+PATIENT = ThrottlePolicy(base_delay=0.001, max_delay=0.002)
+
+
+@dataclass(frozen=True)
+class Query:
+    sql: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    value: int
+
+
+def run(params: Query, *, context: ToolContext) -> ToolResult[Query]:
+    if params.sql == "raise":
+        context.session[Answer].append(Answer(1))
+        raise RuntimeError("the database is down")
+    return ToolResult.ok(params)
+
+
+query_tool = Tool[Query, Query](name="run_query", description="Run it.", handler=run)
+
+
+def prompt(*tools: AnyTool, sections: tuple[Section[Any], ...] = (), **more: Any) -> Prompt[None]:
+    task = MarkdownSection(title="Task", key="task", template="Do it.", tools=tools)
+    return Prompt(ns="tests", key="task", sections=(*sections, task), **more)
+
+
+def typed(**more: Any) -> Prompt[Answer]:
+    return Prompt(PromptTemplate[Answer](ns="tests", key="typed"), **more)
+
+
+def function_call(call_id: str, arguments: str, name: str = "run_query") -> dict[str, Any]:
+    return {
+        "type": "function_call",
+        "id": f"fc_{call_id}",
+        "call_id": call_id,
+        "name": name,
+        "arguments": arguments,
+    }
+
+
+def code_call(**more: Any) -> dict[str, Any]:
+    outputs = [{"type": "logs", "logs": "2\n"}]
+    base = {"type": "code_interpreter_call", "id": "ci_1", "code": "1+1", "container_id": "cntr_1"}
+    return {**base, "status": "completed", "outputs": outputs, **more}
+
+
+def listen() -> tuple[Session, list[ToolInvoked]]:
+    session, heard = Session(), list[ToolInvoked]()
+    session.bus.subscribe(ToolInvoked, heard.append)
+    return session, heard
+
+
+# --- requests -----------------------------------------------------------------------------------------
+
+
+def test_a_whole_request(elsewhere: Elsewhere) -> None:
+    elsewhere.server.script(response(message('{"value": 7}')))
+    adapter = elsewhere.adapter(
+        model_config=OpenAIModelConfig(temperature=0.5, max_output_tokens=99, extra={"user": "u"}),
+        hosted_tools=OpenAIHostedToolsConfig(
+            code_interpreter=True, file_search=FileSearchConfig(("vs_1",)), web_search=True
+        ),
+    )
+    found = adapter.evaluate(
+        Prompt[Answer](
+            ns="tests",
+            key="whole",
+            sections=[MarkdownSection(title="Task", key="task", template="Do it.", tools=[query_tool])],
+        )
+    )
+    assert found.output == Answer(7)
+    (request,) = elsewhere.server.asked
+    assert request == snapshot(
+        {
+            "include": [
+                "code_interpreter_call.outputs",
+                "file_search_call.results",
+                "web_search_call.action.sources",
+            ],
+            "input": [{"role": "system", "content": "## 1. Task\n\nDo it."}],
+            "max_output_tokens": 99,
+            "model": "gpt-4.1",
+            "temperature": 0.5,
+            "text": {
+                "format": {
+                    "type": "json_schema",
+                    "name": "answer",
+                    "schema": {
+                        "title": "Answer",
+                        "type": "object",
+                        "properties": {"value": {"type": "integer"}},
+                        "required": ["value"],
+                        "additionalProperties": False,
+                    },
+                    "strict": True,
+                }
+            },
+            "tool_choice": "auto",
+            "tools": [
+                {
+                    "type": "function",
+                    "name": "run_query",
+                    "description": "Run it.",
+                    "parameters": {
+                        "title": "Query",
+                        "type": "object",
+                        "properties": {"sql": {"type": "string"}},
+                        "required": ["sql"],
+                        "additionalProperties": False,
+                    },
+                    "strict": True,
+                },
+                {"type": "code_interpreter", "container": {"type": "auto"}},
+                {"type": "file_search", "vector_store_ids": ["vs_1"], "max_num_results": 20},
+                {"type": "web_search"},
+            ],
+            "user": "u",
+        }
+    )
+
+
+def test_a_forced_choice_is_for_the_first_call(elsewhere: Elsewhere) -> None:
+    elsewhere.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+    elsewhere.adapter(tool_choice="required").evaluate(prompt(query_tool))
+    assert [request["tool_choice"] for request in elsewhere.server.asked] == ["required", "auto"]
+
+
+def test_a_prompts_choice_goes_before_the_adapters(elsewhere: Elsewhere) -> None:
+    elsewhere.server.script(response(message("done")))
+    chosen = {"type": "built_in", "name": "code_interpreter"}
+    adapter = elsewhere.adapter(
+        hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True), tool_choice="none"
+    )
+    adapter.evaluate(prompt(tool_choice=chosen))
+    assert elsewhere.server.asked[0]["tool_choice"] == {"type": "code_interpreter"}
+
+
+def test_the_three_ways_to_ask_for_python_are_one(elsewhere: Elsewhere) -> None:
+    elsewhere.server.script(response(message("done")))
+    adapter = elsewhere.adapter(hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True))
+    asks = prompt(OpenAICodeInterpreterTool(), sections=(OpenAICodeInterpreterSection(),))
+    assert len(asks.render().native_tools) == 1
+    adapter.evaluate(asks)
+    assert elsewhere.server.asked[0]["tools"] == [
+        {"type": "code_interpreter", "container": {"type": "auto", "memory_limit": "1g"}}
+    ]
+    larger = OpenAICodeInterpreterTool(container=AutoContainerConfig(memory_limit="4g"))
+    with pytest.raises(PromptValidationError, match="asked for twice, with different settings"):
+        prompt(larger, sections=(OpenAICodeInterpreterSection(),)).render()
+
+
+def test_native_sections_are_silent_and_listed() -> None:
+    rendered = prompt(
+        sections=(
+            OpenAIFileSearchSection(default_params=FileSearchParams(corpus_ids=("vs_1",))),
+            OpenAIWebSearchSection(default_params=WebSearchParams("low", ("example.com",))),
+            OpenAICodeInterpreterSection(),
+        )
+    ).render()
+    assert rendered.text == "## 1. Task\n\nDo it."
+    assert rendered.tools == ()
+    assert rendered.native_tools == snapshot(
+        (
+            {"type": "built_in", "name": "file_search", "vector_store_ids": ["vs_1"], "max_num_results": 5},
+            {
+                "type": "built_in",
+                "name": "web_search",
+                "search_context_size": "low",
+                "filters": {"allowed_domains": ["example.com"]},
+            },
+            {
+                "type": "built_in",
+                "name": "code_interpreter",
+                "container": {"type": "auto", "memory_limit": "1g"},
+            },
+        )
+    )
+
+
+def test_settings_of_a_native_section_can_be_bound(elsewhere: Elsewhere) -> None:
+    elsewhere.server.script(response(message("done")))
+    elsewhere.adapter().evaluate(
+        prompt(sections=(OpenAIFileSearchSection(),)),
+        FileSearchParams(vector_store_ids=("vs_2",), max_results=7),
+    )
+    assert elsewhere.server.asked[0]["tools"] == [
+        {"type": "file_search", "vector_store_ids": ["vs_2"], "max_num_results": 7}
+    ]
+
+
+# --- what is refused before a request -----------------------------------------------------------------
+
+
+def foreign() -> AnyTool:
+    return ProviderTool[NoParams, Answer, NoParams](
+        name="t",
+        description="x",
+        provider="anthropic",
+        native_type="web_search",
+        config=NoParams(),
+        handle_provider_output=lambda data, context, kind: ToolResult.ok(kind(1)),
+    )
+
+
+HOSTED = OpenAIHostedToolsConfig(code_interpreter=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "said"),
+    [
+        ({}, lambda: prompt(foreign()), "'t' is anthropic's; this adapter is openai's"),
+        ({}, lambda: prompt(sections=(OpenAIFileSearchSection(),)), "file_search has no vector_store_ids"),
+        (
+            {"openai_native_tools": {"gpt-4.1": {"file_search"}}, "hosted_tools": HOSTED},
+            prompt,
+            "'gpt-4.1' does not advertise the native tool 'code_interpreter' .it has: file_search",
+        ),
+        ({"model": "local", "strict": True, "hosted_tools": HOSTED}, prompt, "it has: none"),
+        (
+            {"tool_choice": {"type": "web_search"}},
+            lambda: prompt(query_tool),
+            "does not ask for 'web_search'",
+        ),
+        ({"tool_choice": "sometimes"}, lambda: prompt(query_tool), "'sometimes'"),
+        ({"tool_choice": "required"}, prompt, "no tools that could be required"),
+        ({"tool_choice": "none"}, lambda: prompt(OpenAICodeInterpreterTool()), "'none' forbids them"),
+        (
+            {},
+            lambda: prompt(sections=(OpenAIContainerWorkspaceSection(session=Session()),)),
+            "needs the code interpreter",
+        ),
+        (
+            {},
+            lambda: prompt(
+                OpenAICodeInterpreterTool(), sections=(OpenAIContainerWorkspaceSection(session=Session()),)
+            ),
+            "container of its own besides",
+        ),
+    ],
+)
+def test_what_is_wrong_is_found_before_a_request(
+    elsewhere: Elsewhere, settings: dict[str, Any], asked: Any, said: str
+) -> None:
+    with pytest.raises(PromptEvaluationError, match=said) as refused:
+        elsewhere.adapter(**settings).evaluate(asked())
+    assert refused.value.phase == "configuration"
+    assert refused.value.prompt_name == "task"
+    assert elsewhere.server.calls == []
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: OpenAIAdapter(model=""), "model is empty"),
+        (lambda: OpenAIAdapter(model="m", max_turns=0), "max_turns"),
+        (lambda: ContainerConfig(memory_limit="8g"), r"container_config\.memory_limit is '8g'"),
+        (lambda: ContainerConfig(mode="other"), "mode is 'other'"),  # pyright: ignore[reportArgumentType]
+        (lambda: CompactionConfig(threshold_tokens=0), "threshold_tokens is 0"),
+        (lambda: FileSearchConfig(max_results=0), "max_results is 0"),
+        (
+            lambda: OpenAIFileSearchSection(default_params=FileSearchParams(max_results=51)),
+            "max_results is 51",
+        ),
+        (lambda: OpenAIFileSearchSection(default_params=FileSearchParams(("a",), 5, ("b",))), "two names"),
+        (lambda: OpenAIFileSearchSection(model="gpt-4o"), None),
+        (
+            lambda: OpenAIWebSearchSection(default_params=WebSearchParams(allowed_domains=("http://x",))),
+            "allowed_domains",
+        ),
+        (lambda: OpenAIModelConfig(max_output_tokens=0), "max_output_tokens is 0"),
+        (lambda: OpenAIModelConfig(extra={"input": 1}), "'input', which the adapter sets itself"),
+    ],
+)
+def test_malformed_settings_are_refused_where_they_are_made(make: Any, said: str | None) -> None:
+    if said is None:
+        assert make()
+        return
+    with pytest.raises(PromptEvaluationError, match=said):
+        make()
+
+
+def test_client_and_client_config_exclude_each_other(elsewhere: Elsewhere) -> None:
+    with pytest.raises(PromptEvaluationError, match="client and client_config exclude each other"):
+        elsewhere.adapter(client_config=OpenAIClientConfig())
+
+
+def test_a_client_is_made_of_its_settings(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere.server.script(response(message("made")))
+    config = OpenAIClientConfig(api_key="k", base_url=elsewhere.server.url, timeout=5)
+    adapter = OpenAIAdapter(model="gpt-4.1", client_config=config)
+    assert adapter.evaluate(prompt()).text == "made"
+    adapter.client.close()
+    assert "'k'" not in repr(config)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(PromptEvaluationError, match="No client of OpenAI could be made"):
+        OpenAIAdapter(model="gpt-4.1").evaluate(prompt())
+
+
+def test_an_existing_container_is_looked_up_first(elsewhere: Elsewhere) -> None:
+    tool = OpenAICodeInterpreterTool(container=ExistingContainerRef("cntr_gone"))
+    with pytest.raises(ContainerExpiredError, match="'cntr_gone' has expired; make another one") as gone:
+        elsewhere.adapter().evaluate(prompt(tool))
+    assert gone.value.container_id == "cntr_gone"
+    assert isinstance(gone.value.original_error, Exception)
+    assert elsewhere.server.calls == ["GET /v1/containers/cntr_gone"]
+
+
+# --- tools --------------------------------------------------------------------------------------------
+
+
+def test_calls_are_always_answered_and_told(elsewhere: Elsewhere) -> None:
+    elsewhere.server.script(
+        response(
+            function_call("c1", '{"sql": "select"}'),
+            function_call("c2", '{"sql": 1}'),
+            function_call("c3", '{"sql": "raise"}'),
+            function_call("c4", "{}", name="unknown"),
+        ),
+        response(message("done")),
+    )
+    session, heard = listen()
+    found = elsewhere.adapter().evaluate(prompt(query_tool), session=session)
+    assert [(event.call_id, event.name, event.result.success) for event in heard] == [
+        ("c1", "run_query", True),
+        ("c2", "run_query", False),
+        ("c3", "run_query", False),
+        ("c4", "unknown", False),
+    ]
+    outputs = elsewhere.server.asked[1]["input"][-4:]
+    assert [item["call_id"] for item in outputs] == ["c1", "c2", "c3", "c4"]
+    assert [item["output"] for item in outputs] == [event.rendered_output for event in heard]
+    assert "database is down" in outputs[2]["output"]
+    assert "no tool 'unknown'" in outputs[3]["output"]
+    assert heard[1].params == '{"sql": 1}'
+    assert session[Answer].all() == ()  # what the handler that raised had written is undone
+    assert [item.get("type", item.get("role")) for item in found.transcript] == [
+        "system",
+        *["function_call"] * 4,
+        *["function_call_output"] * 4,
+        "message",
+    ]
+
+
+def test_policies_are_asked_before_a_handler(elsewhere: Elsewhere) -> None:
+    elsewhere.server.script(response(function_call("c1", '{"sql": "drop"}')), response(message("done")))
+    session, heard = listen()
+
+    def careful(tool: AnyTool, params: Any, context: ToolContext) -> str | None:
+        return "it drops" if params.sql == "drop" else None
+
+    elsewhere.adapter().evaluate(prompt(query_tool, policies=[careful]), session=session)
+    assert heard[0].result.message == "'run_query' may not be called now: it drops"
+
+
+def test_reasoning_and_hosted_calls_are_replayed_as_they_came(elsewhere: Elsewhere) -> None:
+    output = [
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x", "new_field": {"a": [1]}},
+        code_call(novelty=True),
+        message("Look:", {"type": "container_file_citation", "file_id": "f", "container_id": "cntr_1"}),
+        function_call("c1", '{"sql": "x"}'),
+    ]
+    elsewhere.server.script(response(*output), response(message("done")))
+    elsewhere.adapter(hosted_tools=HOSTED).evaluate(prompt(query_tool))
+    assert elsewhere.server.asked[1]["input"][1:5] == output
+
+
+NOTE = {
+    "type": "container_file_citation",
+    "file_id": "cfile_1",
+    "container_id": "cntr_1",
+    "filename": "a.csv",
+}
+
+
+def test_provider_output_goes_to_its_handler_first_with_the_same_context(elsewhere: Elsewhere) -> None:
+    seen: list[tuple[str, Any, ToolContext]] = []
+
+    def from_provider(
+        data: ProviderToolCallData, context: ToolContext, kind: type[CodeInterpreterResult]
+    ) -> ToolResult[CodeInterpreterResult]:
+        seen.append(("provider", data, context))
+        return ToolResult(data.code or "", kind(files=()))
+
+    def handler(params: NoParams, *, context: ToolContext) -> ToolResult[CodeInterpreterResult]:
+        seen.append(("handler", params, context))
+        return ToolResult.ok(CodeInterpreterResult(stdout="from the handler"))
+
+    both = OpenAICodeInterpreterTool(handler=handler, handle_provider_output=from_provider)
+    session, heard = listen()
+    elsewhere.server.script(response(code_call(), message("done", NOTE)))
+    found = elsewhere.adapter().evaluate(prompt(both), session=session)
+    assert [kind for kind, _, _ in seen] == ["provider"]
+    data = seen[0][1]
+    assert (data.code, data.container_id, data.status, data.annotations) == (
+        "1+1",
+        "cntr_1",
+        "completed",
+        (NOTE,),
+    )
+    assert (heard[0].name, heard[0].call_id, heard[0].result.message) == ("code_interpreter", "ci_1", "1+1")
+    assert found.annotations == (NOTE,)
+    assert found.files[0].file_id == "cfile_1"
+
+    seen.clear()
+    elsewhere.server.script(response(code_call(), code_call(id="ci_2"), message("done")))
+    elsewhere.adapter().evaluate(prompt(OpenAICodeInterpreterTool(handler=handler)), session=session)
+    assert [(kind, params) for kind, params, _ in seen] == [("handler", NoParams())] * 2
+    assert seen[0][2] is seen[1][2]
+    context = seen[0][2]
+    assert (context.prompt.name, context.session, context.adapter.provider) == ("task", session, "openai")
+    assert heard[-1].result.value.stdout == "from the handler"
+
+
+def test_without_a_handler_for_it_the_report_is_decoded_into_the_parameters(elsewhere: Elsewhere) -> None:
+    @dataclass(frozen=True)
+    class Ran:
+        code: str
+        status: str
+
+    def handler(params: Ran, *, context: ToolContext) -> ToolResult[Answer]:
+        if params.code == "fail":
+            raise RuntimeError("oops")
+        return ToolResult.ok(Answer(len(params.code)))
+
+    tool = ProviderTool[Ran, Answer, Mapping[str, object]](
+        name="python",
+        description="x",
+        provider="openai",
+        native_type="code_interpreter",
+        config={"container": {"type": "auto"}},
+        handler=handler,
+    )
+    session, heard = listen()
+    elsewhere.server.script(response(code_call(), code_call(code=5), code_call(code="fail"), message("done")))
+    elsewhere.adapter().evaluate(prompt(tool), session=session)
+    assert [(event.name, event.result.success) for event in heard] == [
+        ("python", True),
+        ("python", False),
+        ("python", False),
+    ]
+    assert (heard[0].params, heard[0].result.value) == (Ran("1+1", "completed"), Answer(3))
+
+
+@pytest.mark.parametrize(
+    ("section", "item"),
+    [
+        (
+            OpenAIFileSearchSection(default_params=FileSearchParams(("vs_1",))),
+            {
+                "type": "file_search_call",
+                "id": "fs_1",
+                "status": "completed",
+                "queries": ["q"],
+                "results": [{"file_id": "f"}],
+            },
+        ),
+        (
+            OpenAIWebSearchSection(),
+            {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}},
+        ),
+    ],
+)
+def test_searches_are_told_like_any_tool(
+    elsewhere: Elsewhere, section: Section[Any], item: dict[str, Any]
+) -> None:
+    name = str(item["type"]).removesuffix("_call")
+    elsewhere.server.script(response(item, message("found")))
+    session, heard = listen()
+    found = elsewhere.adapter().evaluate(prompt(query_tool, sections=(section,)), session=session)
+    assert [(event.name, event.call_id, event.result.success) for event in heard] == [
+        (name, item["id"], True)
+    ]
+    assert isinstance(heard[0].params, ProviderToolCallData)
+    assert list(found.transcript)[1] == item
+    assert found.transcript[2]["type"] == "message"
+
+
+# --- events, limits, ends -----------------------------------------------------------------------------
+
+
+def test_another_bus_hears_everything_once(elsewhere: Elsewhere) -> None:
+    elsewhere.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+    bus, heard = InProcessDispatcher(), list[str]()
+    for kind in (PromptRendered, ToolInvoked, PromptExecuted):
+        bus.subscribe(kind, lambda event: heard.append(type(event).__name__))
+    elsewhere.adapter().evaluate(prompt(query_tool), session=Session(bus=bus), bus=bus)
+    assert heard == ["PromptRendered", "ToolInvoked", "PromptExecuted"]
+    elsewhere.server.script(response(message("done")))
+    elsewhere.adapter().evaluate(prompt(), bus=bus)
+    assert heard[3:] == ["PromptRendered", "PromptExecuted"]
+
+
+def test_a_budget_ends_an_evaluation_before_the_next_request(elsewhere: Elsewhere) -> None:
+    tracker = BudgetTracker(Budget(max_total_tokens=30))
+    elsewhere.server.script(*[response(function_call("c1", '{"sql": "x"}'))] * 9)
+    with pytest.raises(
+        BudgetExceededError, match=r"30 of 30 total tokens were used before the tool 'run_query'"
+    ):
+        elsewhere.adapter().evaluate(prompt(query_tool), budget_tracker=tracker)
+    assert len(elsewhere.server.asked) == 2
+    with pytest.raises(BudgetExceededError, match="before the next request"):
+        elsewhere.adapter().evaluate(prompt(query_tool), budget_tracker=tracker)
+    assert len(elsewhere.server.asked) == 2
+
+
+def test_a_deadline_ends_an_evaluation(elsewhere: Elsewhere) -> None:
+    start = Deadline.after(0).expires_at
+    time = [start]
+
+    def late(params: Query, *, context: ToolContext) -> ToolResult[Query]:
+        time[0] += timedelta(hours=1)
+        return ToolResult.ok(params)
+
+    slow = Tool[Query, Query](name="run_query", description="x", handler=late)
+    deadline = Deadline(start + timedelta(minutes=5), clock=lambda: time[0])
+    elsewhere.server.script(
+        response(function_call("c1", '{"sql": "x"}'), function_call("c2", '{"sql": "x"}'))
+    )
+    with pytest.raises(DeadlineExceededError, match="before the tool"):
+        elsewhere.adapter().evaluate(prompt(slow), budget=Budget(deadline=deadline))
+    with pytest.raises(DeadlineExceededError, match="before the next request"):
+        elsewhere.adapter().evaluate(prompt(slow), deadline=deadline)
+    assert len(elsewhere.server.asked) == 1
+
+
+def test_an_evaluation_without_end_ends(elsewhere: Elsewhere) -> None:
+    elsewhere.server.script(*[response(function_call("c1", '{"sql": "x"}'))] * 9)
+    with pytest.raises(PromptEvaluationError, match="no answer after 3 turns"):
+        elsewhere.adapter(max_turns=3).evaluate(prompt(query_tool))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        response(status="incomplete", incomplete_details={"reason": "content_filter"}),
+        response(
+            message('{"value": 1}'), status="incomplete", incomplete_details={"reason": "content_filter"}
+        ),
+        response(message("", content=[{"type": "refusal", "refusal": "No."}])),
+    ],
+)
+def test_a_filtered_answer_that_is_needed_raises(elsewhere: Elsewhere, reply: Reply) -> None:
+    elsewhere.server.script(reply)
+    with pytest.raises(FilteredOutputError) as withheld:
+        elsewhere.adapter().evaluate(typed())
+    assert isinstance(withheld.value, AssertionError)
+    assert withheld.value.phase == "response"
+
+
+def test_other_ends(elsewhere: Elsewhere) -> None:
+    failed = {"message": "The server had an error", "code": "server_error"}
+    elsewhere.server.script(response(status="failed", error=failed))
+    with pytest.raises(PromptEvaluationError, match="The server had an error") as wrong:
+        elsewhere.adapter().evaluate(typed())
+    assert wrong.value.provider_payload == failed
+    cut = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+    elsewhere.server.script(response(message('{"val'), **cut), response(message("partly"), **cut))
+    with pytest.raises(PromptEvaluationError, match=r"cut off \(max_output_tokens\)"):
+        elsewhere.adapter().evaluate(typed())
+    assert elsewhere.adapter().evaluate(prompt()).text == "partly"
+    elsewhere.server.script(response(message("no JSON")))
+    assert elsewhere.adapter().evaluate(typed(), parse_output=False).output is None
+
+
+# --- a provider that is busy, or says no --------------------------------------------------------------
+
+
+def test_a_busy_provider_is_asked_again_with_the_same_key(elsewhere: Elsewhere) -> None:
+    elsewhere.server.script(
+        error(429, "Slow down", "rate_limit_exceeded", retry_after="0"),
+        error(500, "Oops", retry_after_ms="1"),
+        Reply(closes=True),
+        error(503, "Overloaded", retry_after="Thu, 01 Jan 1970 00:00:00 GMT"),
+        response(message("at last")),
+    )
+    assert elsewhere.adapter(throttle=PATIENT).evaluate(prompt()).text == "at last"
+    keys = {headers["idempotency-key"] for headers in elsewhere.server.headers}
+    assert (len(elsewhere.server.headers), len(keys)) == (5, 1)
+    elsewhere.server.script(response(message("again")))
+    elsewhere.adapter().evaluate(prompt())
+    assert elsewhere.server.headers[0]["idempotency-key"] not in keys
+
+
+def test_patience_with_a_provider_ends(elsewhere: Elsewhere) -> None:
+    elsewhere.server.script(*[error(429, "Slow down")] * 9)
+    with pytest.raises(ThrottleError, match="2 attempts"):
+        elsewhere.adapter(throttle=ThrottlePolicy(max_attempts=2, base_delay=0)).evaluate(prompt())
+    assert len(elsewhere.server.asked) == 2
+
+
+@pytest.mark.parametrize(
+    "reply", [error(400, "Bad model", "model_not_found"), error(429, "No money", "insufficient_quota")]
+)
+def test_a_refusal_is_told_as_it_is_and_once(elsewhere: Elsewhere, reply: Reply) -> None:
+    elsewhere.server.script(reply)
+    with pytest.raises(PromptEvaluationError) as refused:
+        elsewhere.adapter(throttle=PATIENT).evaluate(prompt())
+    assert reply.body["error"]["message"] in str(refused.value)
+    assert refused.value.phase == "request"
+    assert refused.value.provider_payload == reply.body["error"]
+    assert len(elsewhere.server.asked) == 1
+
+
+def test_what_is_logged_has_ids_and_sizes_and_no_secrets(
+    elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool = OpenAICodeInterpreterTool(container=AutoContainerConfig(memory_limit="16g"))
+    elsewhere.server.script(response(code_call(), message("the answer")))
+    with caplog.at_level(logging.DEBUG, "fumehood"):
+        elsewhere.adapter(model_config=OpenAIModelConfig(max_output_tokens=77)).evaluate(prompt(tool))
+    (record,) = [record for record in caplog.records if hasattr(record, "fumehood")]
+    assert vars(record)["fumehood"] == {
+        "prompt": "task",
+        "request_id": "req_1",
+        "response_id": "resp_1",
+        "model": "gpt-4.1",
+        "max_output_tokens": 77,
+        "container_ids": ["cntr_1"],
+        "memory_limit": "16g",
+        "input_tokens": 10,
+        "output_tokens": 5,
+    }
+    for secret in ("sk-secret", "the answer", "Do it"):
+        assert secret not in caplog.text

@@ -1,0 +1,205 @@
+"""Host files in workspaces: what is copied, what is refused, what is shown; imports `fumehood.client`."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inline_snapshot import snapshot
+
+from fumehood.client import (
+    HostMount,
+    HostWorkspaceSection,
+    Prompt,
+    Session,
+    WorkspaceBudgetError,
+    WorkspaceSecurityError,
+)
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    root = tmp_path / "repo"
+    for name, content in {
+        "src/main.py": "print(1)",
+        "src/__pycache__/main.pyc": "binary",
+        ".git/HEAD": "ref",
+        "vendored/.git/objects/ab/cd": "object",
+        "README.md": "# Hi",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return root
+
+
+@pytest.fixture
+def made() -> Iterator[list[HostWorkspaceSection]]:
+    sections: list[HostWorkspaceSection] = []
+    yield sections
+    for section in sections:
+        section.cleanup()
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    return place
+
+
+def workspace(*mounts: HostMount, roots: tuple[Any, ...], **more: Any) -> HostWorkspaceSection:
+    return HostWorkspaceSection(session=Session(), mounts=mounts, allowed_host_roots=roots, **more)
+
+
+def test_a_mount_is_copied_as_it_says(repo: Path, made: list[HostWorkspaceSection]) -> None:
+    made.append(
+        workspace(
+            HostMount(str(repo), "project", exclude_glob=(".git/*", "__pycache__/*", "*.pyc")),
+            roots=(repo.parent,),
+        )
+    )
+    section = made[0]
+    assert section.filesystem.glob("**") == ["project/README.md", "project/src/main.py"]
+    section.filesystem.write_text("project/src/main.py", "changed")
+    assert (repo / "src/main.py").read_text() == "print(1)"
+    (preview,) = section.mount_previews
+    assert (
+        preview.mount_path,
+        preview.entries,
+        preview.bytes_copied,
+        preview.file_count,
+        preview.is_directory,
+    ) == (
+        "project",
+        ("README.md", "src/"),
+        12,
+        2,
+        True,
+    )
+    assert preview.resolved_host == repo.resolve()
+
+
+def test_only_what_is_included_and_not_excluded_comes(repo: Path, made: list[HostWorkspaceSection]) -> None:
+    mount = HostMount(str(repo), include_glob=("*.py", ".git"), exclude_glob=("vendored/**",))
+    made.append(workspace(mount, roots=(str(repo),)))
+    assert made[0].filesystem.glob("**") == ["repo/.git/HEAD", "repo/src/main.py"]
+
+
+def test_a_file_can_be_mounted(repo: Path, made: list[HostWorkspaceSection]) -> None:
+    made.append(workspace(HostMount(str(repo / "README.md")), roots=(repo,)))
+    assert made[0].filesystem.read_text("README.md") == "# Hi"
+    assert not made[0].mount_previews[0].is_directory
+
+
+@pytest.mark.parametrize("mount_path", ["../out", "/abs", "a/../..", ".", ""])
+def test_a_mount_stays_in_the_workspace(repo: Path, temporary: Path, mount_path: str) -> None:
+    with pytest.raises(WorkspaceSecurityError):
+        workspace(HostMount(str(repo), mount_path), roots=(repo,))
+    assert os.listdir(temporary) == []
+
+
+def test_only_allowed_roots_can_be_mounted(repo: Path, temporary: Path) -> None:
+    for roots in ((), (repo / "src",), (str(repo) + "-other",)):
+        with pytest.raises(WorkspaceSecurityError, match="outside allowed_host_roots"):
+            workspace(HostMount(str(repo)), roots=roots)
+    with pytest.raises(WorkspaceSecurityError, match="outside allowed_host_roots"):
+        workspace(HostMount(str(repo / "src" / ".." / ".git")), roots=(repo / "src",))
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        workspace(HostMount(str(repo / "missing")), roots=(repo,))
+    with pytest.raises(WorkspaceSecurityError, match="Two mounts"):
+        workspace(HostMount(str(repo)), HostMount(str(repo / "src"), "repo"), roots=(repo,))
+    assert os.listdir(temporary) == []
+    workspace(roots=()).cleanup()
+
+
+def test_a_budget_is_for_all_files_of_a_mount(repo: Path, temporary: Path) -> None:
+    total = sum(path.stat().st_size for path in repo.rglob("*") if path.is_file())
+    workspace(HostMount(str(repo), max_bytes=total), roots=(repo,)).cleanup()
+    with pytest.raises(WorkspaceBudgetError, match=f"more than its max_bytes of {total - 1}"):
+        workspace(HostMount(str(repo), max_bytes=total - 1), roots=(repo,))
+    assert os.listdir(temporary) == []
+    workspace(HostMount(str(repo), include_glob=("*.md",), max_bytes=4), roots=(repo,)).cleanup()
+
+
+def test_symbolic_links(repo: Path, tmp_path: Path, made: list[HostWorkspaceSection]) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    (repo / "inside").symlink_to(repo / "README.md")
+    (repo / "loop").symlink_to(repo)
+    (repo / "dangling").symlink_to(repo / "nowhere")
+    only = {"include_glob": ("inside", "loop", "dangling", "README.md")}
+    made.append(workspace(HostMount(str(repo), **only), roots=(repo,)))
+    assert made[0].filesystem.glob("**") == ["repo/README.md"]
+    made.append(workspace(HostMount(str(repo), **only, follow_symlinks=True), roots=(repo,)))
+    assert made[1].filesystem.glob("**") == ["repo/README.md", "repo/inside"]
+    (repo / "outside").symlink_to(secret)
+    with pytest.raises(WorkspaceSecurityError, match="outside allowed_host_roots"):
+        workspace(HostMount(str(repo), follow_symlinks=True), roots=(repo,))
+    linked = tmp_path / "linked"
+    linked.symlink_to(repo)
+    made.append(workspace(HostMount(str(linked), **only), roots=(repo,)))
+    assert made[2].mount_previews[0].mount_path == "repo"
+
+
+def test_pipes_and_sockets_are_left_alone(repo: Path, made: list[HostWorkspaceSection]) -> None:
+    os.mkfifo(repo / "pipe")
+    made.append(workspace(HostMount(str(repo), include_glob=("pipe", "*.md")), roots=(repo,)))
+    assert made[0].filesystem.glob("**") == ["repo/README.md"]
+
+
+def test_the_model_is_told_what_is_there(tmp_path: Path, made: list[HostWorkspaceSection]) -> None:
+    root = tmp_path / "odd"
+    root.mkdir()
+    for name in ("$HOME ${x}.txt", "new\nline", "right\u202eleft"):
+        (root / name).write_text("x")
+    made.append(workspace(HostMount(str(root)), roots=(root,), template="Files."))
+    assert Prompt(ns="n", key="k", sections=[made[0]]).render().text == snapshot("""\
+## 1. Workspace
+
+Files.
+
+`odd`: 3 file(s), 3 bytes, among them
+- `$HOME ${x}.txt`
+- `new\\x0aline`
+- `right\\x202eleft`\
+""")
+
+
+def test_many_names_are_cut_short(tmp_path: Path, made: list[HostWorkspaceSection]) -> None:
+    root = tmp_path / "many"
+    root.mkdir()
+    for number in range(40):
+        (root / f"{number:03}{'x' * 200}").write_text("")
+    made.append(workspace(HostMount(str(root)), roots=(root,)))
+    text = Prompt(ns="n", key="k", sections=[made[0]]).render().text
+    assert "40 file(s)" in text
+    assert text.endswith("…`\n- …")
+    assert len(text) < 4000
+
+
+def test_cleanup_removes_the_copies_and_keeps_what_is_asked_for(repo: Path, tmp_path: Path) -> None:
+    plain = workspace(HostMount(str(repo)), roots=(repo,))
+    plain.cleanup()
+    plain.cleanup()
+    assert not plain.temp_dir.exists()
+    assert plain.sync_dir is None
+    kept = workspace(HostMount(str(repo)), roots=(repo,), sync_on_cleanup=True, sync_dir=tmp_path / "kept")
+    kept.filesystem.write_text("report.txt", "done")
+    kept.cleanup()
+    assert not kept.temp_dir.exists()
+    assert (tmp_path / "kept/report.txt").read_text() == "done"
+    assert (tmp_path / "kept/repo/src/main.py").read_text() == "print(1)"
+    fresh = workspace(sync_on_cleanup=True, roots=())
+    fresh.cleanup()
+    assert fresh.sync_dir is not None
+    assert fresh.sync_dir.is_dir()
+    fresh.sync_dir.rmdir()
+
+
+def test_a_clone_has_copies_of_its_own(repo: Path, made: list[HostWorkspaceSection]) -> None:
+    made.append(workspace(HostMount(str(repo)), roots=(repo,)))
+    made.append(made[0].clone())
+    assert made[0].temp_dir != made[1].temp_dir
+    assert made[0].filesystem.glob("**") == made[1].filesystem.glob("**")

@@ -1,0 +1,108 @@
+"""Commands of the shell in a sandbox, beside the calls of Python; imports `fumehood.sandboxd`."""
+
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from fumehood.protocol.sandbox import End, ExecuteRequest, Stderr, Stdout
+from fumehood.sandboxd.sandbox import LocalSandbox
+from fumehood.sandboxd.supervisor import Supervisor
+from tests.support.sandboxes import Outcome, run, settings
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sandbox() -> AsyncIterator[LocalSandbox]:
+    async with Supervisor(settings(preload=())) as running:
+        yield await running.create()
+
+
+async def command(sandbox: LocalSandbox, text: str, timeout: float = 60) -> Outcome:
+    return await run(sandbox, text, timeout=timeout, language="shell")
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("true", 0), ("false", 1), ("exit 77", 77), ("kill -9 $$", 137), ("no-such-program", 127), ("if", 2)],
+)
+async def test_exit_codes(sandbox: LocalSandbox, text: str, code: int) -> None:
+    end = (await command(sandbox, text)).end
+    assert (end.status, end.exit_code, end.reason) == ("error" if code else "ok", code, "")
+
+
+async def test_two_streams_in_order(sandbox: LocalSandbox) -> None:
+    events = [
+        event
+        async for event in sandbox.start(
+            "echo a; sleep 0.1; echo b >&2; sleep 0.1; printf 'c\\xc3\\xa4\\xff'",
+            timeout=60,
+            language="shell",
+        ).events()
+    ]
+    assert events[:-1] == [Stdout("a\n"), Stderr("b\n"), Stdout("cä\N{REPLACEMENT CHARACTER}")]
+    assert isinstance(events[-1], End)
+
+
+async def test_output_comes_while_the_command_runs(sandbox: LocalSandbox) -> None:
+    execution = sandbox.start(
+        "echo first; while [ ! -e go ]; do sleep 0.01; done", timeout=60, language="shell"
+    )
+    events = execution.events()
+    assert await anext(events) == Stdout("first\n")
+    await sandbox.files.write("go", b"")
+    assert isinstance(await anext(events), End)
+
+
+async def test_code_and_commands_share_files_and_nothing_else(sandbox: LocalSandbox) -> None:
+    await run(
+        sandbox, "import os; os.chdir('/tmp'); os.environ['MINE'] = '1'; open('/mnt/data/a', 'w').write('a')"
+    )
+    outcome = await command(sandbox, "pwd; cat a; echo $MINE; cd /; export MINE=2; echo b > /mnt/data/b")
+    assert outcome.stdout == "/mnt/data\na\n"
+    assert (await command(sandbox, "pwd; echo $MINE")).stdout == "/mnt/data\n\n"
+    assert (await run(sandbox, "os.getcwd(), os.environ['MINE'], open('/mnt/data/b').read()")).result == (
+        "('/tmp', '1', 'b\\n')"
+    )
+
+
+async def test_the_environment_is_the_sandboxs(sandbox: LocalSandbox) -> None:
+    """And what is on the path is what code would find."""
+    outcome = await command(
+        sandbox, "echo $HOME $USER $LANG; python -c 'import sys; print(sys.version_info[:2])'"
+    )
+    home, version = outcome.stdout.splitlines()
+    assert home == "/home/user user C.UTF-8"
+    assert version == (await run(sandbox, "import sys; print(sys.version_info[:2])")).stdout.strip()
+
+
+async def test_a_command_reads_nothing(sandbox: LocalSandbox) -> None:
+    assert (await command(sandbox, "cat; read line || echo none")).stdout == "none\n"
+
+
+async def test_what_runs_in_the_background_lives_on_and_belongs_to_no_call(sandbox: LocalSandbox) -> None:
+    started = await command(
+        sandbox, "(while [ ! -e stop ]; do sleep 0.01; done; echo over > ended) & echo $!"
+    )
+    assert started.end.status == "ok"
+    assert (await command(sandbox, f"kill -0 {started.stdout}")).end.exit_code == 0
+    outcome = await command(sandbox, "touch stop; while [ ! -e ended ]; do sleep 0.01; done; cat ended")
+    assert outcome.stdout == "over\n"
+
+
+async def test_a_time_out_keeps_the_variables(sandbox: LocalSandbox) -> None:
+    await run(sandbox, "kept = 11")
+    end = (await command(sandbox, "sleep 600", timeout=0.2)).end
+    assert (
+        end.reason == "The command ran longer than 0.2 s and was interrupted; variables and files are kept."
+    )
+    assert (end.status, end.exit_code) == ("timeout", -1)
+    assert (await run(sandbox, "kept")).result == "11"
+
+
+async def test_an_older_server_is_asked_only_for_what_it_knows() -> None:
+    assert msgspec.json.encode(ExecuteRequest(code="1")) == b'{"code":"1"}'
+    assert b'"language":"shell"' in msgspec.json.encode(ExecuteRequest(code="ls", language="shell"))
+    assert msgspec.json.decode(b'{"code":"1"}', type=ExecuteRequest).language == "python"

@@ -1,0 +1,218 @@
+"""A server as OpenAI would have it: responses by a script, containers that unpack nothing; imports the SDK."""
+
+import itertools
+import json
+import re
+import threading
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from email import message_from_bytes
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from openai import OpenAI
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a request is answered with; `closes`: nothing is said and the connection ends."""
+
+    body: Any = None
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    closes: bool = False
+
+
+type Script = Reply | Callable[[dict[str, Any]], Reply]
+
+
+def error(status: int, message: str, code: str | None = None, **headers: str) -> Reply:
+    body = {"error": {"message": message, "type": "invalid_request_error", "code": code, "param": None}}
+    return Reply(body, status, {name.replace("_", "-"): value for name, value in headers.items()})
+
+
+def response(*output: Mapping[str, Any], **fields: Any) -> Reply:
+    usage = {"input_tokens": 10, "output_tokens": 5, "total_tokens": 15}
+    body = {"id": "resp_1", "object": "response", "model": "gpt-4.1", "status": "completed", "usage": usage}
+    return Reply({**body, "output": output, **fields}, headers={"x-request-id": "req_1"})
+
+
+def message(text: str, *annotations: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [*annotations]}
+    return {
+        "type": "message",
+        "id": "msg_1",
+        "role": "assistant",
+        "status": "completed",
+        "content": [part],
+        **fields,
+    }
+
+
+@dataclass
+class Container:
+    id: str
+    memory_limit: str
+    status: str = "running"
+    files: dict[str, tuple[str, bytes]] = field(default_factory=dict[str, tuple[str, bytes]])
+
+
+class OpenAIServer:
+    """asked: the bodies of requests for responses and compactions; calls: every request as `POST /v1/…`."""
+
+    def __init__(self) -> None:
+        self.replies: list[Script] = []
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.calls: list[str] = []
+        self.containers: dict[str, Container] = {}
+        self.no_more_containers = False
+        self.url = ""
+        self._ids = itertools.count(1)
+
+    def script(self, *replies: Script) -> None:
+        self.replies = [*replies]
+        self.asked.clear()
+        self.headers.clear()
+        self.calls.clear()
+
+    def expire(self) -> None:
+        """All containers, as if nobody had used them for long."""
+        for container in self.containers.values():
+            container.status = "expired"
+            container.files.clear()
+
+    def answer(self, method: str, path: str, kind: str, body: bytes) -> Reply:
+        self.calls.append(f"{method} {path}")
+        if found := re.fullmatch(r"/v1/containers(?:/(\w+)(?:/files(?:/(\w+)(/content)?)?)?)?", path):
+            return self._container(method, path, kind, body, *found.groups())
+        if path in ("/v1/responses", "/v1/responses/compact"):
+            asked: dict[str, Any] = json.loads(body)
+            self.asked.append(asked)
+            if not self.replies:
+                return error(400, "This request is beyond the script.")
+            reply = self.replies.pop(0)
+            return reply if isinstance(reply, Reply) else reply(asked)
+        return Reply({"object": "list", "data": []}) if path == "/v1/models" else error(404, "Not found.")
+
+    def _container(
+        self,
+        method: str,
+        path: str,
+        kind: str,
+        body: bytes,
+        name: str | None,
+        file: str | None,
+        content: str | None,
+    ) -> Reply:
+        if name is None:
+            if self.no_more_containers:
+                return error(403, "You may not have any more containers.")
+            wanted: dict[str, Any] = json.loads(body)
+            made = Container(f"cntr_{next(self._ids)}", wanted.get("memory_limit", "1g"))
+            self.containers[made.id] = made
+            return Reply(_shown(made))
+        container = self.containers.get(name)
+        if container is None:
+            return error(404, f"Container with id '{name}' not found.")
+        if "/files" not in path:
+            return Reply(_shown(container))
+        if container.status == "expired":
+            return error(404, "Container is expired.")
+        if file is None:
+            if method == "GET":
+                listed = [_file(container, one) for one in container.files]
+                return Reply(
+                    {"object": "list", "data": listed, "has_more": False, "first_id": None, "last_id": None}
+                )
+            made_file = f"cfile_{next(self._ids)}"
+            container.files[made_file] = _upload(kind, body)
+            return Reply(_file(container, made_file))
+        if file not in container.files:
+            return error(404, f"Container file with id '{file}' not found.")
+        if method == "DELETE":
+            del container.files[file]
+            return Reply({"id": file, "deleted": True})
+        return Reply(container.files[file][1]) if content else Reply(_file(container, file))
+
+
+def _shown(container: Container) -> dict[str, Any]:
+    return {
+        "id": container.id,
+        "object": "container",
+        "created_at": 1,
+        "name": "n",
+        "status": container.status,
+        "memory_limit": container.memory_limit,
+    }
+
+
+def _file(container: Container, file_id: str) -> dict[str, Any]:
+    path, content = container.files[file_id]
+    return {
+        "id": file_id,
+        "object": "container.file",
+        "bytes": len(content),
+        "container_id": container.id,
+        "created_at": 1,
+        "path": f"/mnt/data/{path}",
+        "source": "user",
+    }
+
+
+def _upload(kind: str, body: bytes) -> tuple[str, bytes]:
+    """Name and content of an uploaded file, or of one that was uploaded before."""
+    if kind.startswith("application/json"):
+        return f"{json.loads(body)['file_id']}.txt", b"attached"
+    for part in message_from_bytes(f"Content-Type: {kind}\r\n\r\n".encode() + body).walk():
+        if (name := part.get_filename()) is not None:
+            content = part.get_payload(decode=True)
+            assert isinstance(content, bytes)
+            return name, content
+    raise AssertionError("no file was sent")
+
+
+@contextmanager
+def serving() -> Generator[OpenAIServer]:
+    server = OpenAIServer()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _serve(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            if self.path.startswith("/v1/responses"):
+                server.headers.append({name.lower(): value for name, value in self.headers.items()})
+            path, kind = self.path.partition("?")[0], self.headers.get("content-type") or ""
+            reply = server.answer(self.command, path, kind, body)
+            if reply.closes:
+                self.close_connection = True
+                return
+            payload = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
+            self.send_response(reply.status)
+            for name, value in {"content-type": "application/json", **reply.headers}.items():
+                self.send_header(name, value)
+            self.send_header("content-length", str(len(payload)))
+            self.end_headers()
+            self.wfile.write(payload)
+
+        do_GET = do_POST = do_DELETE = _serve  # noqa: N815 - their names are given
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            """Nobody reads it."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        http.daemon_threads = True
+        server.url = f"http://127.0.0.1:{http.server_address[1]}/v1"
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield server
+        finally:
+            http.shutdown()
+            thread.join()
+
+
+def client_of(server: OpenAIServer) -> OpenAI:
+    return OpenAI(base_url=server.url, api_key="sk-secret", max_retries=0, timeout=30)
