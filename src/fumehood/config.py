@@ -64,7 +64,7 @@ class ServerSettings(_Section, frozen=True):
 class StorageSettings(_Section, frozen=True):
     """
     url: sqlite:///FILE; four slashes make the file's path absolute.
-    blobs: the directory of produced files.
+    blobs: the directory of files that were uploaded or produced; no two databases may share one.
     """
 
     url: str = "sqlite:///fumehood.db"
@@ -182,6 +182,22 @@ class Providers(_Section, frozen=True):
     web_search: WebSearch = WebSearch()
 
 
+class FileSettings(_Section, frozen=True):
+    """What clients may upload.
+
+    file_bytes: the largest file.
+    tenant_bytes, tenant_files: all that one tenant may have at a time.
+    uploads_at_once: how many of them may be on their way.
+    types: extensions that are accepted besides the usual ones; `*` accepts everything.
+    """
+
+    file_bytes: Positive = 512 << 20
+    tenant_bytes: Positive = 64 << 30
+    tenant_files: Positive = 10_000
+    uploads_at_once: Positive = 16
+    types: tuple[str, ...] = ()
+
+
 class LimitSettings(_Section, frozen=True):
     """
     requests_per_minute, concurrent, containers_per_tenant, body_bytes: what each key may do, unless it was made with
@@ -221,6 +237,7 @@ class Config(_Section, frozen=True):
     inputs: InputSettings = InputSettings()
     auth: AuthSettings = AuthSettings()
     providers: Providers = Providers()
+    files: FileSettings = FileSettings()
     limits: LimitSettings = LimitSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 

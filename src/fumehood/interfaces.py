@@ -478,9 +478,13 @@ class Containers(Protocol):
 class Files(Protocol):
     """What clients have uploaded. Another tenant's files, and those whose time is over, are not there."""
 
-    async def create(self, caller: Caller, new: NewFile, content: AsyncIterable[bytes]) -> FileRecord:
-        """Keep it; it is durable then. Raises InvalidRequest, BodyTooLarge, RateLimited (as many as the tenant may
-        have), Unavailable, and whatever the content raises; then nothing is left of it.
+    async def create(
+        self, caller: Caller, new: NewFile | Callable[[], NewFile], content: AsyncIterable[bytes]
+    ) -> FileRecord:
+        """Keep it; it is durable then. Raises InvalidRequest, BodyTooLarge, RateLimited, Unavailable, and whatever
+        the content raises; then nothing is left of it.
+
+        new: or a function that tells it when all of the content has come.
         """
         ...
 

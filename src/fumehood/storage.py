@@ -156,7 +156,9 @@ class Store(Protocol):
         ...
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
-        """Those of these blobs that neither a file of any container nor an upload refers to."""
+        """Those of these blobs that neither a file of any container nor an upload refers to, once everything is done
+        that was asked for before, also by those who wait no more.
+        """
         ...
 
     async def add_upload(self, record: FileRecord, most: Amount | None = None) -> bool:

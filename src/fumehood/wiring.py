@@ -12,10 +12,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fumehood.config import CodeInterpreterSettings, Config, Misconfigured, secret
+from fumehood.config import CodeInterpreterSettings, Config, FileSettings, Misconfigured, secret
 from fumehood.engine.log import LagLimits
 from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRuns
+from fumehood.files.uploads import UploadedFiles, UploadSettings
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.auth import Callers, Everybody, KeyHolders
 from fumehood.gateway.limits import Limits
@@ -24,6 +25,7 @@ from fumehood.gateway.origins import ANY, Origins
 from fumehood.gateway.request_log import RequestLines, RequestLog, to_logging
 from fumehood.gateway.server import Server
 from fumehood.interfaces import (
+    Amount,
     Blobs,
     Clock,
     Containers,
@@ -35,6 +37,7 @@ from fumehood.interfaces import (
     Store,
 )
 from fumehood.models.registry import open_models
+from fumehood.protocol.file_types import AcceptedTypes
 from fumehood.protocol.folding import OUTPUTS
 from fumehood.protocol.keys import KeyLimits
 from fumehood.protocol.models import AnyModelEvent, ModelRequest
@@ -119,7 +122,10 @@ async def assembled(
                 "server.cors_origins: without keys, * would let every web page run code here: name the origins, or "
                 "make a key with `fumehood keys create`."
             )
-        blobs = ReferredBlobs(DiskBlobs(Path(config.storage.blobs)), store)
+        blobs = await _blobs(config, store, clock, stack)
+        files = await stack.enter_async_context(
+            UploadedFiles(store, blobs, clock, _upload_settings(config.files))
+        )
         try:
             models = open_models(config.models, clock, environ)
         except ValueError as error:
@@ -146,6 +152,8 @@ async def assembled(
             store=store,
             models=models,
             containers=containers,
+            files=files,
+            file_bytes=config.files.file_bytes,
             callers=callers,
             origins=Origins(config.server.cors_origins),
             metrics=metrics,
@@ -254,6 +262,26 @@ async def _store(config: Config, stack: AsyncExitStack) -> SqliteStore:
     if lost := await store.recover():
         logger.warning("responses_lost", extra={"fields": {"number": lost}})
     return store
+
+
+async def _blobs(config: Config, store: SqliteStore, clock: Clock, stack: AsyncExitStack) -> ReferredBlobs:
+    directory = Path(config.storage.blobs)
+    try:
+        disk = DiskBlobs(directory, await store.identity())
+    except StoreRefused as error:
+        raise CannotServe(str(error)) from error
+    except OSError as error:
+        raise CannotServe(f"storage.blobs: {directory} cannot be used: {error.strerror}.") from error
+    return await stack.enter_async_context(ReferredBlobs(disk, store).swept(clock))
+
+
+def _upload_settings(settings: FileSettings) -> UploadSettings:
+    return UploadSettings(
+        file_bytes=settings.file_bytes,
+        tenant=Amount(settings.tenant_files, settings.tenant_bytes),
+        at_once=settings.uploads_at_once,
+        types=AcceptedTypes(settings.types),
+    )
 
 
 async def _callers(config: Config, store: Store, clock: Clock, stack: AsyncExitStack) -> Callers:

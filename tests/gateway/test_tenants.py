@@ -24,7 +24,7 @@ from tests.support.websocket import connected
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 _nothing: Any = None
-ROUTES = Gateway(runs=_nothing, store=_nothing, models=_nothing, containers=_nothing).routes
+ROUTES = Gateway(runs=_nothing, store=_nothing, models=_nothing, containers=_nothing, files=_nothing).routes
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 # Parameters of paths that name what all tenants share.
@@ -37,6 +37,11 @@ NAMELESS = {
     ("GET", "/metrics"),
     ("GET", "/openapi.json"),
 }
+
+# Lists of what a tenant has; that they hold nothing else is tested below.
+LISTS = {("GET", "/v1/files")}
+# Forms, which name nothing that there is.
+FORMS = {("POST", "/v1/files")}
 
 type Body = Callable[[Objects], dict[str, Any]]
 
@@ -125,9 +130,13 @@ async def test_every_route_was_thought_about() -> None:
         has_body = route in BODIES
         without = not parameters and not has_body
         shared = bool(_PARAMETER.findall(route[1])) and not parameters
-        assert without == (route in NAMELESS or shared), f"{route}: can it name something of a tenant's?"
+        assert without == (route in NAMELESS | LISTS | FORMS or shared), (
+            f"{route}: can it name something of a tenant's?"
+        )
         # What is posted has a body, which may name something; unless the path says that it has none.
-        assert route[0] != "POST" or has_body or parameters, f"{route}: say in `BODIES` what can be in it"
+        assert route[0] != "POST" or has_body or parameters or route in FORMS, (
+            f"{route}: say in `BODIES` what can be in it"
+        )
 
 
 async def test_every_field_of_a_request_was_thought_about() -> None:
@@ -280,6 +289,16 @@ async def test_lists_hold_only_what_is_ones_own(house: House, ann: Objects, ben:
                 assert answer.status == 200, path
                 for foreign in asdict(other).values():
                     assert foreign not in answer.body.decode("latin-1")
+
+
+async def test_a_place_in_a_list_of_anothers(house: House, ann: Objects) -> None:
+    for route, name in ((("GET", "/v1/files"), "upload_id"),):
+        assert route in LISTS
+        for cursor in ("after", "before"):
+            paths = [f"{route[1]}?{cursor}={getattr(objects, name)}" for objects in (ann, invented(ann))]
+            foreign, nowhere = [await house.ben.ask("GET", path) for path in paths]
+            assert foreign.error == (400, "invalid_value", cursor)
+            assert refusal(foreign, ann) == refusal(nowhere, invented(ann))
 
 
 async def test_an_idempotency_key_of_another_tenant_is_free(house: House) -> None:

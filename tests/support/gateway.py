@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from fumehood.files.uploads import UploadedFiles
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.server import Server
@@ -41,7 +42,8 @@ from fumehood.protocol.keys import KeyLimits
 from fumehood.protocol.models import ModelCard
 from fumehood.protocol.responses import CreateResponse, Response, Usage
 from fumehood.serving.sockets import Address, listen
-from fumehood.testing import FakeClock, MemoryStore
+from fumehood.store.referred_blobs import ReferredBlobs
+from fumehood.testing import FakeClock, MemoryBlobs, MemoryStore
 
 PATIENCE = 30
 TEXT = ("Hello", ", ", "world")
@@ -354,6 +356,21 @@ class Served:
             found = {name.lower(): value for name, value in response.headers.items()}
             return Answer(response.status, found, await response.read())
 
+    async def upload(
+        self,
+        name: str,
+        content: bytes,
+        purpose: str = "user_data",
+        *,
+        headers: dict[str, str] | None = None,
+        **fields: str,
+    ) -> Answer:
+        form = aiohttp.FormData({"purpose": purpose, **fields})
+        form.add_field("file", content, filename=name)
+        async with self.session.post(self.url("/v1/files"), data=form, headers=headers) as response:
+            found = {each.lower(): value for each, value in response.headers.items()}
+            return Answer(response.status, found, await response.read())
+
     async def create(self, headers: dict[str, str] | None = None, **request: Any) -> Answer:
         body = {"model": "small", "input": "hi", **request}
         return await self.ask("POST", "/v1/responses", body, headers=headers or {})
@@ -389,7 +406,13 @@ async def serving_gateway(
 ) -> AsyncGenerator[Served]:
     """A gateway on a free port until the block is left; `options` are those of `Gateway`."""
     runs, store, files = ScriptedRuns(), MemoryStore(FakeClock()), KeptFiles()
-    behind: dict[str, Any] = {"runs": runs, "store": store, "models": NamedModels(), "containers": files}
+    behind: dict[str, Any] = {
+        "runs": runs,
+        "store": store,
+        "models": NamedModels(),
+        "containers": files,
+        "files": UploadedFiles(store, ReferredBlobs(MemoryBlobs(), store), FakeClock()),
+    }
     options.setdefault("limits", Limits(KeyLimits(body_bytes=body_bytes), total=total))
     app = Gateway(**(behind | options))
     listener = listen(Address(port=0))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fumehood.engine.runs import EngineRuns
+from fumehood.files.uploads import UploadedFiles
 from fumehood.gateway.auth import Everybody, KeyHolders
 from fumehood.interfaces import Store
 from fumehood.protocol.keys import USUAL, ApiKey, KeyLimits, digest_of, hint_of, new_key_id, new_secret
@@ -67,6 +68,9 @@ class Party:
     async def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         return await self.served.ask(method, path, body, headers={**self.headers, **headers})
 
+    async def upload(self, name: str, content: bytes, purpose: str = "user_data") -> Answer:
+        return await self.served.upload(name, content, purpose, headers=self.headers)
+
     async def create(self, headers: dict[str, str] | None = None, **fields: Any) -> Answer:
         body = {"model": "scripted", "input": "hi", **fields}
         return await self.ask("POST", "/v1/responses", body, **(headers or {}))
@@ -86,12 +90,17 @@ class House:
     ben: Party
     runs: EngineRuns
     containers: SandboxContainers
+    files: UploadedFiles
 
     @asynccontextmanager
     async def restarted(self) -> AsyncGenerator[Party]:
         """Another gateway over the same store, which remembers nothing of this one; ann as its client."""
         async with serving_gateway(
-            runs=self.runs, store=self.store, containers=self.containers, callers=self.holders
+            runs=self.runs,
+            store=self.store,
+            containers=self.containers,
+            files=self.files,
+            callers=self.holders,
         ) as served:
             yield Party(served, self.ann.secret)
 
@@ -127,7 +136,9 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[House]:
     store = await SqliteStore.open(database)
     steps = [Step(None, [Stdout(text="made\n"), WriteFile("made.txt", b"content")])] * _MANY
     sandboxes = ScriptedSandboxes(*steps)
-    containers = SandboxContainers(sandboxes, store, ReferredBlobs(MemoryBlobs(), store), clock)
+    blobs = ReferredBlobs(MemoryBlobs(), store)
+    containers = SandboxContainers(sandboxes, store, blobs, clock)
+    files = UploadedFiles(store, blobs, clock)
     model = ScriptedModel(*[_turn] * _MANY)
     tools = [CodeInterpreter(containers, clock)]
     sealer = KeyedSealer(own_keys(directory / "keys"))
@@ -137,7 +148,7 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[House]:
         async with (
             KeyHolders(store, clock, Everybody()) as holders,
             serving_gateway(
-                runs=runs, store=store, containers=containers, callers=holders, **options
+                runs=runs, store=store, containers=containers, files=files, callers=holders, **options
             ) as served,
         ):
             yield House(
@@ -151,6 +162,7 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[House]:
                 Party(served, ben),
                 runs,
                 containers,
+                files,
             )
     finally:
         await containers.close()
@@ -165,12 +177,13 @@ class Objects:
     response_id: str
     container_id: str
     file_id: str
+    upload_id: str
     item_id: str
     call_id: str
 
 
 async def objects_of(party: Party) -> Objects:
-    """A kept response, in which code has written a file."""
+    """A kept response, in which code has written a file, and an upload."""
     made = await party.create(tools=[INTERPRETER], input="make a file")
     assert made.status == 200, made.body
     call, message = (
@@ -179,4 +192,7 @@ async def objects_of(party: Party) -> Objects:
     )
     files = await party.ask("GET", f"/v1/containers/{call['container_id']}/files")
     (file,) = json.loads(files.body)["data"]
-    return Objects(made.json["id"], call["container_id"], file["id"], message["id"], call["id"])
+    uploaded = await party.upload("own.txt", b"own")
+    return Objects(
+        made.json["id"], call["container_id"], file["id"], uploaded.json["id"], message["id"], call["id"]
+    )

@@ -1,1 +1,1 @@
-"""What clients upload, and what of it their requests refer to."""
+"""What clients upload, and what becomes of it; its modules import `interfaces` and `protocol`."""

@@ -12,6 +12,7 @@ from starlette.routing import compile_path
 from fumehood.gateway.auth import Callers, Everybody, identified
 from fumehood.gateway.containers import ContainerFiles
 from fumehood.gateway.exchange import Exchange, encode
+from fumehood.gateway.files import Uploads
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import CONTENT_TYPE, Metrics
 from fumehood.gateway.models import ModelCards
@@ -21,7 +22,7 @@ from fumehood.gateway.request_log import RequestLog, to_logging
 from fumehood.gateway.responses import Responses
 from fumehood.gateway.sse import SILENCE
 from fumehood.gateway.websocket import Handshake, Sockets
-from fumehood.interfaces import Caller, Containers, Models, Runs, Store
+from fumehood.interfaces import Caller, Containers, Files, Models, Runs, Store
 from fumehood.protocol.errors import (
     ApiError,
     Conflict,
@@ -37,6 +38,7 @@ type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
 NOBODY = Caller()
 _SOCKET_PATH = "/v1/responses"
+FILE_BYTES = 512 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class Gateway:
     always_include: what every response shows, asked for or not.
     unready: tells why this gateway cannot serve now, None if it can.
     silence: seconds after which a stream that has nothing to say shows that it is alive.
+    file_bytes: the largest file that anybody may upload.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Gateway:
         store: Store,
         models: Models,
         containers: Containers,
+        files: Files,
         callers: Callers | None = None,
         metrics: Metrics | None = None,
         log: RequestLog = to_logging,
@@ -75,6 +79,7 @@ class Gateway:
         always_include: Collection[str] = (),
         unready: Callable[[], Awaitable[str | None]] | None = None,
         silence: float = SILENCE,
+        file_bytes: int = FILE_BYTES,
         show_metrics: bool = True,
     ) -> None:
         self.metrics = metrics or Metrics()
@@ -83,11 +88,12 @@ class Gateway:
         self._log = log
         self._described: bytes | None = None
         self._unready = unready
+        limits = limits or Limits()
         responses = self._responses = Responses(
             runs,
             store,
             self.metrics,
-            limits=limits or Limits(),
+            limits=limits,
             always=always_include,
             silence=silence,
         )
@@ -98,7 +104,8 @@ class Gateway:
             tell=lambda exchange: self._tell(exchange, self._socket_place),
         )
         cards = ModelCards(models)
-        files = ContainerFiles(containers)
+        container_files = ContainerFiles(containers)
+        uploads = Uploads(files, limits, self.metrics, file_bytes)
         self._routes = _Routes(
             ("POST", "/v1/responses", responses.create),
             ("GET", _SOCKET_PATH, sockets.connect),
@@ -110,9 +117,14 @@ class Gateway:
             ("GET", "/v1/responses/{response_id}/input_items", responses.input_items),
             ("GET", "/v1/models", cards.list),
             ("GET", "/v1/models/{model:path}", cards.get),
-            ("GET", "/v1/containers/{container_id}/files", files.list),
-            ("GET", "/v1/containers/{container_id}/files/{file_id}", files.get),
-            ("GET", "/v1/containers/{container_id}/files/{file_id}/content", files.content),
+            ("GET", "/v1/containers/{container_id}/files", container_files.list),
+            ("GET", "/v1/containers/{container_id}/files/{file_id}", container_files.get),
+            ("GET", "/v1/containers/{container_id}/files/{file_id}/content", container_files.content),
+            ("POST", "/v1/files", uploads.create),
+            ("GET", "/v1/files", uploads.list),
+            ("GET", "/v1/files/{upload_id}", uploads.get),
+            ("DELETE", "/v1/files/{upload_id}", uploads.delete),
+            ("GET", "/v1/files/{upload_id}/content", uploads.content),
             ("GET", "/healthz", self._health),
             ("GET", "/readyz", self._readiness),
             ("GET", "/openapi.json", self._description),

@@ -6,7 +6,7 @@ import itertools
 import math
 import secrets
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self, cast, override
@@ -120,6 +120,19 @@ class Exchange(BareExchange):
         except BodyExceeds:
             raise BodyTooLarge(f"The body is larger than {limit} bytes.") from None
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    @override
+    async def pieces(self, limit: int) -> AsyncGenerator[bytes]:
+        """The body as it comes; raises as `body` does."""
+        try:
+            left = self.check_length(limit)
+            while self._unread:
+                piece = self.taken(await self._next_message(), left)
+                left -= len(piece)
+                if piece:
+                    yield piece
+        except BodyExceeds:
+            raise BodyTooLarge(f"The body is larger than {limit} bytes.") from None
 
     async def _next_message(self) -> Message:
         """Mostly it came with the head, and then no timer is set; raises BodyTooSlow."""

@@ -1,24 +1,49 @@
 """Pages of a list: `after`, `before`, `limit` and `order` as OpenAI's lists have them; imports `protocol`, siblings."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from msgspec import Raw
 
 from fumehood.gateway.exchange import Exchange
 from fumehood.protocol.errors import InvalidRequest
+from fumehood.protocol.listing import Window, in_window
 from fumehood.protocol.responses import Page
 
 _USUAL = 20
 _MOST = 100
 
 
+class Identified(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+def asked_window(exchange: Exchange, *, usual: int = _USUAL, most: int = _MOST) -> Window:
+    """The part of a list that the query asks for; raises InvalidRequest."""
+    return Window(
+        limit=_limit(exchange.query("limit"), usual, most),
+        after=exchange.query("after") or None,
+        before=exchange.query("before") or None,
+        newest_first=_newest_first(exchange),
+    )
+
+
+def windowed_page[T: Identified](window: Window, found: Sequence[T], show: Callable[[T], Raw]) -> Page:
+    """The page of what was found in a window."""
+    chosen, has_more = in_window(window, found)
+    return Page(
+        data=[show(one) for one in chosen],
+        first_id=chosen[0].id if chosen else None,
+        last_id=chosen[-1].id if chosen else None,
+        has_more=has_more,
+    )
+
+
 def page[T](exchange: Exchange, rows: Sequence[tuple[str, T]], show: Callable[[T], Raw]) -> Page:
     """The page that the query asks for, of rows that come oldest first with their ids; newest first by default."""
-    limit = _limit(exchange.query("limit"))
-    order = exchange.query("order") or "desc"
-    if order not in ("asc", "desc"):
-        raise InvalidRequest("'order' is 'asc' or 'desc'.", param="order", code="invalid_value")
-    ordered = rows if order == "asc" else rows[::-1]
+    limit = _limit(exchange.query("limit"), _USUAL, _MOST)
+    ordered = rows[::-1] if _newest_first(exchange) else rows
     ids = [row[0] for row in ordered]
     start = _place(ids, exchange.query("after"), "after")
     end = _place(ids, exchange.query("before"), "before")
@@ -33,11 +58,18 @@ def page[T](exchange: Exchange, rows: Sequence[tuple[str, T]], show: Callable[[T
     )
 
 
-def _limit(text: str | None) -> int:
+def _newest_first(exchange: Exchange) -> bool:
+    order = exchange.query("order") or "desc"
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("'order' is 'asc' or 'desc'.", param="order", code="invalid_value")
+    return order == "desc"
+
+
+def _limit(text: str | None, usual: int, most: int) -> int:
     if text is None:
-        return _USUAL
-    if not (text.isascii() and text.isdecimal()) or len(text) > 6 or not 1 <= int(text) <= _MOST:
-        raise InvalidRequest(f"'limit' is a number from 1 to {_MOST}.", param="limit", code="invalid_value")
+        return usual
+    if not (text.isascii() and text.isdecimal()) or len(text) > 6 or not 1 <= int(text) <= most:
+        raise InvalidRequest(f"'limit' is a number from 1 to {most}.", param="limit", code="invalid_value")
     return int(text)
 
 

@@ -42,6 +42,8 @@ class Metrics(Collector):
         self._responses = Counter[str]()
         self._tokens = Counter[str]()
         self._calls = Counter[tuple[str, str]]()
+        self._uploads = 0
+        self._file_bytes = Counter[str]()
 
     def answered(self, route: str, status: int, seconds: float) -> None:
         """`route` is the pattern, never what a caller wrote; 0 is a caller who left before any answer."""
@@ -67,6 +69,13 @@ class Metrics(Collector):
     def used(self, usage: Usage) -> None:
         self._tokens["input"] += usage.input_tokens
         self._tokens["output"] += usage.output_tokens
+
+    def uploaded(self, size: int) -> None:
+        self._uploads += 1
+        self._file_bytes["in"] += size
+
+    def downloaded(self, size: int) -> None:
+        self._file_bytes["out"] += size
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -96,6 +105,10 @@ class Metrics(Collector):
         for labels, number in self._calls.items():
             calls.add_metric([*labels], number)
         yield calls
+        yield CounterMetricFamily("fumehood_uploads", "Files uploaded.", self._uploads)
+        yield _counted(
+            "fumehood_file_bytes", "Bytes of files uploaded and downloaded.", "direction", self._file_bytes
+        )
 
 
 def _counted(name: str, documentation: str, label: str, numbers: Counter[str]) -> CounterMetricFamily:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, Union, get_args
 
 import msgspec
 from msgspec import UNSET
@@ -13,6 +13,8 @@ from fumehood.gateway.models import ModelList
 from fumehood.protocol import events
 from fumehood.protocol.containers import ContainerFile
 from fumehood.protocol.errors import ErrorBody
+from fumehood.protocol.file_types import BINARY
+from fumehood.protocol.files import FileObject, UploadPurpose
 from fumehood.protocol.folding import INCLUDABLE
 from fumehood.protocol.models import ModelCard
 from fumehood.protocol.responses import (
@@ -37,6 +39,7 @@ _ERRORS = {
     408: "The body took too long to arrive.",
     409: "The Idempotency-Key stands for another request, or for a response that is gone.",
     413: "A body larger than a limit allows.",
+    416: "The part that is asked for is not in the file.",
     426: "The request asks for no upgrade to WebSocket.",
     429: "The same request may be served later.",
     500: "The server failed.",
@@ -52,6 +55,8 @@ class Operation:
     """What one route does.
 
     answer: a type, or the name of a media type.
+    form: the fields of a form; it must have those that are not part of another.
+    ranged: a part of the answer may be asked for.
     errors: statuses besides those that every route may have.
     streams: it makes a response, which may come as events and be asked for with an Idempotency-Key.
     upgrades: it makes a WebSocket of the connection, and knows no other answer.
@@ -61,6 +66,8 @@ class Operation:
     summary: str
     answer: Any = "application/json"
     body: type[msgspec.Struct] | None = None
+    form: Json | None = None
+    ranged: bool = False
     query: Sequence[str] = ()
     errors: Sequence[int] = ()
     streams: bool = False
@@ -70,6 +77,12 @@ class Operation:
 
 _MODEL = (404, 408, 413, 429, 502, 504)
 _PAGE = ("after", "before", "limit", "order")
+_FILE_FORM: Json = {
+    "file": {"type": "string", "contentMediaType": BINARY},
+    "purpose": {"type": "string", "enum": [*get_args(UploadPurpose.__value__)]},
+    "expires_after[anchor]": {"type": "string", "const": "created_at"},
+    "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+}
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/responses"): Operation(
         summary="Make a response; with `stream` as it comes.",
@@ -114,7 +127,20 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         summary="One of them.", answer=ContainerFile, errors=(404,)
     ),
     ("GET", "/v1/containers/{container_id}/files/{file_id}/content"): Operation(
-        summary="The content of a file, as a download.", answer="application/octet-stream", errors=(404,)
+        summary="The content of a file, as a download.", answer=BINARY, errors=(404, 416), ranged=True
+    ),
+    ("POST", "/v1/files"): Operation(
+        summary="Upload a file.", form=_FILE_FORM, answer=FileObject, errors=(408, 413, 429)
+    ),
+    ("GET", "/v1/files"): Operation(
+        summary="The files that were uploaded.", answer=Page, query=(*_PAGE, "purpose")
+    ),
+    ("GET", "/v1/files/{upload_id}"): Operation(summary="One of them.", answer=FileObject, errors=(404,)),
+    ("DELETE", "/v1/files/{upload_id}"): Operation(
+        summary="Delete a file; copies in containers stay.", answer=Deleted, errors=(404,)
+    ),
+    ("GET", "/v1/files/{upload_id}/content"): Operation(
+        summary="The content of a file, as a download.", answer=BINARY, errors=(404, 416), ranged=True
     ),
     ("GET", "/healthz"): Operation(summary="Whether the process lives.", public=True),
     ("GET", "/readyz"): Operation(summary="Whether it serves.", public=True),
@@ -133,6 +159,7 @@ _QUERIES: dict[str, tuple[str, Json]] = {
         "What to show besides the usual.",
         {"type": "array", "items": {"type": "string", "enum": sorted(INCLUDABLE)}},
     ),
+    "purpose": ("Only files for this.", {"type": "string"}),
     "stream": ("Only for responses that are made in the background.", {"type": "boolean"}),
 }
 
@@ -199,6 +226,10 @@ def _operation(path: str, operation: Operation, schemas: dict[Any, Json]) -> Jso
             "required": True,
             "content": {"application/json": {"schema": schemas[operation.body]}},
         }
+    if operation.form is not None:
+        required = [name for name in operation.form if "[" not in name]
+        form = {"type": "object", "properties": operation.form, "required": required}
+        described["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
     if operation.public:
         described["security"] = []
     return described
@@ -224,6 +255,9 @@ def _answers(operation: Operation, schemas: dict[Any, Json]) -> Iterator[tuple[i
         yield 101, {"description": operation.summary}
     else:
         yield 200, {"description": operation.summary, "content": _content(operation, schemas)}
+    if operation.ranged:
+        yield 206, {"description": "The part that `Range` asks for.", "content": _content(operation, schemas)}
+        yield 304, {"description": "What `If-None-Match` names is what there is."}
     refused = {"application/json": {"schema": schemas[ErrorBody]}}
     for status in sorted({*_ALWAYS, *operation.errors} - ({401, 403} if operation.public else set())):
         answer: Json = {"description": _ERRORS[status], "content": refused}

@@ -1,4 +1,4 @@
-"""Bytes on a disk, by the hash of their content; imports `protocol` and the standard library.
+"""Bytes on a disk, by the hash of their content; imports `protocol` and siblings.
 
 A blob is written under a passing name, synced, and renamed: what has its name is whole. Equal contents are one blob,
 so whoever deletes one must know that nobody else needs it.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fumehood.protocol.errors import Unavailable
+from fumehood.store.migrations import StoreRefused
 
 _NAME = re.compile(r"[0-9a-f]{64}")
 _PIECE = 256 << 10
@@ -24,12 +25,18 @@ _WRITE_AT_ONCE = 1 << 20
 
 
 class DiskBlobs:
-    """A `BlobStore` in a directory, which it makes if it is not there."""
+    """A `BlobStore` in a directory, which it makes if it is not there. Raises StoreRefused, OSError.
 
-    def __init__(self, directory: Path) -> None:
+    owner: the database whose records refer to these blobs. No other one may be given this directory, as it would
+        delete everything here that its own records do not know.
+    """
+
+    def __init__(self, directory: Path, owner: str | None = None) -> None:
         self._directory = directory
         self._incoming = directory / "incoming"
         self._incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if owner is not None:
+            _claim(directory / "owner", owner)
         _sweep(self._incoming)
 
     async def put(
@@ -182,6 +189,19 @@ def _sync_directory(path: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _claim(path: Path, owner: str) -> None:
+    """Raises StoreRefused."""
+    if not path.exists():
+        whole = path.with_suffix(".new")
+        whole.write_text(owner)
+        whole.rename(path)
+    if path.read_text() != owner:
+        raise StoreRefused(
+            f"The directory {path.parent} holds the files of another database. Give this one a directory of its own "
+            f"(storage.blobs), or delete {path} to let it have this one, with all that it does not know deleted."
+        )
 
 
 def _sweep(directory: Path) -> None:

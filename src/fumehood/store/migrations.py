@@ -144,6 +144,10 @@ MIGRATIONS: Sequence[Migration] = (
         CREATE INDEX uploads_by_size ON uploads (tenant, bytes);
         CREATE INDEX uploads_by_expiry ON uploads (expires_at, id) WHERE expires_at IS NOT NULL;
         CREATE INDEX uploads_by_blob ON uploads (blob);
+
+        -- By which a directory of blobs knows whose it is.
+        CREATE TABLE identity (id TEXT NOT NULL);
+        INSERT INTO identity VALUES (lower(hex(randomblob(16))));
         """,
     ),
     Migration(

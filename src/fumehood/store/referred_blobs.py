@@ -9,10 +9,11 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from itertools import batched
+from typing import Self
 
-from fumehood.interfaces import BlobStore, Kept, Store
+from fumehood.interfaces import BlobStore, Clock, Kept, Store
 from fumehood.protocol.errors import Unavailable
 
 logger = logging.getLogger(__name__)
@@ -70,9 +71,36 @@ class ReferredBlobs:
         return self._blobs.read(name, start, end)
 
     async def sweep(self) -> int:
+        return await self._sweep(self._grace_seconds)
+
+    @asynccontextmanager
+    async def swept(self, clock: Clock) -> AsyncGenerator[Self]:
+        """Sweep now, for whoever is the only one to use them, and then every so often until the block is left."""
+        sweeper = asyncio.create_task(self._sweep_forever(clock), name="blobs: sweeper")
+        try:
+            yield self
+        finally:
+            sweeper.cancel()
+            await asyncio.gather(sweeper, return_exceptions=True)
+
+    async def _sweep_forever(self, clock: Clock) -> None:
+        grace = 0.0  # what was there before us is no longer on its way to a record
+        while True:
+            try:
+                if number := await self._sweep(grace):
+                    logger.warning("blobs_swept", extra={"fields": {"number": number}})
+            except Unavailable as error:
+                logger.warning("Blobs could not be swept: %s", error.message)
+            except Exception:
+                logger.exception("Blobs could not be swept.")
+            grace = self._grace_seconds
+            await clock.sleep(self._grace_seconds)
+
+    async def _sweep(self, grace_seconds: float) -> int:
         number = 0
-        async for names in self._blobs.names(self._grace_seconds):
-            number += await self._drop(names)
+        async with aclosing(self._blobs.names(grace_seconds)) as found:
+            async for names in found:
+                number += await self._drop(names)
         return number
 
     async def _take_hold(self, name: str) -> None:

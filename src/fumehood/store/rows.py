@@ -394,6 +394,11 @@ def unused_blobs(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
     return [name for name in names if db.execute(used, {"name": name}).fetchone() is None]
 
 
+def identity(db: sqlite3.Connection) -> str:
+    (found,) = db.execute("SELECT id FROM identity").fetchone()
+    return found
+
+
 # --- claims -------------------------------------------------------------------------------------------
 
 

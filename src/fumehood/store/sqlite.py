@@ -99,6 +99,10 @@ class SqliteStore:
             database, sole=not shared, lease_seconds=lease_seconds, cache_bytes=0 if shared else cache_bytes
         )
 
+    async def identity(self) -> str:
+        """What no other database is called."""
+        return await self._database.read(rows.identity)
+
     async def close(self) -> None:
         self._write_begun()
         await self._database.close()
@@ -268,7 +272,8 @@ class SqliteStore:
         return await self._database.read(lambda db: container_rows.files(db, container_id, window))
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
-        return await self._database.read(lambda db: rows.unused_blobs(db, names))
+        """By the writer: a reader might not see what somebody asked for who was cancelled then."""
+        return await self._database.write(lambda db: rows.unused_blobs(db, names))
 
     # --- uploads --------------------------------------------------------------------------------------
 
