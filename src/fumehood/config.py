@@ -157,6 +157,25 @@ class CodeInterpreter(_Section, frozen=True):
     settings: CodeInterpreterSettings = CodeInterpreterSettings()
 
 
+class ShellSettings(_Section, frozen=True):
+    """
+    execution_timeout: seconds that one command may run.
+    model_characters, kept_characters: how much of what the commands of a call say the model is told, and how much the
+        item holds.
+    """
+
+    execution_timeout: Seconds = 60.0
+    model_characters: Annotated[int, Meta(ge=100)] = 20_000
+    kept_characters: Annotated[int, Meta(ge=100)] = 1 << 18
+
+
+class Shell(_Section, frozen=True):
+    """Runs in the containers of the code interpreter, and only where that is enabled."""
+
+    enabled: bool = True
+    settings: ShellSettings = ShellSettings()
+
+
 class FileSearchSettings(_Section, frozen=True):
     pass
 
@@ -178,6 +197,7 @@ class WebSearch(_Section, frozen=True):
 
 class Providers(_Section, frozen=True):
     code_interpreter: CodeInterpreter = CodeInterpreter()
+    shell: Shell = Shell()
     file_search: FileSearch = FileSearch()
     web_search: WebSearch = WebSearch()
 

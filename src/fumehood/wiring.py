@@ -54,6 +54,8 @@ from fumehood.store.sqlite import SqliteStore, StoreRefused
 from fumehood.tools.code_interpreter import CodeInterpreter
 from fumehood.tools.code_output import OutputLimits
 from fumehood.tools.code_session import InterpreterSettings
+from fumehood.tools.shell import Shell
+from fumehood.tools.shell_session import ShellSettings
 
 CODE_INTERPRETER = "code_interpreter"
 _READINESS_SECONDS = 2.0  # that an answer holds, and may take
@@ -143,7 +145,7 @@ async def assembled(
             clock,
             limits=LoopLimits(turns=limits.turns, seconds=limits.response_seconds),
             lag=LagLimits(events=limits.behind_events, seconds=limits.behind_seconds),
-            disabled_tools=frozenset() if tools else frozenset({CODE_INTERPRETER}),
+            disabled_tools=frozenset() if chosen.enabled else frozenset({CODE_INTERPRETER}),
             sealer=_sealer(config, environ),
         )
         always = chosen.settings.always_include_outputs
@@ -334,9 +336,30 @@ async def _interpreter(
         ),
     )
     await stack.enter_async_context(containers)
-    if not chosen.enabled:
-        return containers, []
-    interpreter = CodeInterpreter(
+    return containers, _tools(config, containers, clock)
+
+
+def _tools(config: Config, containers: Containers, clock: Clock) -> list[HostedTool]:
+    """The shell is there in any case: it knows which shells are the client's own."""
+    interpreter, shell = config.providers.code_interpreter, config.providers.shell
+    settings = interpreter.settings
+    hosted_shell = Shell(
+        containers,
+        clock,
+        ShellSettings(
+            execution_timeout=shell.settings.execution_timeout,
+            keeps_processes=settings.isolation == "container",
+            inline_bytes=settings.inline_bytes,
+            output=OutputLimits(
+                model_characters=shell.settings.model_characters,
+                kept_characters=shell.settings.kept_characters,
+            ),
+        ),
+        enabled=shell.enabled and interpreter.enabled,
+    )
+    if not interpreter.enabled:
+        return [hosted_shell]
+    hosted_interpreter = CodeInterpreter(
         containers,
         clock,
         InterpreterSettings(
@@ -348,7 +371,7 @@ async def _interpreter(
             ),
         ),
     )
-    return containers, [interpreter]
+    return [hosted_interpreter, hosted_shell]
 
 
 async def _sandboxes(

@@ -20,6 +20,7 @@ from fumehood.testing import (
 )
 from fumehood.testing.tool_kit import Subject, ToolKit
 from fumehood.tools.code_interpreter import CodeInterpreter
+from fumehood.tools.shell import Shell
 
 BROKEN = [
     "",
@@ -51,6 +52,43 @@ class TestCodeInterpreter(ToolKit):
                 works='{"requirements": ["x"], "code": "print(1)"}',
                 broken=BROKEN,
                 waits=('{"code": "wait()"}', lambda: bool(provider.requests)),
+                now=clock.monotonic(),
+            )
+
+
+BROKEN_COMMANDS = [
+    "",
+    "{",
+    "[]",
+    "{}",
+    '{"commands": []}',
+    '{"commands": "ls"}',
+    '{"commands": ["ls", 1]}',
+    '{"commands": ["ls"], "timeout_ms": 0}',
+    '{"commands": ["a"], "commands": ["b"]}',
+    '{"commands": ["\\ud800"]}',
+    '{"commands": ["ls", "',
+    "ls",
+]
+
+
+class TestShell(ToolKit):
+    @pytest.fixture
+    async def subject(self) -> AsyncGenerator[Subject]:
+        clock = FakeClock()
+        steps = [
+            Step("ls", [Stdout("a.csv\n"), WriteFile("a.csv", b"x")]),
+            Step("sleep 9", [Stdout("waiting\n"), asyncio.Event()]),
+        ]
+        async with ScriptedSandboxes(always=steps) as provider:
+            store = MemoryStore(clock)
+            containers = SandboxContainers(provider, store, ReferredBlobs(MemoryBlobs(), store), clock)
+            yield Subject(
+                Shell(containers, clock),
+                '{"type": "shell", "environment": {"type": "container_auto"}}',
+                works='{"timeout_ms": 5000, "commands": ["ls", "ls"]}',
+                broken=BROKEN_COMMANDS,
+                waits=('{"commands": ["ls", "sleep 9", "ls"]}', lambda: len(provider.requests) > 1),
                 now=clock.monotonic(),
             )
 

@@ -24,7 +24,7 @@ from fumehood.tools.code_interpreter import CodeInterpreter
 from fumehood.tools.code_session import InterpreterSettings
 
 SOMEBODY = Caller("somebody")
-_IDS = re.compile(r"(ci|cntr|cfile)_[0-9a-f]{48}")
+_IDS = re.compile(r"(ci|sho|sh|cntr|cfile)_[0-9a-f]{48}")
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Uploads in memory, for whoever reads them; imports `interfaces`, `protocol`, `testing`."""
 
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from fumehood.interfaces import Caller
@@ -40,9 +40,12 @@ class Uploads:
         )
         return file_id
 
-    async def create(self, caller: Caller, new: NewFile, content: AsyncIterable[bytes]) -> FileRecord:
+    async def create(
+        self, caller: Caller, new: NewFile | Callable[[], NewFile], content: AsyncIterable[bytes]
+    ) -> FileRecord:
         whole = b"".join([piece async for piece in content])
-        return self.records[self.add(new.filename, whole, caller.tenant)]
+        told = new() if callable(new) else new
+        return self.records[self.add(told.filename, whole, caller.tenant)]
 
     async def file(self, caller: Caller, file_id: str) -> FileRecord:
         record = self.records.get(file_id)

@@ -22,7 +22,7 @@ async def test_nothing_is_made_before_the_first_call() -> None:
         offered.begin(interpreter.context()).open()
         assert await interpreter.store.containers() == []
         assert await interpreter.provider.sandboxes() == []
-        assert await offered.find_files(["/mnt/data/x"]) == ()
+        assert not await offered.find_files(["/mnt/data/x"])
 
 
 async def test_all_calls_of_a_request_have_one_container() -> None:

@@ -218,6 +218,14 @@ def _grow(item: OutputItem, event: StreamEvent) -> None:
             item.input += event.delta
         case (CodeInterpreterCall(), CodeDelta()):
             item.code = (item.code or "") + event.delta
+        case (ShellCall() | ShellCallOutput(), _):
+            _grow_shell(item, event)
+        case _:
+            pass
+
+
+def _grow_shell(item: ShellCall | ShellCallOutput, event: StreamEvent) -> None:
+    match item, event:
         case (ShellCall(), CommandAdded()):
             item.action.commands.append(event.command)
         case (ShellCall(), CommandDelta()):

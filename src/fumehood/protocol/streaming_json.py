@@ -230,6 +230,10 @@ class StringsField(_Scanner):
         """The strings so far, the last one as far as it has come."""
         return [*self._strings, "".join(self._pieces)] if self._open else [*self._strings]
 
+    def is_over(self, number: int) -> bool:
+        """Whether that string has come to its end."""
+        return number < len(self._strings)
+
     def feed(self, fragment: str) -> list[StringPiece]:
         """Take the next fragment; what it adds to which strings, in their order."""
         fresh = self._fresh = []

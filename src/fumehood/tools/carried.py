@@ -5,7 +5,7 @@ whoever keeps it: a call of that container comes after the file.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -13,8 +13,8 @@ import msgspec
 from msgspec.structs import replace
 
 from fumehood.aside import aside
-from fumehood.interfaces import Caller, Containers
-from fumehood.protocol.attachments import Attachment, decode_inline, file_parts, free_name
+from fumehood.interfaces import Caller, Containers, Files
+from fumehood.protocol.attachments import Attachment, decode_inline, file_name, file_parts, free_name
 from fumehood.protocol.containers import DATA_DIRECTORY, ContainerFileRecord
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import ApiError, NotFound
@@ -72,6 +72,41 @@ def files_of(past: Sequence[Segment], container_of: Callable[[Entry], str | None
     return list(known.values())
 
 
+async def chosen_files(
+    uploads: Files | None,
+    caller: Caller,
+    file_ids: Sequence[str],
+    earlier: str | None,
+    had: Collection[str],
+) -> list[Known]:
+    """The uploads that a request wants in its container.
+
+    Raises NotFound for one that is not there, unless the conversation has used a container before: what that was given
+    is there, and for the rest it is too late to refuse the request.
+    earlier: that container; had: the uploads that it was given.
+    """
+    chosen: list[Known] = []
+    for file_id in file_ids:
+        given = {earlier} if earlier is not None and file_id in had else set[str]()
+        try:
+            name = file_name(await _filename(uploads, caller, file_id))
+        except NotFound:
+            if earlier is None:
+                raise
+            if given:
+                continue
+            name = file_name(file_id)
+        name = free_name(name, [one.file.name for one in chosen])
+        chosen.append(Known(Attachment(name=name, file_id=file_id), containers=given))
+    return chosen
+
+
+async def _filename(uploads: Files | None, caller: Caller, file_id: str) -> str:
+    if uploads is None:
+        raise NotFound("this server keeps no uploads.")
+    return (await uploads.file(caller, file_id)).filename
+
+
 def memory_of(files: Sequence[Known]) -> bytes | None:
     """What has to be remembered of them once their items are compacted; for `files_of`."""
     remembered = [
@@ -92,14 +127,15 @@ def _recalled(entry: Entry) -> list[Known]:
 class Carried:
     """The files that a container has to be given before the next call."""
 
-    def __init__(
-        self, containers: Containers, caller: Caller, container_id: str, files: Sequence[Known]
-    ) -> None:
+    def __init__(self, containers: Containers, caller: Caller, container_id: str) -> None:
         self._containers = containers
         self._caller = caller
         self._container_id = container_id
-        self._waiting = [one for one in files if container_id not in one.containers]
+        self._waiting: list[Known] = []
         self._turn = asyncio.Lock()
+
+    def add(self, files: Sequence[Known]) -> None:
+        self._waiting += [one for one in files if self._container_id not in one.containers]
 
     async def bring(self) -> str:
         """Put them there, where that was not done yet; what there is to tell the model. Raises nothing of its own."""

@@ -5,24 +5,28 @@ docs/code-interpreter.md tells what the model is offered and what clients see.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 from msgspec import Raw
 
-from fumehood.interfaces import CallContext, Caller, Clock, Containers, Files, Memory
-from fumehood.protocol.attachments import Attachment, file_name, free_name
-from fumehood.protocol.containers import DATA_DIRECTORY, ContainerSpec
+from fumehood.interfaces import CallContext, Caller, Clock, Containers, Files, Memory, OfferedTool
+from fumehood.protocol.containers import DATA_DIRECTORY
 from fumehood.protocol.conversation import Entry, Exchange, Segment
-from fumehood.protocol.errors import ContainerExpired, InvalidRequest, NotFound
+from fumehood.protocol.errors import NotFound
 from fumehood.protocol.items import ProducedFile
 from fumehood.protocol.names import clean_name
-from fumehood.protocol.sandbox import NetworkAllowlist
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
-from fumehood.tools.carried import Carried, Known, files_of, memory_of
-from fumehood.tools.code_session import NAME, NOTHING, CodeSession, InterpreterSettings, Workplace
+from fumehood.tools.carried import Known, files_of, memory_of
+from fumehood.tools.code_session import NAME, NOTHING, CodeSession, InterpreterSettings
 from fumehood.tools.container_config import echoed, read_container
 from fumehood.tools.produced import produced_file
+from fumehood.tools.workplace import (
+    OfferedInContainer,
+    Workplace,
+    container_of,
+    find_workplace,
+    used_containers,
+)
 
 _ITEM = "code_interpreter_call"
 _PARAMETERS = Raw(
@@ -41,11 +45,6 @@ _PARAMETERS = Raw(
             "additionalProperties": False,
         }
     )
-)
-_GONE = "The container of the earlier calls is gone, with their variables and files; this call began in a new one."
-_EXPIRED = (
-    "The container of the earlier calls has expired, with their variables and the files that they wrote; this call "
-    "began in a new one, with the files that the user had put there."
 )
 _NOT_KEPT = "(the output was not kept)"
 _MOST_REMEMBERED = 8  # containers of a conversation that is compacted
@@ -70,26 +69,10 @@ class _Replayed(msgspec.Struct):
 
     id: str | None = None
     code: str | None = None
-    container_id: str | None = None
     outputs: list[_ReplayedOutput] | None = None
 
 
 _replayed = msgspec.json.Decoder(_Replayed)
-
-
-@dataclass(frozen=True, slots=True)
-class _Active:
-    """Where the calls of a request run.
-
-    news: what the model should know of it. heir_of: see `Containers.open`.
-    earlier: the container that the conversation has used last; file_ids: the uploads that it was given.
-    """
-
-    container_id: str
-    news: str = ""
-    heir_of: str | None = None
-    earlier: str | None = None
-    file_ids: frozenset[str] = frozenset()
 
 
 class CodeInterpreter:
@@ -111,107 +94,12 @@ class CodeInterpreter:
         self._settings = settings or InterpreterSettings()
         self._uploads = uploads
 
-    async def offer(self, spec: ToolSpec, caller: Caller, past: Sequence[Segment]) -> "OfferedInterpreter":
+    async def offer(
+        self, spec: ToolSpec, caller: Caller, past: Sequence[Segment], beside: Sequence[OfferedTool] = ()
+    ) -> "OfferedInterpreter":
         choice = read_container(spec)
-        self._approve(choice.spec)
-        if choice.container_id is not None:
-            active = await self._named(caller, choice.container_id)
-        else:
-            active = await self._automatic(caller, past)
-        chosen = await self._chosen(caller, choice.spec.file_ids, active)
-        files = [*chosen, *files_of(past, _container_of_call)]
-        place = Workplace(
-            self._containers,
-            self._clock,
-            self._settings,
-            active.container_id,
-            choice.spec,
-            Carried(self._containers, caller, active.container_id, files),
-            active.news,
-            active.heir_of,
-        )
-        description = self._describe(choice.spec, [one.file.name for one in chosen])
-        function = FunctionSpec(name=NAME, description=description, parameters=_PARAMETERS)
-        return OfferedInterpreter(place, caller, function)
-
-    def _approve(self, spec: ContainerSpec) -> None:
-        try:
-            self._containers.approve(spec)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"container.{error.message}", param="tools") from None
-
-    async def _named(self, caller: Caller, container_id: str) -> "_Active":
-        try:
-            await self._containers.check(caller, container_id)
-        except (NotFound, ContainerExpired) as error:
-            raise type(error)(error.message, param="tools") from None
-        return _Active(container_id)
-
-    async def _automatic(self, caller: Caller, past: Sequence[Segment]) -> "_Active":
-        """The container that the conversation used last, or the name of a new one."""
-        earlier = _newest_container(past)
-        if earlier is None:
-            return _Active(self._containers.reserve())
-        try:
-            record = await self._containers.check(caller, earlier)
-        except NotFound:
-            return _Active(self._containers.reserve(), _GONE, earlier=earlier)
-        except ContainerExpired:
-            record = await self._containers.container(caller, earlier)
-            return _Active(
-                self._containers.reserve(), _EXPIRED, earlier, earlier, frozenset(record.spec.file_ids)
-            )
-        return _Active(earlier, earlier=earlier, file_ids=frozenset(record.spec.file_ids))
-
-    async def _chosen(self, caller: Caller, file_ids: Sequence[str], active: "_Active") -> list[Known]:
-        """The uploads that the request wants in the container. Raises InvalidRequest for one that is not there, unless
-        the conversation has had a container before: what that was given, it has.
-        """
-        chosen: list[Known] = []
-        for file_id in file_ids:
-            had = {active.earlier} if file_id in active.file_ids and active.earlier else set[str]()
-            try:
-                file = await self._upload(caller, file_id)
-            except NotFound as error:
-                if active.earlier is None:
-                    raise InvalidRequest(
-                        f"container.file_ids: {error.message}", param="tools", code="file_not_found"
-                    ) from None
-                if had:
-                    continue
-                file = Attachment(name=clean_name(file_id, 80), file_id=file_id)
-            name = free_name(file.name, [one.file.name for one in chosen])
-            chosen.append(Known(msgspec.structs.replace(file, name=name), containers=had))
-        return chosen
-
-    async def _upload(self, caller: Caller, file_id: str) -> Attachment:
-        if self._uploads is None:
-            raise NotFound("this server keeps no uploads.")
-        record = await self._uploads.file(caller, file_id)
-        return Attachment(name=file_name(record.filename), file_id=file_id)
-
-    def _describe(self, spec: ContainerSpec, names: Sequence[str]) -> str:
-        settings = self._settings
-        listed = f": {', '.join(names[:_MOST_TOLD])}{', …' if names[_MOST_TOLD:] else ''}" if names else ""
-        state = (
-            "Variables, imports and files are kept from call to call."
-            if settings.keeps_variables
-            else "Files are kept from call to call; variables and imports are not."
-        )
-        network = "There is no network."
-        if isinstance(spec.network, NetworkAllowlist):
-            domains = ", ".join(clean_name(domain) for domain in spec.network.allowed_domains)
-            network = f"There is no network but HTTP and HTTPS to {domains}."
-        return (
-            f"Runs Python {settings.python} in an isolated container and returns what it prints, the value of the "
-            "last expression and the names of the files it wrote. The user sees the figures it shows.\n"
-            f"- {state}\n"
-            f"- The working directory is {DATA_DIRECTORY}. Files of the user are there{listed}. Files that you write "
-            f"there can be downloaded: link them in your answer as [name](sandbox:{DATA_DIRECTORY}/name).\n"
-            f"- Installed: {', '.join(settings.libraries)} and more; name other packages in `requirements`.\n"
-            f"- {network}\n"
-            f"- Code may run for {settings.execution_timeout:g} seconds."
-        )
+        place = await find_workplace(self._containers, self._uploads, caller, choice, past, beside)
+        return OfferedInterpreter(place, self._settings, self._clock)
 
     def echo(self, spec: ToolSpec) -> bytes:
         return echoed(spec)
@@ -231,11 +119,11 @@ class CodeInterpreter:
         )
 
     async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:
-        """The containers that were used, the latest last, each with its files."""
-        ids = _containers(past)[-_MOST_REMEMBERED:]
+        """The containers that were used, by any tool, the latest last, each with its files."""
+        ids = used_containers(past)[-_MOST_REMEMBERED:]
         remembered = [await self._remembered(caller, container_id) for container_id in ids]
-        files = files_of(past, _container_of_call)
         items = [msgspec.json.encode(one) for one in remembered]
+        files = files_of(past, container_of)
         if (kept := memory_of(files)) is not None:
             items.append(kept)
         if not items:
@@ -257,59 +145,38 @@ class CodeInterpreter:
         )
 
 
-class OfferedInterpreter:
+class OfferedInterpreter(OfferedInContainer):
     """An `OfferedTool`: one container for all calls of a request."""
 
-    def __init__(self, workplace: Workplace, caller: Caller, function: FunctionSpec) -> None:
-        self._place = workplace
-        self._caller = caller
-        self._function = function
+    def __init__(self, place: Workplace, settings: InterpreterSettings, clock: Clock) -> None:
+        super().__init__(place)
+        self._settings = settings
+        self._clock = clock
 
     @property
     def function(self) -> FunctionSpec:
-        return self._function
+        return FunctionSpec(name=NAME, description=self._describe(), parameters=_PARAMETERS)
 
     def begin(self, context: CallContext) -> CodeSession:
-        return CodeSession(self._place, context)
+        return CodeSession(self.place, self._settings, self._clock, context)
 
-    async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
-        try:
-            records = await self._place.containers.files(self._caller, self._place.container_id)
-        except NotFound:  # it has not begun, or is over
-            return ()
-        wanted = frozenset(paths)
-        return [file for file in map(produced_file, records) if file.path in wanted]
-
-
-def _newest_container(past: Sequence[Segment]) -> str | None:
-    for segment in reversed(past):
-        for entry in reversed(segment.entries):
-            if entry.type == _ITEM:
-                return _container_of(entry)
-    return None
-
-
-def _containers(past: Sequence[Segment]) -> list[str]:
-    """All that calls have used, each once, the latest last."""
-    found: dict[str, None] = {}
-    for segment in past:
-        for entry in segment.entries:
-            container_id = _container_of(entry) if entry.type == _ITEM else None
-            if container_id is not None:
-                found.pop(container_id, None)
-                found[container_id] = None
-    return list(found)
-
-
-def _container_of(entry: Entry) -> str | None:
-    try:
-        return _replayed.decode(entry.raw).container_id
-    except msgspec.DecodeError:
-        return None
-
-
-def _container_of_call(entry: Entry) -> str | None:
-    return _container_of(entry) if entry.type == _ITEM else None
+    def _describe(self) -> str:
+        settings = self._settings
+        state = (
+            "Variables, imports and files are kept from call to call."
+            if settings.keeps_variables
+            else "Files are kept from call to call; variables and imports are not."
+        )
+        directory, network = self.place.describe()
+        return (
+            f"Runs Python {settings.python} in an isolated container and returns what it prints, the value of the "
+            "last expression and the names of the files it wrote. The user sees the figures it shows.\n"
+            f"- {state}\n"
+            f"- {directory}\n"
+            f"- Installed: {', '.join(settings.libraries)} and more; name other packages in `requirements`.\n"
+            f"- {network}\n"
+            f"- Code may run for {settings.execution_timeout:g} seconds."
+        )
 
 
 def _given(files: Sequence[Known]) -> list[str]:

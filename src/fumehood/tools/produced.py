@@ -14,6 +14,7 @@ from fumehood.protocol.sandbox_errors import SandboxError
 from fumehood.tools.pictures import Picture, kind_of, may_be_picture
 
 _FIGURE = "figure"
+_FILES_NAMED = 20
 
 
 @dataclass(slots=True)
@@ -112,6 +113,15 @@ def produced_file(record: ContainerFileRecord) -> ProducedFile:
         path=path,
         bytes=record.bytes,
     )
+
+
+def named(files: Sequence[ProducedFile]) -> str:
+    """What the model is told of them; nothing where there are none."""
+    if not files:
+        return ""
+    names = [file.path for file in files[:_FILES_NAMED]]
+    more = len(files) - len(names)
+    return f"Files: {', '.join(names)}{f' and {more} more' if more else ''}"
 
 
 def content_path(file: ProducedFile) -> str:
