@@ -16,6 +16,7 @@ from fumehood.sandbox.container import ContainerSettings, SandboxContainer
 from fumehood.sandbox.containers import SandboxContainers
 from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.testing import FakeClock, MemoryBlobs, MemoryStore, ScriptedSandbox, ScriptedSandboxes, Step
+from fumehood.testing.sealing import PlainSealer
 
 SOMEBODY = Caller("somebody")
 
@@ -53,7 +54,12 @@ class Host:
     def __post_init__(self) -> None:
         self.kept = self.store or MemoryStore(self.clock)
         self.containers = SandboxContainers(
-            self.scripted, self.kept, ReferredBlobs(self.blobs, self.kept), self.clock, self.settings
+            self.scripted,
+            self.kept,
+            ReferredBlobs(self.blobs, self.kept),
+            self.clock,
+            self.settings,
+            sealer=PlainSealer(),
         )
 
     def beside(self) -> "Host":

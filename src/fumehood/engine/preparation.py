@@ -157,10 +157,12 @@ class Preparation:
         attached = await self._attached(request, request.model, caller, past)
         added = Segment(attached.entries)
         window = await aside(_sealed(past, added), self._compactor.window, caller, past, added)
-        tools = _NO_TOOLS
+        tools, hidden = _NO_TOOLS, attached.hidden
         if specs:
             offered = await self._offer(specs, caller, (window.remembered, *window.segments))
             tools = _Tools.gather(specs, offered)
+            if any(self._tools[spec.type].finds_files for spec, _ in offered):
+                hidden = ()
         choice = _NO_CHOICE if request.tool_choice is None else read_choice(request.tool_choice)
         functions, chosen = tools.choose(choice)
         return Prepared(
@@ -174,7 +176,7 @@ class Preparation:
             unkept=held is not None,
             window=window,
             input=added,
-            hidden=[] if any(self._finds_files(spec) for spec in specs) else attached.hidden,
+            hidden=hidden,
             compaction=compaction,
             toolbox=tools.toolbox(functions),
             functions=functions,
@@ -193,9 +195,6 @@ class Preparation:
         if attached.entries is not entries:
             check_size(attached.entries, past)
         return attached
-
-    def _finds_files(self, spec: ToolSpec) -> bool:
-        return spec.type in self._tools and self._tools[spec.type].finds_files
 
     def _read_compaction(self, request: CreateResponse) -> CompactionConfig | None:
         found: CompactionConfig | None = None

@@ -57,6 +57,7 @@ class ContainerSettings:
     retention_hours: how long an expired one can be looked at, and the files that users put there are kept for the
         container that takes its place.
     retained_bytes: how much of such files is kept for one tenant; the oldest go first.
+    sandboxes_outlive: whether those of an earlier process may still be there; else containers that had one have expired.
     sweep_seconds: how often somebody looks for containers that nobody uses any more.
     orphan_seconds: how long a sandbox that belongs to no container may have been idle.
     """
@@ -71,6 +72,7 @@ class ContainerSettings:
     retention_hours: float = 168.0
     retained_bytes: int = 2 << 30
     files: FileLimits = field(default_factory=FileLimits)
+    sandboxes_outlive: bool = True
     sweep_seconds: float = 30.0
     orphan_seconds: float = 300.0
 

@@ -68,16 +68,13 @@ class SandboxContainers:
         self._sweeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self.start()
+        if not self._house.settings.sandboxes_outlive:
+            await self._endings.lose_sandboxes()
+        self._sweeper = asyncio.create_task(self._sweep_forever(), name="containers: sweeper")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    def start(self) -> None:
-        """Begin to sweep."""
-        if self._sweeper is None:
-            self._sweeper = asyncio.create_task(self._sweep_forever(), name="containers: sweeper")
 
     async def close(self) -> None:
         """Write down what is not written yet; sandboxes stay."""
@@ -99,12 +96,6 @@ class SandboxContainers:
     async def sweep(self) -> None:
         """End what nobody uses any more."""
         await self._endings.sweep()
-
-    async def lose_sandboxes(self) -> None:
-        """Before anything else, where the sandboxes of earlier days are gone for certain: containers that had one have
-        expired.
-        """
-        await self._endings.lose_sandboxes()
 
     # ---- containers -----------------------------------------------------------------------------------------------
 
@@ -237,8 +228,11 @@ class SandboxContainers:
 
     async def _inherit(self, caller: Caller, record: ContainerRecord, earlier_id: str) -> None:
         """Give it what users had put into a container that has expired."""
-        earlier = await self._house.store.container(earlier_id)
-        if earlier is None or earlier.tenant != caller.tenant or earlier.status != "expired":
+        try:
+            earlier = await self._current(await self._owned(caller, earlier_id))
+        except NotFound:
+            return
+        if earlier.status != "expired":
             return
         files = [
             file for file in await self._house.store.files(earlier_id) if file.source == "user" and file.blob

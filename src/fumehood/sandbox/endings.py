@@ -23,7 +23,7 @@ class Endings:
         self._house = house
         self._living = living
         # Where no sandbox was ever needed, none is looked for: that alone could start a server.
-        self._may_have_orphans = house.settings.isolation == "execution"
+        self._may_have_orphans = house.settings.sandboxes_outlive or house.settings.isolation == "execution"
 
     # ---- one container --------------------------------------------------------------------------------------------
 
@@ -109,8 +109,8 @@ class Endings:
             elif self.is_over(record):
                 await self.expire(record)
         await self._bury()
-        if self._may_have_orphans or any(record.incarnation for record in running):
-            self._may_have_orphans = True
+        self._may_have_orphans |= any(record.incarnation for record in running)
+        if self._may_have_orphans:
             await self._end_orphans({record.sandbox: record for record in running})
 
     async def _bury(self) -> None:

@@ -137,8 +137,10 @@ class KeptFiles:
         async with AsyncExitStack() as arrivals:
             await self._take_all(sandbox, fresh, harvest, arrivals)
             changed = [record for file in fresh if (record := harvest.taken.get(file.path)) is not None]
-            if not await self._store.put_files(changed, [record.id for record in gone]):
-                changed, gone = [], []  # there is no such container any more
+            recorded = await self._store.put_files(changed, [record.id for record in gone])
+        if not recorded:  # there is no such container any more
+            await self.drop(changed)
+            return Look(mark)
         replaced = [known[record.path] for record in changed if record.path in known]
         await self.drop((*gone, *replaced))
         return Look(mark if harvest.cut_short else listing.mark, changed, harvest.notes())

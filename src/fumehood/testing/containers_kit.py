@@ -4,100 +4,35 @@ Give a test class the fixture `subject` and inherit from `ContainersKit`; docs/t
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Literal
 
 import pytest
 
-from fumehood.interfaces import Caller, Container, Containers
-from fumehood.protocol.containers import ContainerFileRecord, ContainerSpec
+from fumehood.protocol.containers import ContainerSpec
 from fumehood.protocol.errors import ContainerExpired, NotFound
-from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest, Note, Raised, Stdout
+from fumehood.protocol.sandbox import AnyOutput, Note, Raised, Stdout
+from fumehood.testing.containers_kit_lives import GivenFilesKit, LivesKit
+from fumehood.testing.containers_subject import (
+    PYTHON_PROGRAMS,
+    SECONDS,
+    SOMEBODY,
+    STRANGER,
+    Program,
+    Subject,
+    end_of,
+    printed,
+)
 
-type Program = Literal[
-    "prints hello",
-    "raises ValueError",
-    "waits to be interrupted",
-    "writes out.txt",
-    "changes out.txt",
-    "deletes out.txt",
-    "prints out.txt",
-    "writes hidden files",
+__all__ = [
+    "PYTHON_PROGRAMS",
+    "SOMEBODY",
+    "STRANGER",
+    "ContainersKit",
+    "Program",
+    "Subject",
+    "end_of",
+    "printed",
 ]
-
-PYTHON_PROGRAMS: Mapping[Program, str] = {
-    "prints hello": "print('hello')",
-    "raises ValueError": "raise ValueError('no')",
-    "waits to be interrupted": "import time\nprint('waiting', flush=True)\nwhile True: time.sleep(0.01)",
-    "writes out.txt": "open('out.txt', 'w').write('made')\nNone",
-    "changes out.txt": "open('out.txt', 'w').write('changed')\nNone",
-    "deletes out.txt": "import os\nos.remove('out.txt')",
-    "prints out.txt": "print(open('out.txt').read())",
-    "writes hidden files": (
-        "import os\nos.makedirs('__pycache__', exist_ok=True)\n"
-        "for name in ('.hidden', '__pycache__/x.pyc', 'backup~', 'half.tmp'): open(name, 'w').write('x')"
-    ),
-}
-"""What is run, where sandboxes run Python."""
-
-SOMEBODY = Caller("somebody")
-STRANGER = Caller("stranger")
-_SECONDS = 60
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The implementation under test.
-
-    programs: the code that behaves as named.
-    keeps_variables: whether one sandbox serves all calls; else each has its own, and only files are carried on.
-    end_sandbox: ends the sandbox that a container has now; without it loss is not tested.
-    let_pass: lets so many seconds pass for the containers; without it expiry is not tested.
-    """
-
-    containers: Containers
-    programs: Mapping[Program, str] = field(default_factory=lambda: PYTHON_PROGRAMS)
-    keeps_variables: bool = True
-    end_sandbox: Callable[[str], Awaitable[None]] | None = None
-    let_pass: Callable[[float], Awaitable[None]] | None = None
-
-    async def open(self, container_id: str | None = None, spec: ContainerSpec | None = None) -> Container:
-        name = self.containers.reserve() if container_id is None else container_id
-        return await self.containers.open(SOMEBODY, name, spec or ContainerSpec())
-
-    def start(self, container: Container, program: Program) -> AsyncGenerator[AnyOutput]:
-        return container.execute(ExecuteRequest(code=self.programs[program]))
-
-    async def run(self, container: Container, program: Program) -> list[AnyOutput]:
-        """All events; fails unless one `End` comes, and comes last."""
-        async with asyncio.timeout(_SECONDS):
-            seen = [event async for event in self.start(container, program)]
-        assert [isinstance(event, End) for event in seen] == [False] * (len(seen) - 1) + [True], seen
-        return seen
-
-    async def run_for_files(self, container: Container, *programs: Program) -> dict[str, ContainerFileRecord]:
-        """What the last of the programs left."""
-        records: Sequence[ContainerFileRecord] = ()
-        for program in programs:
-            await self.run(container, program)
-            records = await container.collect()
-        return {record.path: record for record in records}
-
-    async def content(self, container_id: str, file_id: str, caller: Caller = SOMEBODY) -> bytes:
-        async with asyncio.timeout(_SECONDS):
-            return b"".join([piece async for piece in self.containers.read(caller, container_id, file_id)])
-
-
-def end_of(events: list[AnyOutput]) -> End:
-    last = events[-1]
-    assert isinstance(last, End)
-    return last
-
-
-def printed(events: list[AnyOutput]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Stdout))
 
 
 class IdentityKit:
@@ -184,7 +119,7 @@ class CallsKit:
 
     async def test_closing_the_events_interrupts_the_code(self, subject: Subject) -> None:
         container = await subject.open()
-        async with asyncio.timeout(_SECONDS):
+        async with asyncio.timeout(SECONDS):
             async with aclosing(subject.start(container, "waits to be interrupted")) as events:
                 async for event in events:
                     if isinstance(event, Stdout):
@@ -218,7 +153,7 @@ class CallsKit:
         container = await subject.open()
         ended = False
         seen: list[AnyOutput] = []
-        async with asyncio.timeout(_SECONDS):
+        async with asyncio.timeout(SECONDS):
             async for event in subject.start(container, "waits to be interrupted"):
                 seen.append(event)
                 if not ended:
@@ -313,5 +248,5 @@ class FilesKit:
         assert printed(await subject.run(container, "prints out.txt")) == "saved\n"
 
 
-class ContainersKit(IdentityKit, CallsKit, FilesKit):
+class ContainersKit(IdentityKit, CallsKit, FilesKit, LivesKit, GivenFilesKit):
     """Every promise of the two seams; a subclass has a fixture `subject` that gives a `Subject`."""

@@ -1,0 +1,323 @@
+"""What is left of containers, and for how long; imports pytest and fumehood."""
+
+import asyncio
+
+import msgspec
+import pytest
+from inline_snapshot import snapshot
+
+from fumehood.interfaces import Caller
+from fumehood.protocol.containers import ContainerRecord, ContainerSpec
+from fumehood.protocol.errors import BodyTooLarge, ContainerExpired, InvalidRequest, NotFound, RateLimited
+from fumehood.protocol.listing import Window
+from fumehood.protocol.sandbox import DomainSecret, NetworkAllowlist
+from fumehood.protocol.sandbox_errors import Unreachable
+from fumehood.sandbox.container import ContainerSettings
+from fumehood.sandbox.containers import SandboxContainers
+from fumehood.sandbox.kept_files import FileLimits
+from fumehood.store.referred_blobs import ReferredBlobs
+from fumehood.store.sealing import KEY_BYTES, KeyedSealer
+from fumehood.testing import MemoryBlobs, MemoryStore, Step, WriteFile
+from tests.support.containers import SOMEBODY, Host, host
+
+HOUR = 3600
+SECRET = "s3cret-value"
+NETWORK = NetworkAllowlist(
+    allowed_domains=["api.example.com"],
+    domain_secrets=[DomainSecret(domain="API.example.com", name="TOKEN", value=SECRET)],
+)
+OPEN = ContainerSettings(allowed_domains=frozenset({"*"}))
+
+
+async def made(here: Host, **chosen: object) -> str:
+    return (await here.containers.create(SOMEBODY, msgspec.convert(chosen, ContainerSpec))).id
+
+
+async def put(here: Host, name: str, path: str, content: bytes) -> str:
+    return (await here.containers.put(SOMEBODY, name, path, content)).id
+
+
+async def record_of(here: Host, name: str) -> ContainerRecord:
+    record = await here.kept.container(name)
+    assert record is not None
+    return record
+
+
+# --- what expires -------------------------------------------------------------------------------------------
+
+
+async def test_only_what_the_user_put_there_outlives_an_expired_container() -> None:
+    async with host(Step("x", [WriteFile("made.txt", b"made")])) as here:
+        name = await made(here)
+        await put(here, name, "given.txt", b"given")
+        await here.run(await here.open(name), "x")
+        here.clock.advance(20 * 60)
+        await here.containers.sweep()
+        assert [file.path for file in await here.kept.files(name)] == ["given.txt"]
+        assert list(here.blobs.blobs.values()) == [b"given"]
+        assert here.scripted.specs == {}
+        assert (await record_of(here, name)).retained == 5
+        here.clock.advance(168 * HOUR)
+        await here.containers.sweep()
+        assert await here.kept.container(name) is None
+        assert list(await here.kept.files(name)) == []
+        assert here.blobs.blobs == {}
+        with pytest.raises(NotFound):
+            await here.containers.container(SOMEBODY, name)
+
+
+async def test_so_much_is_kept_of_expired_containers_and_the_oldest_goes_first() -> None:
+    async with host(settings=ContainerSettings(retained_bytes=10)) as here:
+        names: list[str] = []
+        for number in range(4):
+            names.append(await made(here))
+            await put(here, names[-1], "a.txt", bytes([number]) * 4)
+            here.clock.advance(20 * 60)
+            await here.containers.sweep()
+        assert [len(await here.kept.files(name)) for name in names] == [0, 0, 1, 1]
+        assert sorted(here.blobs.blobs.values()) == [bytes([2]) * 4, bytes([3]) * 4]
+        statuses = [(await here.containers.container(SOMEBODY, name)).status for name in names]
+        assert statuses == ["expired"] * 4
+
+
+async def test_without_retention_nothing_outlives_a_container() -> None:
+    async with host(settings=ContainerSettings(retention_hours=0)) as here:
+        name = await made(here)
+        await put(here, name, "a.txt", b"a")
+        here.clock.advance(20 * 60)
+        await here.containers.sweep()
+        assert here.blobs.blobs == {}
+        await here.containers.sweep()
+        assert await here.kept.container(name) is None
+
+
+async def test_a_container_lives_so_long_however_much_it_is_used() -> None:
+    running = asyncio.Event()
+    async with host(
+        Step("x", [running]), Step("y"), settings=ContainerSettings(life_hours=1, idle_minutes=60)
+    ) as here:
+        name = await made(here)
+        call = asyncio.ensure_future(here.run(await here.open(name), "x"))
+        await asyncio.sleep(0)
+        here.clock.advance(HOUR)
+        with pytest.raises(ContainerExpired):  # nobody new comes in,
+            await here.open(name)
+        await here.containers.sweep()
+        running.set()
+        assert (await call).end.status == "ok"  # what runs may end,
+        assert (await record_of(here, name)).status == "running"
+        await here.containers.sweep()
+        assert (await record_of(here, name)).status == "expired"  # and then it is over
+        assert here.scripted.specs == {}
+        await here.run(await here.open(), "y")
+
+
+async def test_those_whose_server_is_gone_have_expired() -> None:
+    settings = ContainerSettings(sandboxes_outlive=False)
+    async with host(Step("x", [WriteFile("made.txt", b"made")]), Step("y"), settings=settings) as here:
+        bound, fresh = await made(here), await made(here)
+        await put(here, bound, "given.txt", b"given")
+        await here.run(await here.open(bound), "x")
+        await here.scripted.end(f"{bound}-1", "its server ended")
+        there = here.beside()
+        async with there.containers as containers:
+            assert (await containers.container(SOMEBODY, bound)).status == "expired"
+            assert (await containers.container(SOMEBODY, fresh)).status == "running"
+            heir = await containers.open(SOMEBODY, containers.reserve(), ContainerSpec(), bound)
+            await there.run(heir, "y")
+            assert await there.paths(heir) == ["given.txt"]
+
+
+# --- what is deleted ----------------------------------------------------------------------------------------
+
+
+async def test_nothing_is_left_of_a_deleted_container() -> None:
+    async with host(Step("x", [WriteFile("made.txt", b"made")])) as here:
+        name = await made(here)
+        await put(here, name, "given.txt", b"given")
+        await here.run(await here.open(name), "x")
+        await here.containers.delete(SOMEBODY, name)
+        assert here.scripted.specs == {}
+        assert here.blobs.blobs == {}
+        assert list(await here.kept.files(name)) == []
+        assert list(await here.containers.containers(SOMEBODY, Window())) == []
+        here.clock.advance(HOUR)
+        await here.containers.sweep()
+        assert list(await here.kept.containers()) == []
+
+
+async def test_a_sandbox_that_could_not_be_ended_is_ended_later() -> None:
+    async with host(Step("x")) as here:
+        name = await made(here)
+        await here.run(await here.open(name), "x")
+        here.scripted.trouble = Unreachable("away")
+        await here.containers.delete(SOMEBODY, name)
+        here.scripted.trouble = None
+        assert len(here.scripted.specs) == 1
+        await made(here)
+        here.clock.advance(1000)
+        await here.containers.sweep()
+        assert here.scripted.specs == {}
+
+
+async def test_a_call_that_was_waiting_for_its_sandbox_leaves_none() -> None:
+    async with host(Step("x"), capacity=1) as here:
+        first, name = await made(here), await made(here)
+        await here.run(await here.open(first), "x")
+        waiting = asyncio.ensure_future(here.run(await here.open(name), "y"))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await here.containers.delete(SOMEBODY, name)
+        await here.containers.delete(SOMEBODY, first)
+        while not waiting.done():
+            await asyncio.sleep(0)
+            here.clock.advance(0.25)
+        end = (await waiting).end
+        assert (end.status, end.reason) == snapshot(
+            ("lost", "The container is not there any more: it has expired, or was deleted.")
+        )
+        assert here.scripted.specs == {}
+        assert (await record_of(here, name)).status == "deleted"
+
+
+async def test_what_a_call_left_is_not_recorded_for_a_deleted_container() -> None:
+    writing = asyncio.Event()
+    settings = ContainerSettings(isolation="execution")
+    async with host(Step("x", [writing, WriteFile("a.txt", b"a")]), settings=settings) as here:
+        name = await made(here)
+        other = here.beside()  # which knows nothing of the call
+        call = asyncio.ensure_future(here.run(await here.open(name), "x"))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await other.containers.delete(SOMEBODY, name)
+        writing.set()
+        assert not (await call).files
+        assert here.blobs.blobs == {}
+        assert list(await here.kept.files(name)) == []
+        assert (await record_of(here, name)).status == "deleted"
+
+
+# --- how much ------------------------------------------------------------------------------------------------
+
+
+async def test_containers_that_are_created_count() -> None:
+    async with host(settings=ContainerSettings(containers_per_tenant=2)) as here:
+        names = [await made(here), await made(here)]
+        with pytest.raises(RateLimited) as refused:
+            await made(here)
+        assert (refused.value.status, refused.value.wire_code) == (429, "container_limit_exceeded")
+        assert len(await here.kept.containers()) == 2
+        await here.containers.create(Caller("other"), ContainerSpec())
+        await here.containers.delete(SOMEBODY, names[0])
+        await made(here)
+        here.clock.advance(20 * 60)
+        await made(here)
+
+
+async def test_a_user_may_put_so_much_into_a_container() -> None:
+    limits = ContainerSettings(files=FileLimits(file_bytes=3, container_bytes=10, files=3))
+    async with host(settings=limits) as here:
+        name = await made(here)
+        await put(here, name, "a", bytes(8))
+        with pytest.raises(BodyTooLarge):
+            await put(here, name, "b", bytes(3))
+        await put(here, name, "a", bytes(10))  # in place of the other
+        await put(here, name, "b", b"")
+        await put(here, name, "c", b"")
+        with pytest.raises(BodyTooLarge):
+            await put(here, name, "d", b"")
+        both = await asyncio.gather(
+            put(here, name, "a", b"12345"), put(here, name, "b", b"123456"), return_exceptions=True
+        )
+        assert sum(isinstance(one, BodyTooLarge) for one in both) == 1
+        kept = sum(file.bytes for file in await here.kept.files(name))
+        assert kept == sum(map(len, here.blobs.blobs.values())) <= 10
+
+
+# --- what is secret ------------------------------------------------------------------------------------------
+
+
+async def test_secrets_are_sealed_where_they_are_kept_and_given_to_sandboxes_alone() -> None:
+    store, blobs = MemoryStore(), MemoryBlobs()
+    async with host(Step("x"), settings=OPEN) as here:
+        containers = SandboxContainers(
+            here.scripted,
+            store,
+            ReferredBlobs(blobs, store),
+            here.clock,
+            OPEN,
+            sealer=KeyedSealer([bytes(KEY_BYTES)]),
+        )
+        record = await containers.create(SOMEBODY, ContainerSpec(network=NETWORK))
+        assert SECRET not in msgspec.json.encode(await store.containers()).decode()
+        assert SECRET not in repr(record)
+        await here.run(await containers.open(SOMEBODY, record.id, ContainerSpec()), "x")
+        (spec,) = here.scripted.specs.values()
+        assert spec.network == NETWORK
+        shown = await containers.container(SOMEBODY, record.id)
+        assert shown.spec.network == NetworkAllowlist(allowed_domains=["api.example.com"])
+        assert SECRET not in msgspec.json.encode(await store.containers()).decode()
+        await containers.delete(SOMEBODY, record.id)
+        ended = await store.container(record.id)
+        assert ended is not None
+        assert ended.secrets == ""
+
+
+async def test_secrets_of_another_key_or_container_cannot_be_opened() -> None:
+    async with host(settings=OPEN) as here:
+        first, second = [
+            await here.containers.create(SOMEBODY, ContainerSpec(network=NETWORK)) for _ in range(2)
+        ]
+        await here.kept.put_container(msgspec.structs.replace(first, secrets=second.secrets))
+        end = (await here.run(await here.open(first.id), "x")).end
+        assert (end.status, end.exit_code) == ("lost", -1)
+        assert end.reason.startswith(
+            "The sandbox refused: The domain_secrets of this container cannot be opened"
+        )
+        assert SECRET not in end.reason
+        assert here.scripted.specs == {}
+
+
+async def test_without_a_sealer_nothing_secret_is_taken() -> None:
+    async with host(settings=OPEN) as here:
+        containers = SandboxContainers(
+            here.scripted, here.kept, ReferredBlobs(here.blobs, here.kept), here.clock, OPEN
+        )
+        with pytest.raises(InvalidRequest):
+            await containers.create(SOMEBODY, ContainerSpec(network=NETWORK))
+        assert list(await here.kept.containers()) == []
+
+
+@pytest.mark.parametrize(
+    ("ceiling", "domains", "allowed"),
+    [
+        ({"*"}, ["anything.example"], True),
+        ({"api.example.com"}, ["api.example.com"], True),
+        ({"API.example.com."}, ["api.EXAMPLE.com"], True),
+        ({"api.example.com"}, ["www.api.example.com"], False),
+        ({"api.example.com"}, ["api.example.com", "other.example"], False),
+        ({"example.com"}, ["*"], False),
+        (set[str](), ["api.example.com"], False),
+    ],
+)
+async def test_the_ceiling_on_networks(ceiling: set[str], domains: list[str], allowed: bool) -> None:
+    async with host(settings=ContainerSettings(allowed_domains=frozenset(ceiling))) as here:
+        spec = ContainerSpec(network=NetworkAllowlist(allowed_domains=domains))
+        if allowed:
+            assert (await here.containers.create(SOMEBODY, spec)).spec.network == spec.network
+            return
+        for attempt in (here.containers.create(SOMEBODY, spec), here.open(spec=spec)):
+            with pytest.raises(InvalidRequest) as refused:
+                await attempt
+            assert refused.value.param == "network_policy"
+        assert list(await here.kept.containers()) == []
+
+
+async def test_a_secret_is_for_a_domain_that_may_be_reached() -> None:
+    network = msgspec.structs.replace(NETWORK, allowed_domains=["other.example"])
+    async with host(settings=OPEN) as here:
+        with pytest.raises(InvalidRequest) as refused:
+            here.containers.approve(ContainerSpec(network=network))
+        assert refused.value.message == snapshot(
+            "network_policy: the secret TOKEN is for a domain that is not in allowed_domains."
+        )
