@@ -65,6 +65,14 @@ def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
     assert key["id"] in keys("list").out
 
 
+def test_a_key_for_figures() -> None:
+    keys("create", "--metrics")
+    keys("create", "--concurrent", "2", "--metrics")
+    keys("create")
+    assert [key["metrics"] for key in listed()] == [True, True, False]
+    assert "concurrent=2 metrics" in keys("list").out
+
+
 def test_a_key_without_a_tenant_is_one() -> None:
     assert keys("create").out != keys("create").out
     first, second = listed()

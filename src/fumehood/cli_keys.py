@@ -62,6 +62,9 @@ def create(
     concurrent: Bound = None,
     body_bytes: Bound = None,
     containers: Bound = None,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Let it read /metrics, the figures of all tenants together.")
+    ] = False,
 ) -> None:
     """Make a key. Its secret is printed, this once, to standard output."""
     from fumehood.protocol.keys import ApiKey, KeyLimits, digest_of, hint_of, new_key_id, new_secret
@@ -86,6 +89,7 @@ def create(
             body_bytes=body_bytes,
             containers=containers,
         ),
+        metrics=metrics,
     )
     _with_store(config, lambda store: store.put_key(key))
     print(secret)
@@ -110,7 +114,7 @@ def list_keys(
     if not keys:
         print("There are no keys; `fumehood keys create` makes one.", file=sys.stderr)
         return
-    rows = [("ID", "SECRET", "TENANT", "CREATED", "REVOKED", "LIMITS", "NAME")]
+    rows = [("ID", "SECRET", "TENANT", "CREATED", "REVOKED", "MAY", "NAME")]
     rows += [
         (
             key.id,
@@ -118,7 +122,9 @@ def list_keys(
             "its own" if key.tenant == key.id else key.tenant,
             _when(key.created_at),
             "" if key.revoked_at is None else _when(key.revoked_at),
-            " ".join(f"{name}={value}" for name, value in _chosen(key.limits).items()),
+            " ".join(
+                [f"{name}={value}" for name, value in _chosen(key.limits).items()] + ["metrics"] * key.metrics
+            ),
             key.name,
         )
         for key in keys
@@ -178,6 +184,7 @@ def _shown(key: "ApiKey") -> dict[str, object]:
         "created_at": key.created_at,
         "revoked_at": key.revoked_at,
         "limits": _chosen(key.limits),
+        "metrics": key.metrics,
     }
 
 

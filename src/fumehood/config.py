@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeAliasType, cast, get_args, get_origin, get_type_hints
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
-from fumehood.models.settings import ModelSettings
+from fumehood.models.settings import ModelSettings, check_url, read_secret
 
 type Positive = Annotated[int, Meta(ge=1)]
 type Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -225,6 +224,7 @@ class LimitSettings(_Section, frozen=True):
     concurrent_total: the same of everybody together.
     body_bytes_total: the bodies of all requests that are worked on, together.
     turns, response_seconds: how often the model may be asked for one response, and how long that may take.
+    turn_characters: that the model may write each time.
     behind_events, behind_seconds: how far a reader of a stream may fall behind, and for how long.
     """
 
@@ -236,6 +236,7 @@ class LimitSettings(_Section, frozen=True):
     body_bytes_total: Positive = 512 << 20
     turns: Positive = 64
     response_seconds: Seconds = 1800.0
+    turn_characters: Annotated[int, Meta(ge=1000)] = 1 << 24
     behind_events: Positive = 10_000
     behind_seconds: Seconds = 30.0
 
@@ -292,12 +293,12 @@ def secret(environ: Mapping[str, str], variable: str | None, setting: str) -> st
     """What the variable that a setting names holds; raises Misconfigured if there is none."""
     if variable is None:
         return None
-    value = environ.get(variable, "").strip()
-    if not value or not value.isascii() or not value.isprintable():
+    try:
+        return read_secret(environ, variable)
+    except (KeyError, ValueError):
         raise Misconfigured(
             f"{setting} names the variable {variable}, which holds nothing that could be a key."
-        )
-    return value
+        ) from None
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -434,14 +435,9 @@ def _url_problems(setting: str, url: str) -> Iterator[str]:
     if url.startswith("unix:/"):
         return
     try:
-        parts = urlsplit(url)
-        ported = parts.port is None or parts.port > 0
-    except ValueError:
-        parts, ported = urlsplit(""), False
-    if parts.scheme not in ("http", "https") or not parts.hostname or not ported:
-        yield f"{setting}: that is no URL such as http://127.0.0.1:8000."
-    elif parts.username is not None or parts.password is not None:
-        yield f"{setting}: a URL with a password in it would be written down in too many places; use a variable."
+        check_url(setting, url, "http://127.0.0.1:8000 or unix:/run/sandboxd.sock")
+    except ValueError as error:
+        yield f"{error}."
 
 
 def _variable_problems(setting: str, variable: str | None) -> Iterator[str]:

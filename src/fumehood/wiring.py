@@ -37,6 +37,7 @@ from fumehood.interfaces import (
     Runs,
     SandboxProvider,
     Store,
+    Take,
 )
 from fumehood.models.registry import open_models
 from fumehood.protocol.file_types import AcceptedTypes
@@ -152,7 +153,9 @@ async def assembled(
             tools,
             store,
             clock,
-            limits=LoopLimits(turns=limits.turns, seconds=limits.response_seconds),
+            limits=LoopLimits(
+                turns=limits.turns, seconds=limits.response_seconds, characters=limits.turn_characters
+            ),
             lag=LagLimits(events=limits.behind_events, seconds=limits.behind_seconds),
             disabled_tools=frozenset() if chosen.enabled else frozenset({CODE_INTERPRETER}),
             sealer=sealer,
@@ -260,9 +263,11 @@ class _CountedBackend:
         self.profile = backend.profile
         self.close = backend.close
 
-    def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+    def stream(
+        self, request: ModelRequest, take: Take | None = None
+    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         self._metrics.turns += 1
-        return self._backend.stream(request)
+        return self._backend.stream(request, take)
 
 
 async def _store(config: Config, stack: AsyncExitStack) -> SqliteStore:

@@ -81,5 +81,7 @@ def test_hosted_tools(house: House) -> None:
     adapter = house.adapter(hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True))
     adapter.evaluate(Prompt(ns="tests", key="python", sections=(task(),)), Topic("zero"), session=session)
     assert [(event.name, event.result.success) for event in heard] == [("code_interpreter", False)]
-    assert "ZeroDivisionError" in heard[0].result.value.stderr
-    assert heard[0].result.value.exit_code == 1
+    value = heard[0].result.value
+    assert isinstance(value, CodeInterpreterResult)
+    assert "ZeroDivisionError" in value.stderr
+    assert value.exit_code == 1

@@ -1,8 +1,9 @@
 """What it costs to import the client, and what it must not bring along; imports the standard library."""
 
-import statistics
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,17 +13,20 @@ _CLIENT = "import fumehood.client"
 RATIO = 3
 
 
-def seconds(statement: str) -> float:
-    done = subprocess.run(
-        [sys.executable, "-c", _TIMED.format(statement)], capture_output=True, text=True, check=True
-    )
-    return float(done.stdout)
+def test_importing_the_client_is_cheap(tmp_path: Path) -> None:
+    # As users have it: with bytecode, whatever the environment of the tests says.
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
+    def seconds(statement: str) -> float:
+        command = [sys.executable, "-c", _TIMED.format(statement)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        return float(done.stdout)
 
-def test_importing_the_client_is_cheap() -> None:
-    pairs = [(seconds(_BASELINE), seconds(_CLIENT)) for _ in range(7)]
-    ratio = statistics.median(client / baseline for baseline, client in pairs)
-    assert ratio <= RATIO, f"importing the client takes {ratio:.2f} times as long as {_BASELINE!r}"
+    seconds(_CLIENT)
+    pairs = [(seconds(_BASELINE), seconds(_CLIENT)) for _ in range(9)]
+    baseline, client = (min(times) for times in zip(*pairs, strict=True))
+    assert client <= RATIO * baseline, f"{client / baseline:.2f} times as long as {_BASELINE!r}"
 
 
 @pytest.mark.parametrize("module", ["fumehood.client", "fumehood.client.adapters.openai"])

@@ -418,7 +418,7 @@ def test_policies_are_asked_before_a_handler(elsewhere: Elsewhere) -> None:
 
 
 def test_reasoning_and_hosted_calls_are_replayed_as_they_came(elsewhere: Elsewhere) -> None:
-    output = [
+    output: list[dict[str, Any]] = [
         {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x", "new_field": {"a": [1]}},
         code_call(novelty=True),
         message("Look:", {"type": "container_file_citation", "file_id": "f", "container_id": "cntr_1"}),
@@ -473,7 +473,7 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(elsewhe
     assert seen[0][2] is seen[1][2]
     context = seen[0][2]
     assert (context.prompt.name, context.session, context.adapter.provider) == ("task", session, "openai")
-    assert heard[-1].result.value.stdout == "from the handler"
+    assert heard[-1].result.value == CodeInterpreterResult(stdout="from the handler")
 
 
 def test_without_a_handler_for_it_the_report_is_decoded_into_the_parameters(elsewhere: Elsewhere) -> None:

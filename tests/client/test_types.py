@@ -15,7 +15,8 @@ from fumehood.client import (
     Tool, ToolContext, ToolInvoked, ToolResult, InProcessDispatcher, InMemoryFilesystem, VfsToolsSection,
 )
 from fumehood.client.adapters.openai import (
-    CompactionConfig, OpenAIAdapter, OpenAICodeInterpreterTool, OpenAIContainerWorkspaceSection, OpenAIHostedToolsConfig,
+    CompactionConfig, OpenAIAdapter, OpenAICodeInterpreterTool, OpenAIContainerWorkspaceSection,
+    OpenAIHostedToolsConfig,
 )
 
 

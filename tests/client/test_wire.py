@@ -275,7 +275,7 @@ def test_a_filtered_answer_is_an_assertion_error_too() -> None:
 # --- the code interpreter -----------------------------------------------------------------------------
 
 
-def ran(logs: str = "", status: str = "completed", **more: Any) -> ToolResult[CodeInterpreterResult]:
+def ran(logs: str = "", status: str = "completed", **execution: Any) -> ToolResult[CodeInterpreterResult]:
     item: dict[str, Any] = {
         "type": "code_interpreter_call",
         "id": "ci_1",
@@ -283,7 +283,7 @@ def ran(logs: str = "", status: str = "completed", **more: Any) -> ToolResult[Co
         "container_id": "cntr_1",
         "status": status,
         "outputs": [{"type": "logs", "logs": logs}, {"type": "image", "url": "data:1"}],
-        **more,
+        **({"fumehood:execution": execution} if execution else {}),
     }
     (data,) = wire.provider_calls([item, message({"type": "output_text", "annotations": [CITATION]})])
     context: Any = None
@@ -314,8 +314,8 @@ def test_a_result_has_message_output_images_and_files() -> None:
         (ran("Traceback (most recent call last):\nKeyboardInterrupt\n"), False),
         (ran(status="failed"), False),
         (ran(status="incomplete"), False),
-        (ran("x", **{"fumehood:execution": {"stdout": "x", "stderr": "", "exit_code": 3}}), False),
-        (ran(TRACEBACK, **{"fumehood:execution": {"stdout": "x", "stderr": "", "exit_code": 0}}), True),
+        (ran("x", stdout="x", stderr="", exit_code=3), False),
+        (ran(TRACEBACK, stdout="x", stderr="", exit_code=0), True),
     ],
 )
 def test_what_is_a_failure(found: ToolResult[CodeInterpreterResult], success: bool) -> None:

@@ -129,7 +129,7 @@ def test_symbolic_links(repo: Path, tmp_path: Path, made: list[HostWorkspaceSect
     (repo / "inside").symlink_to(repo / "README.md")
     (repo / "loop").symlink_to(repo)
     (repo / "dangling").symlink_to(repo / "nowhere")
-    only = {"include_glob": ("inside", "loop", "dangling", "README.md")}
+    only: Any = {"include_glob": ("inside", "loop", "dangling", "README.md")}
     made.append(workspace(HostMount(str(repo), **only), roots=(repo,)))
     assert made[0].filesystem.glob("**") == ["repo/README.md"]
     made.append(workspace(HostMount(str(repo), **only, follow_symlinks=True), roots=(repo,)))

@@ -18,7 +18,7 @@ from fumehood.protocol.responses import CreateResponse
 from fumehood.testing import ScriptedModel, says
 from tests.support.engines import Engine
 from tests.support.tools import Echo
-from tests.support.uploads import Uploads
+from tests.support.memory_uploads import Uploads
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 20
 PDF = b"%PDF-1.7\n"

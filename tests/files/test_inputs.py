@@ -23,7 +23,7 @@ from fumehood.protocol.attachments import (
 from fumehood.protocol.errors import ApiError, InvalidRequest, NotFound
 from fumehood.serving.addresses import networks
 from fumehood.serving.resolver import Resolver
-from tests.support.uploads import Uploads
+from tests.support.memory_uploads import Uploads
 from tests.support.websites import Website
 
 SOMEBODY = Caller("somebody")

@@ -85,7 +85,7 @@ async def test_the_digest_of_a_key_is_no_key() -> None:
 async def test_without_keys_everybody_comes_in_who_calls_it_by_its_name() -> None:
     async with KeyHolders(MemoryStore(), FakeClock(), Everybody()) as holders:
         assert holders.open
-        assert holders.identify(b"Bearer whatever", b"localhost") == Caller()
+        assert holders.identify(b"Bearer whatever", b"localhost") == Caller(metrics=True)
         with pytest.raises(Forbidden):
             holders.identify(None, b"evil.example")
 
@@ -142,7 +142,7 @@ async def test_a_store_that_fails_changes_nothing(caplog: pytest.LogCaptureFixtu
 
 async def test_refusals_are_openais_and_hold_no_key() -> None:
     store = MemoryStore()
-    secret = await put_key(store, "ann")
+    secret, scraper = await put_key(store, "ann"), await put_key(store, metrics=True)
     lines: list[str] = []
 
     def log(_: int, fields: Mapping[str, Field]) -> None:
@@ -163,7 +163,10 @@ async def test_refusals_are_openais_and_hold_no_key() -> None:
             "GET", "/v1/models", **{"OpenAI-Organization": "org-x", "OpenAI-Project": "proj_x"}
         )
         assert answer.status == 200
-        figures = await Party(served, secret).ask("GET", "/metrics")
+        refused = await Party(served, secret).ask("GET", "/metrics")
+        figures = await Party(served, scraper).ask("GET", "/metrics")
+    assert refused.error == (403, "forbidden", None)
+    assert b"fumehood_requests" in figures.body
     for told in (figures.body.decode(), repr(lines)):
         assert secret not in told
         assert "fh-" not in told

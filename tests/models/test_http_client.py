@@ -188,7 +188,7 @@ async def test_headers_and_statuses() -> None:
     async with site(answers(head)) as where, client() as http:
         assert where.address is not None
         async with http.request(where.address, "", b"", PATIENCE) as answer:
-            assert (answer.status, answer.header("retry-after"), answer.header("none")) == (429, "7", "")
+            assert (answer.status, answer.header(b"retry-after"), answer.header(b"none")) == (429, "7", "")
 
 
 # --- what goes wrong ----------------------------------------------------------------------------------

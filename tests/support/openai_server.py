@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from email import message_from_bytes
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -165,11 +164,11 @@ def _upload(kind: str, body: bytes) -> tuple[str, bytes]:
     """Name and content of an uploaded file, or of one that was uploaded before."""
     if kind.startswith("application/json"):
         return f"{json.loads(body)['file_id']}.txt", b"attached"
-    for part in message_from_bytes(f"Content-Type: {kind}\r\n\r\n".encode() + body).walk():
-        if (name := part.get_filename()) is not None:
-            content = part.get_payload(decode=True)
-            assert isinstance(content, bytes)
-            return name, content
+    boundary = kind.partition("boundary=")[2].encode()
+    for part in body.split(b"--" + boundary):
+        head, _, content = part.partition(b"\r\n\r\n")
+        if found := re.search(rb'filename="([^"]*)"', head):
+            return found[1].decode().replace("\\\\", "\\"), content.removesuffix(b"\r\n")
     raise AssertionError("no file was sent")
 
 

@@ -38,7 +38,9 @@ _MANY = 5000
 INTERPRETER = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 
-async def put_key(store: Store, tenant: str | None = None, limits: KeyLimits = USUAL) -> str:
+async def put_key(
+    store: Store, tenant: str | None = None, limits: KeyLimits = USUAL, *, metrics: bool = False
+) -> str:
     """A new key of that tenant, or of one of its own; its secret."""
     secret, key_id = new_secret(), new_key_id()
     await store.put_key(
@@ -49,6 +51,7 @@ async def put_key(store: Store, tenant: str | None = None, limits: KeyLimits = U
             hint=hint_of(secret),
             created_at=1.0,
             limits=limits,
+            metrics=metrics,
         )
     )
     return secret

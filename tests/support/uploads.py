@@ -1,70 +1,51 @@
-"""Uploads in memory, for whoever reads them; imports `interfaces`, `protocol`, `testing`."""
+"""A gateway with uploads in a real database and on a real disk; imports fumehood and siblings."""
 
-import hashlib
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from fumehood.interfaces import Caller
-from fumehood.protocol.errors import NotFound
-from fumehood.protocol.files import FileRecord, NewFile
-from fumehood.protocol.listing import Window
-from fumehood.testing import MemoryBlobs
-
-_PIECE = 1000
+from fumehood.files.uploads import UploadedFiles, UploadSettings
+from fumehood.store.blobs import DiskBlobs
+from fumehood.store.referred_blobs import ReferredBlobs
+from fumehood.store.sqlite import SqliteStore
+from fumehood.testing import FakeClock
+from tests.support.gateway import Served, serving_gateway
 
 
 @dataclass
-class Uploads:
-    """The `Files` that a test put there; `reads` are the bytes that were asked for, by id.
+class Desk:
+    """A gateway and what is behind its files."""
 
-    blobs: where their contents are for others, who find them by their records.
-    """
+    served: Served
+    store: SqliteStore
+    blobs: ReferredBlobs
+    files: UploadedFiles
+    clock: FakeClock
+    directory: Path
 
-    blobs: MemoryBlobs = field(default_factory=MemoryBlobs)
-    contents: dict[str, bytes] = field(default_factory=dict[str, bytes])
-    records: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
-    reads: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    def on_disk(self) -> list[Path]:
+        """The files that hold content, whole ones and such as are on their way."""
+        return files_below(self.directory)
 
-    def add(self, filename: str, content: bytes, tenant: str = "") -> str:
-        file_id = f"file-{len(self.records) + 1}"
-        blob = hashlib.sha256(content).hexdigest()
-        self.contents[file_id] = self.blobs.blobs[blob] = content
-        self.records[file_id] = FileRecord(
-            id=file_id,
-            tenant=tenant,
-            filename=filename,
-            bytes=len(content),
-            purpose="user_data",
-            created_at=0,
-            blob=blob,
-        )
-        return file_id
 
-    async def create(
-        self, caller: Caller, new: NewFile | Callable[[], NewFile], content: AsyncIterable[bytes]
-    ) -> FileRecord:
-        whole = b"".join([piece async for piece in content])
-        told = new() if callable(new) else new
-        return self.records[self.add(told.filename, whole, caller.tenant)]
+def files_below(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path.name != "owner")
 
-    async def file(self, caller: Caller, file_id: str) -> FileRecord:
-        record = self.records.get(file_id)
-        if record is None or record.tenant != caller.tenant:
-            raise NotFound(f"No such File object: {file_id}")
-        return record
 
-    async def files(self, caller: Caller, window: Window, purpose: str | None = None) -> Sequence[FileRecord]:
-        return [record for record in self.records.values() if record.tenant == caller.tenant]
-
-    async def read(
-        self, caller: Caller, file_id: str, start: int = 0, end: int | None = None
-    ) -> AsyncGenerator[bytes]:
-        await self.file(caller, file_id)
-        content = self.contents[file_id][start:end]
-        self.reads.append((file_id, len(content)))
-        for place in range(0, len(content), _PIECE):
-            yield content[place : place + _PIECE]
-
-    async def delete(self, caller: Caller, file_id: str) -> None:
-        await self.file(caller, file_id)
-        del self.records[file_id]
+@asynccontextmanager
+async def serving_files(
+    directory: Path, settings: UploadSettings | None = None, **options: Any
+) -> AsyncGenerator[Desk]:
+    """`options` are those of `Gateway`."""
+    clock, blobs_directory = FakeClock(), directory / "blobs"
+    store = await SqliteStore.open(directory / "files.db")
+    blobs = ReferredBlobs(DiskBlobs(blobs_directory, await store.identity()), store)
+    chosen = settings or UploadSettings()
+    files = UploadedFiles(store, blobs, clock, chosen)
+    try:
+        async with serving_gateway(files=files, file_bytes=chosen.file_bytes, **options) as served:
+            yield Desk(served, store, blobs, files, clock, blobs_directory)
+    finally:
+        await store.close()

@@ -19,7 +19,7 @@ from fumehood.testing import DeleteFile, ScriptedSandboxes, Step, WriteFile
 from fumehood.testing.tool_kit import call
 from fumehood.tools.code_session import InterpreterSettings
 from tests.support.interpreter import SOMEBODY, Interpreter, spec
-from tests.support.uploads import Uploads
+from tests.support.memory_uploads import Uploads
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 20
 IDLE = 20 * 60 + 1

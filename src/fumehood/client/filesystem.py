@@ -6,7 +6,7 @@ climbs with `..` raises WorkspaceSecurityError.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -105,49 +105,54 @@ class _Text:
 class ListedFilesystem(_Text):
     """Answers every question about directories from the list of all files."""
 
-    def paths(self) -> Iterable[str]:
+    def paths(self) -> Collection[str]:
         """Every file, in any order."""
         raise NotImplementedError
 
     def exists(self, path: str) -> bool:
-        return self.is_file(path) or self.is_dir(path)
+        place, files = normalised(path), self.paths()
+        return place in files or is_directory(place, files)
 
     def is_file(self, path: str) -> bool:
-        return normalised(path) in set(self.paths())
+        return normalised(path) in self.paths()
 
     def is_dir(self, path: str) -> bool:
-        place = normalised(path)
-        return place == "." or any(file.startswith(f"{place}/") for file in self.paths())
+        return is_directory(normalised(path), self.paths())
 
     def list_dir(self, path: str) -> list[str]:
-        place = normalised(path)
+        place, files = normalised(path), self.paths()
+        if place in files:
+            raise NotADirectoryError(path)
+        if not is_directory(place, files):
+            raise FileNotFoundError(path)
         prefix = "" if place == "." else f"{place}/"
-        files = [*self.paths()]
-        names = {file.removeprefix(prefix).split("/")[0] for file in files if file.startswith(prefix)}
-        if not names and place != ".":
-            raise NotADirectoryError(path) if place in files else FileNotFoundError(path)
-        return sorted(names)
+        return sorted({file.removeprefix(prefix).split("/")[0] for file in files if file.startswith(prefix)})
 
     def glob(self, pattern: str) -> list[str]:
         return sorted(file for file in self.paths() if matches(file, pattern))
 
-    def checked_for_reading(self, path: str) -> str:
-        """The file's normalised path, or the error that says why there is none."""
-        place = normalised(path)
-        if self.is_dir(place):
-            raise IsADirectoryError(path)
-        if not self.is_file(place):
-            raise FileNotFoundError(path)
-        return place
 
-    def checked_for_writing(self, path: str) -> str:
-        place = normalised(path)
-        if self.is_dir(place):
-            raise IsADirectoryError(path)
-        parts = place.split("/")
-        if any(self.is_file("/".join(parts[:end])) for end in range(1, len(parts))):
-            raise NotADirectoryError(path)
-        return place
+def is_directory(place: str, files: Collection[str]) -> bool:
+    return place == "." or any(file.startswith(f"{place}/") for file in files)
+
+
+def readable(path: str, files: Collection[str]) -> str:
+    """The normalised path of one of these files, or the error that says why it is none."""
+    place = normalised(path)
+    if place not in files:
+        raise IsADirectoryError(path) if is_directory(place, files) else FileNotFoundError(path)
+    return place
+
+
+def writable(path: str, files: Collection[str]) -> str:
+    """The normalised path of a file that there can be beside these."""
+    place = normalised(path)
+    if is_directory(place, files):
+        raise IsADirectoryError(path)
+    parts = place.split("/")
+    if any("/".join(parts[:end]) in files for end in range(1, len(parts))):
+        raise NotADirectoryError(path)
+    return place
 
 
 class InMemoryFilesystem(ListedFilesystem):
@@ -156,17 +161,17 @@ class InMemoryFilesystem(ListedFilesystem):
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
 
-    def paths(self) -> Iterable[str]:
-        return [*self._files]
+    def paths(self) -> Collection[str]:
+        return self._files.keys()
 
     def read(self, path: str) -> bytes:
-        return self._files[self.checked_for_reading(path)]
+        return self._files[readable(path, self._files)]
 
     def write(self, path: str, content: bytes) -> None:
-        self._files[self.checked_for_writing(path)] = bytes(content)
+        self._files[writable(path, self._files)] = bytes(content)
 
     def delete(self, path: str) -> None:
-        del self._files[self.checked_for_reading(path)]
+        del self._files[readable(path, self._files)]
 
 
 class HostFilesystem(_Text):

@@ -1,6 +1,5 @@
 """When to ask a busy provider again, and for how long; imports `deadlines`, `errors` and the standard library."""
 
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,12 +32,12 @@ class ThrottlePolicy:
         return max(backoff * (0.5 + chance / 2), retry_after or 0.0)
 
 
-@dataclass(frozen=True)
 class Transient:
     """A failure that may pass; `retry_after` is what the provider asked to wait, in seconds."""
 
-    error: Exception
-    retry_after: float | None = None
+    def __init__(self, error: Exception, retry_after: float | None = None) -> None:
+        self.error = error
+        self.retry_after = retry_after
 
 
 def retry[T](
@@ -48,12 +47,16 @@ def retry[T](
     deadline: Deadline | None = None,
     prompt_name: str = "",
     sleep: Callable[[float], object] = time.sleep,
-    chance: Callable[[], float] = random.random,
+    chance: Callable[[], float] | None = None,
 ) -> T:
     """Call until it gives something that is not Transient.
 
     Raises ThrottleError, from the last failure, when the policy is exhausted or the deadline would pass while waiting.
     """
+    if chance is None:
+        import random
+
+        chance = random.random
     waited = 0.0
     for attempt in range(1, policy.max_attempts + 1):
         result = call()

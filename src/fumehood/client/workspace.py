@@ -3,9 +3,7 @@
 """
 
 import os
-import shutil
 import stat
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 from fumehood.client.errors import WorkspaceBudgetError, WorkspaceSecurityError
 from fumehood.client.filesystem import Filesystem, HostFilesystem, matches_anywhere, normalised
-from fumehood.client.prompt._types import SupportsDataclass
+from fumehood.client.prompt._types import NoParams, SupportsDataclass
 from fumehood.client.prompt.section import MarkdownSection, markdown
 from fumehood.client.prompt.tool import AnyTool
 from fumehood.client.prompt.vfs import FILE_TOOLS_TEXT, file_tools
@@ -168,12 +166,7 @@ class _Copying:
 # --- sections -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class WorkspaceParams:
-    """A workspace takes no parameters; this keeps its section's type its own."""
-
-
-class WorkspaceSection(MarkdownSection[WorkspaceParams]):
+class WorkspaceSection(MarkdownSection[NoParams]):
     """Mounted copies of host files, and where they are. What holds for every kind of workspace is here.
 
     Mounts are copied at once, so that what is wrong with them is known at once. `cleanup` removes the copies.
@@ -199,7 +192,6 @@ class WorkspaceSection(MarkdownSection[WorkspaceParams]):
             key="workspace",
             template=template,
             tools=tools,
-            default_params=WorkspaceParams(),
             accepts_overrides=accepts_overrides,
         )
         self.session = session
@@ -208,11 +200,11 @@ class WorkspaceSection(MarkdownSection[WorkspaceParams]):
         self.sync_on_cleanup = sync_on_cleanup
         self._sync_dir = None if sync_dir is None else Path(sync_dir)
         self._closed = False
-        self._temp_dir = Path(tempfile.mkdtemp(prefix="fumehood-workspace-"))
+        self._temp_dir = _new_directory("fumehood-workspace-")
         try:
             self._previews = materialise(mounts, allowed_host_roots, self._temp_dir)
         except BaseException:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
+            _remove(self._temp_dir)
             raise
 
     @property
@@ -224,7 +216,7 @@ class WorkspaceSection(MarkdownSection[WorkspaceParams]):
     def sync_dir(self) -> Path | None:
         """Where `cleanup` puts, or has put, the files; None if that was not asked for."""
         if self.sync_on_cleanup and self._sync_dir is None:
-            self._sync_dir = Path(tempfile.mkdtemp(prefix="fumehood-synced-"))
+            self._sync_dir = _new_directory("fumehood-synced-")
         return self._sync_dir if self.sync_on_cleanup else None
 
     @property
@@ -248,7 +240,7 @@ class WorkspaceSection(MarkdownSection[WorkspaceParams]):
                 self.download_all(self.sync_dir)
         finally:
             self._closed = True
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
+            _remove(self._temp_dir)
 
     def render(self, params: SupportsDataclass | None, depth: int, number: str) -> str:
         _ = params
@@ -307,6 +299,8 @@ class HostWorkspaceSection(WorkspaceSection):
         return self._filesystem
 
     def download_all(self, dest: Path) -> None:
+        import shutil
+
         shutil.copytree(self.temp_dir, dest, dirs_exist_ok=True, symlinks=True)
 
     def clone(self, **kwargs: object) -> "HostWorkspaceSection":
@@ -329,3 +323,18 @@ def _listing(preview: HostMountPreview) -> str:
         return head
     more = ["- …"] if len(names) == _SHOWN_ENTRIES else []
     return "\n".join([f"{head}, among them", *(f"- `{name}`" for name in names), *more])
+
+
+# What most programs that import this never need is imported where it is needed.
+
+
+def _new_directory(prefix: str) -> Path:
+    import tempfile
+
+    return Path(tempfile.mkdtemp(prefix=prefix))
+
+
+def _remove(directory: Path) -> None:
+    import shutil
+
+    shutil.rmtree(directory, ignore_errors=True)

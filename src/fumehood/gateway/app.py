@@ -9,7 +9,7 @@ from re import Pattern
 
 from starlette.routing import compile_path
 
-from fumehood.gateway.auth import Callers, Everybody, identified
+from fumehood.gateway.auth import Callers, Everybody, Forbidden, identified
 from fumehood.gateway.containers import ContainerFiles, ContainerRoutes
 from fumehood.gateway.exchange import Exchange, encode
 from fumehood.gateway.files import Uploads
@@ -231,7 +231,11 @@ class Gateway:
         await exchange.answer(self._described)
 
     async def _figures(self, exchange: Exchange, caller: Caller) -> None:
-        del caller
+        if not caller.metrics:
+            raise Forbidden(
+                "These are the figures of all tenants, and this key is not for them; `fumehood keys create --metrics` "
+                "makes one that is."
+            )
         await exchange.answer(self.metrics.text(), content_type=CONTENT_TYPE)
 
 

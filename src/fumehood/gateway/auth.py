@@ -62,7 +62,7 @@ class Everybody:
     """
 
     def __init__(self, hosts: tuple[str, ...] = ()) -> None:
-        self._caller = Caller()
+        self._caller = Caller(metrics=True)
         self._names = frozenset(("localhost", *(name.lower() for name in hosts)))
         self._known: set[bytes] = set()
 
@@ -154,7 +154,9 @@ class KeyHolders:
             return False
         keys = await self._store.keys()
         self._callers = {
-            key.digest: Caller(key.tenant, key.id, key.limits) for key in keys if key.revoked_at is None
+            key.digest: Caller(key.tenant, key.id, key.limits, key.metrics)
+            for key in keys
+            if key.revoked_at is None
         }
         self._revision = revision
         if keys:  # also when all were revoked: a server that was closed once does not open by itself

@@ -1,4 +1,4 @@
-"""What messages and results of calls say, in the words of chat completions; imports msgspec and `protocol`."""
+"""Contents of messages and results, in the words of chat completions; imports msgspec, a sibling and `protocol`."""
 
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
@@ -6,6 +6,7 @@ from typing import ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from fumehood.models.item_content import Content, Part, text_of
 from fumehood.protocol.attachments import (
     Attachment,
     ImageAddress,
@@ -19,32 +20,10 @@ from fumehood.protocol.attachments import (
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
 
-_TEXT_TYPES = frozenset({"input_text", "output_text", "text"})
-
-
-# --- as clients write it ------------------------------------------------------------------------------
-
-
-class Part(msgspec.Struct):
-    """A part of a content, of any type."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    image_url: str | ImageAddress | None = None
-    detail: str | None = None
-    file_data: str | None = None
-    filename: str | None = None
-
-
-type Content = str | list[Part] | None
 type Attached = Sequence[Attachment]
 """What the files and pictures of a content are, one for each; nothing where nobody has looked."""
 
 _UNKNOWN = Attachment()
-
-
-# --- as chat completions knows it ---------------------------------------------------------------------
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text"):
@@ -96,13 +75,6 @@ def split(
     return (text or Results.ELSEWHERE if others else text), others
 
 
-def spoken(content: Content) -> str:
-    """What the model said in a message; raises InvalidRequest."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(_text_of(part) for part in content)
-
-
 def pictures(urls: Sequence[str]) -> list[ChatPart]:
     return [ImagePart(ImageUrl(url)) for url in urls]
 
@@ -116,25 +88,13 @@ def _rendered(content: Content, attached: Attached, takes_files: bool) -> list[C
 
 def _render_part(part: Part, files: Iterator[Attachment], takes_files: bool) -> ChatPart:
     if not is_file(part.type):
-        return TextPart(_text_of(part))
+        return TextPart(text_of(part))
     found = next(files, _UNKNOWN)
     if found.gone:
         return TextPart(note(found))
     if part.type == "input_image":
         return _image(part, found)
     return file_part(part, found, takes_files=takes_files)
-
-
-def _text_of(part: Part) -> str:
-    if part.type in _TEXT_TYPES:
-        return part.text or ""
-    if part.type == "refusal":
-        return part.refusal or ""
-    raise InvalidRequest(
-        f"Content of type {clean_name(part.type)!r} cannot be shown to this model: its server takes text, images and "
-        "files.",
-        param="input",
-    )
 
 
 def _image(part: Part, found: Attachment) -> ImagePart:

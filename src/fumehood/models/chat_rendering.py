@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from fumehood.models.chat_content import ChatPart, Content, Results, TextPart, pictures, render, split, spoken
-from fumehood.models.chat_foreign import Call, Result
-from fumehood.models.chat_foreign import read as read_foreign
+from fumehood.models.chat_content import ChatPart, Results, TextPart, pictures, render, split
+from fumehood.models.foreign_items import Call, Result
+from fumehood.models.foreign_items import read as read_foreign
+from fumehood.models.item_content import Content, shown_arguments, spoken
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
@@ -360,16 +361,6 @@ def _finish(turn: _Turn, replay_reasoning: bool, messages: list[bytes]) -> _Carr
 
 def _shown(parts: Sequence[ChatPart]) -> list[bytes]:
     return [_encode(_ChatMessage("user", [TextPart(Results.PICTURES), *parts]))] if parts else []
-
-
-def shown_arguments(arguments: str) -> str:
-    """Servers decode the arguments of past calls; those that the model got wrong are shown to it as a string."""
-    try:
-        if isinstance(msgspec.json.decode(arguments), dict):
-            return arguments
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        pass
-    return _encode({"invalid_json": arguments} if arguments.strip() else {}).decode()
 
 
 def _unanswered(carry: _Carry) -> InvalidRequest:

@@ -1,13 +1,12 @@
 """The body of a request to a chat completions server; imports msgspec, siblings and `protocol`."""
 
-from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from fumehood.models.chat_rendering import ChatRenderer, Dialect
-from fumehood.models.settings import ModelSettings
+from fumehood.models.settings import Fields, ModelSettings
 from fumehood.protocol.models import ModelRequest, Sampling
 from fumehood.protocol.responses import TextFormat
 from fumehood.protocol.tools import FunctionSpec
@@ -24,8 +23,6 @@ _PASSED_ON = (
 )
 # What of a configured body decides how a conversation becomes tokens.
 _TEMPLATE = ("chat_template", "chat_template_kwargs", "add_special_tokens")
-
-type Fields = dict[str, object]
 
 _PLAIN = Sampling()
 
@@ -76,7 +73,7 @@ class RequestWriter:
             fields["stream_options"] = {"include_usage": True}
         _add_functions(fields, request)
         self._add_sampling(fields, request.sampling)
-        override(fields, self._settings.extra_body)
+        self._settings.put_extra(fields)
         if not request.streamed:
             fields.pop("stream_options", None)
         return self._with_messages(request, fields)
@@ -137,11 +134,3 @@ def _add_format(fields: Fields, wanted: TextFormat) -> None:
         if wanted.strict is not None:
             schema["strict"] = wanted.strict
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-
-
-def override(fields: Fields, extra: Mapping[str, object]) -> None:
-    for name, value in extra.items():
-        if value is None:
-            fields.pop(name, None)
-        else:
-            fields[name] = value

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client made for streams of many small events; imports httptools and the standard library.
+"""A small HTTP/1.1 client made for streams of many small events; imports httptools, `doorbell`, the standard library.
 
 HttpTrouble
 ├── NotConnected     no connection came about
@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
+
+from fumehood.doorbell import Doorbell
 
 # Less than servers keep an idle connection, which is five seconds for many: else one is used while it is being closed.
 _KEEP_ALIVE_SECONDS = 4.0
@@ -59,6 +61,10 @@ class Patience(NamedTuple):
     silence: float
 
 
+# Takes a piece of a body; whether it wants to hear more.
+type Listener = Callable[[bytes], bool]
+
+
 class Address(NamedTuple):
     """Where a server is, and what requests to it begin with."""
 
@@ -85,14 +91,15 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = Doorbell(self._loop)
         self._timer: asyncio.TimerHandle | None = None
         self._silence = 0.0
         self._heard = 0.0
         self._parts: list[bytes] = []
         self._size = 0
         self._paused = False
-        self._trouble: HttpTrouble | None = None
+        self._listener: Listener | None = None
+        self._trouble: Exception | None = None
         self._keeps_alive = False
         self.used = False
         self.idle_since = 0.0
@@ -134,7 +141,7 @@ class _Connection(asyncio.Protocol):
     async def read_head(self) -> None:
         """Until status and headers are there; raises HttpTrouble."""
         while not self._in_body:
-            await self._wait()
+            await self._hear()
 
     async def read(self) -> bytes:
         """All of the body that has come since the last time, at least something; nothing at the end. Raises
@@ -143,7 +150,28 @@ class _Connection(asyncio.Protocol):
         while not self._parts:
             if self.complete:
                 return b""
-            await self._wait()
+            await self._hear()
+        return self._taken()
+
+    async def tell(self, listener: Listener) -> bool:
+        """Give what comes of the body to the listener, at once and without waking anybody, until it has heard enough or
+        there is no more; whether there is no more. Raises HttpTrouble, and what the listener does.
+        """
+        while True:
+            while self._parts:
+                if not listener(self._taken()):
+                    return False
+            if self.complete and self._trouble is None:
+                return True
+            self._listener = listener
+            try:
+                await self._hear()
+            finally:
+                enough, self._listener = self._listener is None, None
+            if enough:
+                return False
+
+    def _taken(self) -> bytes:
         parts, self._parts = self._parts, []
         self._size = 0
         if self._paused and self._transport is not None:
@@ -165,34 +193,26 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    async def _wait(self) -> None:
-        """Until something has happened; raises HttpTrouble if nothing can any more."""
+    def _hear(self) -> Doorbell:
+        """To be awaited, until something has happened; raises HttpTrouble if nothing can any more."""
         if self._trouble is not None:
             raise self._trouble
         self._heard = self._loop.time()
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        return self._news
 
     def _fail(self, trouble: HttpTrouble) -> None:
         if self._trouble is None and not self.complete:
             self._trouble = trouble
-        self._wake()
+        self._news.ring()
         self.abort()
 
     def _check_silence(self) -> None:
         """One timer for a whole answer: it looks when something was last heard, and goes on waiting for the rest."""
         left = self._heard + self._silence - self._loop.time()
-        if self._waiter is not None and left <= 0.001:
+        if self._news.waiting and left <= 0.001:
             self._fail(Silent())
         else:
-            wait = left if self._waiter is not None else self._silence
+            wait = left if self._news.waiting else self._silence
             self._timer = self._loop.call_later(wait, self._check_silence)
 
     # ---- asyncio.Protocol -------------------------------------------------------------------------------------
@@ -215,16 +235,28 @@ class _Connection(asyncio.Protocol):
         if not self._in_body and self._head_bytes > _LONGEST_HEAD:
             self._fail(NotHttp())
             return
-        self._wake()
+        if self._listener is not None and self._parts and self._goes_on_listening(self._listener):
+            return
+        self._news.ring()
         if self._size > _HIGH_WATER and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
 
+    def _goes_on_listening(self, listener: Listener) -> bool:
+        """Give it what has come; False if somebody has to be woken."""
+        try:
+            if not listener(self._taken()):
+                self._listener = None
+        except Exception as error:  # a mistake of the listener's, for whoever waits
+            self._trouble = error
+            return False
+        return self._listener is not None and not self.complete
+
     def connection_lost(self, exc: Exception | None) -> None:
         if self._in_body and self._by_end and exc is None:
             self.complete = True
-        self._fail(Broken())
         self._transport = None
+        self._fail(Broken())
 
     # ---- callbacks of the parser ------------------------------------------------------------------------------
 
@@ -277,6 +309,7 @@ class HttpAnswer:
         connection = self._connection = await self._asking
         self.status = connection.status
         self.read = connection.read
+        self.tell = connection.tell
         return self
 
     async def __aexit__(
@@ -291,10 +324,10 @@ class HttpAnswer:
         finally:
             self._give_back(connection)
 
-    def header(self, name: str) -> str:
-        """Empty if there is none."""
+    def header(self, name: bytes) -> str:
+        """By its name in lower case; empty if there is none."""
         headers = self._connection.headers if self._connection is not None else {}
-        return headers.get(name.lower().encode(), b"").decode("latin-1")
+        return headers.get(name, b"").decode("latin-1")
 
 
 class HttpClient:

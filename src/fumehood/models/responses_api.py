@@ -8,12 +8,11 @@ import msgspec
 from msgspec import Raw
 
 from fumehood.models.answers import Reading
-from fumehood.models.chat_request import Fields, override
 from fumehood.models.model_server import ModelServer
 from fumehood.models.responses_parsing import ResponsesParser
 from fumehood.models.responses_rendering import Dialect, ResponsesRenderer
 from fumehood.models.sealed import Origin
-from fumehood.models.settings import ModelSettings, Secret
+from fumehood.models.settings import Fields, ModelSettings, Secret
 from fumehood.models.upstream import Upstream
 from fumehood.models.upstream_errors import UpstreamErrors
 from fumehood.protocol.folding import ENCRYPTED_REASONING, LOGPROBS
@@ -77,7 +76,7 @@ class ResponsesApi(ModelServer):
             include.append(LOGPROBS)
         if include:
             fields["include"] = include
-        override(fields, self._settings.extra_body)
+        self._settings.put_extra(fields)
         return self._with_input(request, fields)
 
     def _counted(self, request: ModelRequest) -> bytes:

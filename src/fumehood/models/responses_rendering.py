@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from fumehood.models.chat_content import Content, FilePart, Part, TextPart, file_part, spoken
-from fumehood.models.chat_foreign import Call, Result
-from fumehood.models.chat_foreign import read as read_foreign
-from fumehood.models.chat_rendering import shown_arguments
+from fumehood.models.chat_content import FilePart, TextPart, file_part
+from fumehood.models.foreign_items import Call, Result
+from fumehood.models.foreign_items import read as read_foreign
+from fumehood.models.item_content import Content, Part, shown_arguments, spoken
 from fumehood.models.sealed import Origin
 from fumehood.protocol.attachments import Attachment, is_file, note
 from fumehood.protocol.conversation import Entry, Exchange, Segment

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+_EXAMPLE = "http://127.0.0.1:8000/v1"
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 # Fields of a request without which nothing would hold.
@@ -16,6 +17,7 @@ _OURS = {
     "responses": ("input", "stream", "store", "previous_response_id", "conversation", "background"),
 }
 
+type Fields = dict[str, object]
 type Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
@@ -84,7 +86,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     connect_timeout: Seconds = 10.0
     read_timeout: Seconds = 300.0
     retries: Annotated[int, Meta(ge=0, le=10)] = 2
-    extra_body: dict[str, object] = {}
+    extra_body: Fields = {}
 
     def __post_init__(self) -> None:
         if self.backend == "direct":
@@ -93,9 +95,11 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                     "the backend `direct` has no server: leave out base_url, tokenize_url, api_key_env and name"
                 )
             return
-        _check_url("base_url", self.base_url)
+        if self.base_url is None:
+            raise ValueError(f"base_url is missing: it says where the model server is, as {_EXAMPLE}")
+        check_url("base_url", self.base_url, _EXAMPLE)
         if self.tokenize_url is not None:
-            _check_url("tokenize_url", self.tokenize_url)
+            check_url("tokenize_url", self.tokenize_url, "http://127.0.0.1:8000/tokenize")
         for name, value in [*self.headers.items(), (self.api_key_header, "")]:
             if not _TOKEN.fullmatch(name) or not _is_header_value(value):
                 raise ValueError(f"{name!r} is not a header that can be sent")
@@ -112,6 +116,14 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Whether the server is told of tools of that type as they are."""
         return kind in self.pass_tools or "*" in self.pass_tools
 
+    def put_extra(self, fields: Fields) -> None:
+        """`extra_body` over the fields of a request."""
+        for name, value in self.extra_body.items():
+            if value is None:
+                fields.pop(name, None)
+            else:
+                fields[name] = value
+
     @property
     def shows_files(self) -> bool:
         return self.backend == "responses" if self.takes_files is None else self.takes_files
@@ -124,39 +136,45 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """The key; raises ValueError, which does not show it."""
         if self.api_key_env is None:
             return None
-        key = environment.get(self.api_key_env, "").strip()
-        if not key:
+        try:
+            return Secret(read_secret(environment, self.api_key_env))
+        except KeyError:
             raise ValueError(
                 f"the environment variable {self.api_key_env} for the models {self.match!r} is not set"
-            )
-        if not _is_header_value(key):
-            raise ValueError(
-                f"the environment variable {self.api_key_env} does not hold a key: it is not printable ASCII"
-            )
-        return Secret(key)
+            ) from None
+
+
+# --- what other settings have, too ---
+
+
+def read_secret(environment: Mapping[str, str], variable: str) -> str:
+    """What a variable holds; raises KeyError if that is nothing, ValueError, which shows nothing, if it is no key."""
+    value = environment.get(variable, "").strip()
+    if not value:
+        raise KeyError(variable)
+    if not _is_header_value(value):
+        raise ValueError(
+            f"the environment variable {variable} does not hold a key: it is not printable ASCII"
+        )
+    return value
 
 
 def _is_header_value(value: str) -> bool:
     return value.isascii() and value.isprintable()
 
 
-def _check_url(setting: str, url: str | None) -> None:
-    if url is None:
-        raise ValueError(
-            "base_url is missing: it says where the model server is, as http://127.0.0.1:8000/v1"
-        )
-    parts = urlsplit(url)
+def check_url(setting: str, url: str, example: str) -> None:
+    """Raises ValueError, which shows no password."""
+    try:
+        parts = urlsplit(url)
+        served = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        parts, served = urlsplit(""), False
     if parts.username is not None or parts.password is not None:
-        raise ValueError(f"{setting} holds a user or a password: give the key in api_key_env instead")
-    sendable = url.isascii() and url.isprintable() and " " not in url
-    if (
-        not sendable
-        or parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or parts.query
-        or parts.fragment
-    ):
         raise ValueError(
-            f"{setting} {url!r} is not the address of a model server: http://HOST:PORT/v1 or https://HOST/v1"
+            f"{setting} holds a user or a password: put the secret into a variable, and name that"
         )
-    _ = parts.port  # raises ValueError if it is none
+    sendable = url.isascii() and url.isprintable() and " " not in url
+    if not served or not sendable or parts.query or parts.fragment:
+        shown = "" if "@" in url else f" {url!r}"  # or a password would be
+        raise ValueError(f"{setting}{shown} is not the address of a server, as {example}")

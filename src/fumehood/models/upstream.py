@@ -63,9 +63,10 @@ class Answer:
             raise _translated(trouble, self._patience, self._errors) from trouble
         try:
             self.read = response.read
+            self.tell = response.tell
             if response.status != 200:
                 raise await _refusal(self, self._errors)
-            if response.header("content-encoding") not in ("", "identity"):
+            if response.header(b"content-encoding") not in ("", "identity"):
                 raise self._errors.unreadable("its answer is compressed, which was not asked for")
         except BaseException:
             await response.__aexit__(None, None, None)
@@ -102,7 +103,7 @@ async def _refusal(answer: Answer, errors: UpstreamErrors) -> ModelError:
         body = await answer.read_all(_LONGEST_ERROR)
     except HttpTrouble:
         body = b""
-    wait = _retry_after(answer.response.header("retry-after"), answer.response.header("date"))
+    wait = _retry_after(answer.response.header(b"retry-after"), answer.response.header(b"date"))
     return errors.from_status(answer.response.status, body, wait)
 
 

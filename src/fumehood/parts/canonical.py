@@ -43,13 +43,15 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
 class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is needed to go back to the vendor.
 
-    item: what is left of the vendor's item; unset on further parts of the item before.
+    item: what is left of the vendor's item; unset where the way back is not kept.
+    follows: this is a further part of the item of the part before.
     place: which of the envelope's lists the item stood in.
     envelope: on the first part of a document only.
     """
 
     vendor: str
     item: Json | msgspec.UnsetType = msgspec.UNSET
+    follows: bool = False
     moved: list[Move] = []
     place: int = 0
     envelope: Envelope | None = None
@@ -137,21 +139,17 @@ type Part = ToolCall | ToolResult | Text | Reasoning | Blob | File | Uri | Other
 def pairs(parts: list[Part]) -> Iterator[tuple[int | None, int | None]]:
     """Positions of calls with those of their results; each call and each result once, in the order they begin.
 
-    Equal ids belong together. Where the vendor gives none, a result belongs to the oldest call of its kind that has
-    neither id nor result.
+    The same id and the same kind belong together. Where the vendor gives no id, a result belongs to the oldest call of
+    its kind that has neither id nor result.
     """
     found: dict[int, int | None] = {}
     waiting: dict[tuple[str | None, str], list[int]] = {}
     for position, part in enumerate(parts):
         if isinstance(part, ToolCall):
             found[position] = None
-            waiting.setdefault(_key(part), []).append(position)
+            waiting.setdefault((part.call_id, part.kind), []).append(position)
         elif isinstance(part, ToolResult):
-            calls = waiting.get(_key(part))
+            calls = waiting.get((part.call_id, part.kind))
             found[calls.pop(0) if calls else -position - 1] = position
     for call, result in found.items():
         yield (call if call >= 0 else None), result
-
-
-def _key(part: ToolCall | ToolResult) -> tuple[str | None, str]:
-    return part.call_id, ("" if part.call_id is not None else part.kind)

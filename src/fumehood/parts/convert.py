@@ -20,10 +20,11 @@ from fumehood.parts.canonical import (
     ToolResult,
     pairs,
 )
+from fumehood.parts.forms import VIEWS, Malformed
 from fumehood.parts.lenses import LENSES, MISSING, at, copied, put_at, text_at
 from fumehood.parts.shapes import Saying, Shape, Vendor, lift, lower, whole
 from fumehood.parts.vendors import VENDORS
-from fumehood.parts.views import VIEWS, from_view, to_view
+from fumehood.parts.views import SOURCE, from_view, to_view
 
 
 class NoSuchVendor(Exception):
@@ -95,13 +96,20 @@ def to_vendor(name: str, parts: list[Part]) -> Json:
     vendor = vendor_named(name)
     envelope: Envelope | None = None
     items: list[tuple[int, Json]] = []
-    for group in _groups(vendor, parts):
-        source = group[0].source
-        if source is not None and source.vendor == vendor.name:
-            envelope = envelope or source.envelope
-            items.append((source.place, lower(group)))
-        elif (made := _made(vendor, group)) is not None:
-            items.append((0, made))
+    try:
+        for group in _groups(vendor, parts):
+            source = group[0].source
+            if source is not None and _is_of(vendor, group[0]):
+                envelope = envelope or source.envelope
+                items.append((source.place, lower(group)))
+            elif (made := _made(vendor, group)) is not None:
+                items.append((0, made))
+        return _enveloped(envelope, items)
+    except ValueError as error:
+        raise Malformed(f"`{SOURCE}` does not lead back: {error}") from error
+
+
+def _enveloped(envelope: Envelope | None, items: list[tuple[int, Json]]) -> Json:
     if envelope is None:
         return [item for _, item in items]
     if envelope.places == [()]:
@@ -123,19 +131,15 @@ def _groups(vendor: Vendor, parts: list[Part]) -> list[list[Part]]:
     groups: list[list[Part]] = []
     joined: set[int] = set()
     for position, part in enumerate(parts):
-        source = part.source
-        if position in own:
-            if source is None or source.item is msgspec.UNSET:
-                if groups and not _is_derived(part):
-                    groups[-1].append(part)
-            else:
-                groups.append([part])
-        elif position not in joined:
-            group = [part]
-            if isinstance(part, ToolCall) and position in results and _shape_for(vendor, part).unified:
-                joined.add(results[position])
-                group.append(parts[results[position]])
-            groups.append(group)
+        if position in joined or (position in own and _is_derived(part)):
+            continue
+        if position in own and part.source is not None and part.source.follows and groups:
+            groups[-1].append(part)
+            continue
+        groups.append([part])
+        if isinstance(part, ToolCall) and position in results and _shape_for(vendor, part).unified:
+            joined.add(results[position])
+            groups[-1].append(parts[results[position]])
     return groups
 
 
@@ -144,7 +148,7 @@ def _is_of(vendor: Vendor, part: Part) -> bool:
     source = part.source
     if source is None or source.vendor != vendor.name:
         return False
-    return source.item is not msgspec.UNSET or bool(source.moved) or _is_derived(part)
+    return source.item is not msgspec.UNSET or source.follows or _is_derived(part)
 
 
 def _is_derived(part: Part) -> bool:

@@ -178,8 +178,7 @@ def lift(vendor: str, item: Json, claims: list[Claim], place: int = 0) -> list[P
             continue
         part, moved, rest = taken
         left = rest
-        head = not parts
-        part.source = Source(vendor=vendor, item=None if head else msgspec.UNSET, moved=moved, place=place)
+        part.source = Source(vendor=vendor, follows=bool(parts), moved=moved, place=place)
         parts.append(part)
     if not parts:
         return [whole(vendor, item, place)]

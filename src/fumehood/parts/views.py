@@ -64,8 +64,7 @@ def _rendered(part: Part, *, servers: bool) -> JsonObject:
     if not isinstance(part, ToolCall | ToolResult):
         return _plain(part)
     apart = servers and part.execution == "server"
-    implied: Execution = part.execution if servers else _usual(part.kind)
-    record = _record(part, implied)
+    record = _record(part, "server" if apart else _usual(part.kind), None)
     payload: JsonObject = {"type": part.kind, **part.payload}
     if isinstance(part, ToolResult):
         kind, key = ("server_tool_call_response",) * 2 if apart else ("tool_call_response", "response")
@@ -138,13 +137,13 @@ def _both(form: Form, call: ToolCall | None, result: ToolResult | None) -> JsonO
         "name": first.name if isinstance(first, ToolCall) else first.kind,
     }
     record: JsonObject = {}
+    status = last.status or first.status
     for half in halves:
         key, name = (form.call, "call") if isinstance(half, ToolCall) else (form.response, "response")
         made[key] = {"type": half.kind, **half.payload}
-        for found in _record(half, "server").values():
+        for found in _record(half, "server", status).values():
             record[name] = found
         made |= half.extra
-    status = last.status or first.status
     if form.type == "server_tool_execution":
         timing = made.pop("execution_metadata", {})
         known: JsonObject = {} if status is None else {"status": status}
@@ -158,8 +157,8 @@ def _usual(kind: str) -> Execution:
     return "client" if kind in _CLIENTS_KINDS else "server"
 
 
-def _record(part: Part, implied: Execution = "server") -> JsonObject:
-    """`fumehood.source`, or nothing where the view says it all."""
+def _record(part: Part, execution: Execution = "server", status: Status | None = None) -> JsonObject:
+    """`fumehood.source`, or nothing where the view says it all: who runs it, and how far it got."""
     record: JsonObject = {}
     source = part.source
     if source is not None:
@@ -169,9 +168,9 @@ def _record(part: Part, implied: Execution = "server") -> JsonObject:
             record["type"] = part.vendor_type
         if part.id is not None and part.id != part.call_id:
             record["id"] = part.id
-        if part.status is not None:
+        if part.status != status:
             record["status"] = part.status
-        if part.execution != implied:
+        if part.execution != execution:
             record["execution"] = part.execution
         if part.provenance != "observed":
             record["provenance"] = part.provenance
@@ -188,6 +187,8 @@ def _way_back(source: Source) -> JsonObject:
     record: JsonObject = {}
     if source.item is not msgspec.UNSET:
         record["item"] = source.item
+    if source.follows:
+        record["follows"] = True
     if source.moved:
         record["moved"] = [_written(move) for move in source.moved]
     if source.place:
@@ -281,8 +282,8 @@ def _read_unified(form: Form, members: JsonObject, record: JsonObject) -> _Read:
         else:
             part = ToolResult(kind=kind, payload=payload, call_id=shared)
         said = record.get(half)
-        known: JsonObject = said if isinstance(said, dict) else {"status": status}
-        _remember(part, known, "server")
+        known: JsonObject = said if isinstance(said, dict) else {}
+        _remember(part, {"status": status, **known}, "server")
         made.append(part)
     made[0].extra = members
     position = record.get("response_at")
@@ -335,6 +336,7 @@ def _source(record: JsonObject) -> Source | None:
     return Source(
         vendor=vendor,
         item=record.get("item", msgspec.UNSET),
+        follows=record.get("follows") is True,
         moved=moved,
         place=cast(int, record.get("place", 0)),
         envelope=None if envelope is None else _envelope(cast(JsonObject, envelope)),

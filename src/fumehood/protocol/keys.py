@@ -31,6 +31,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     """
     digest: of the secret, which nobody keeps.
     hint: the end of the secret, by which its owner recognises it.
+    metrics: whether it shows the figures of all tenants together.
     """
 
     id: str
@@ -41,6 +42,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     revoked_at: float | None = None
     limits: KeyLimits = USUAL
+    metrics: bool = False
 
 
 def new_key_id() -> str:

@@ -276,7 +276,9 @@ class Database:
         self._lock = lock
         self._reads = SimpleQueue[Job[object] | None]()
         self._writer = _Writer(writer, self._loop)
-        self._readers = [_Reader(connection, self._reads, self._loop) for connection in readers]
+        self._near, *others = readers
+        self._near.execute("PRAGMA busy_timeout = 0")  # as the writer's: this is the event loop
+        self._readers = [_Reader(connection, self._reads, self._loop) for connection in others]
         self.closed = False
 
     @classmethod
@@ -305,11 +307,20 @@ class Database:
         self._reads.put(Job(work, waiter, on_done))  # pyright: ignore[reportArgumentType]
         return waiter
 
+    async def glance[T](self, work: Work[T]) -> T:
+        """As `read`, for a row by its key: to find it takes a fraction of what it takes to ask a thread."""
+        self.check()
+        try:
+            return work(self._near)
+        except sqlite3.Error:  # the thread will find out what it is
+            return await self.read(work)
+
     async def close(self) -> None:
         """Do what was asked for until now, and let go of the file."""
         if self.closed:
             return
         self.closed = True
+        self._near.close()
         for _ in self._readers:
             self._reads.put(None)
         for reader in self._readers:
@@ -343,7 +354,7 @@ def _open(path: Path, shared: bool) -> tuple[sqlite3.Connection, Sequence[sqlite
             _migrate_if_alone(path, writer)
         else:
             migrate(writer)
-        for _ in range(_READERS):
+        for _ in range(1 + _READERS):
             opened.append(_connect(path))
             opened[-1].execute("PRAGMA query_only = ON")
         return writer, opened[1:], lock

@@ -31,7 +31,7 @@ from fumehood.store.migrations import StoreRefused
 __all__ = ["SqliteStore", "StoreRefused"]
 
 _FIRST_EPOCH = 1
-_BEGIN_DELAY_SECONDS = 0.002
+_BEGIN_DELAY_SECONDS = 0.025
 _LEASE_SECONDS = 30.0
 _CACHE_BYTES = 64 << 20
 
@@ -235,7 +235,7 @@ class SqliteStore:
     async def container(self, container_id: str) -> ContainerRecord | None:
         if not _storable(container_id):
             return None
-        return await self._database.read(lambda db: container_rows.one(db, container_id))
+        return await self._database.glance(lambda db: container_rows.one(db, container_id))
 
     async def containers(
         self, tenant: str | None = None, *, running: bool = False

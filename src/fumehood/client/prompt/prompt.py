@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, cast, overload
 
-from fumehood.client import serde
 from fumehood.client.dbc import require
 from fumehood.client.prompt._types import OutputT_co, Specialised, SupportsDataclass
 from fumehood.client.prompt.section import MarkdownSection, PromptSection, placeholders
@@ -216,16 +215,21 @@ class Prompt(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has
             )
 
 
-@dataclass
 class _Rendering:
     """One walk through the sections, and what it has found so far."""
 
-    prompt: Prompt[Any]
-    params: Mapping[type[Any], SupportsDataclass]
-    session: "SessionProtocol | None"
-    tools: list[AnyTool] = field(default_factory=list[AnyTool])
-    native_tools: list[Mapping[str, object]] = field(default_factory=list[Mapping[str, object]])
-    sections: list[PromptSection] = field(default_factory=list[PromptSection])
+    def __init__(
+        self,
+        prompt: Prompt[Any],
+        params: Mapping[type[Any], SupportsDataclass],
+        session: "SessionProtocol | None",
+    ) -> None:
+        self.prompt = prompt
+        self.params = params
+        self.session = session
+        self.tools: list[AnyTool] = []
+        self.native_tools: list[Mapping[str, object]] = []
+        self.sections: list[PromptSection] = []
 
     def texts(
         self, sections: Sequence[PromptSection], depth: int, prefix: str, path: tuple[str, ...]
@@ -311,7 +315,7 @@ def merge_native_tools(
             found[tool.get("name")] = tool
             continue
         require(
-            tool.keys() <= {"type", "name"} or serde.builtins(known) == serde.builtins(tool),
+            tool.keys() <= {"type", "name"} or dict(known) == dict(tool),
             f"The native tool {tool.get('name')!r} is asked for twice, with different settings: "
             f"{known!r} and {tool!r}.",
             prompt_name=prompt_name,

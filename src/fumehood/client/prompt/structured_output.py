@@ -4,11 +4,11 @@ import typing
 from dataclasses import dataclass
 from typing import Any, cast
 
-from fumehood.client import serde
 from fumehood.client.dbc import require
 from fumehood.client.errors import OutputParseError
 
 if typing.TYPE_CHECKING:
+    from fumehood.client import serde
     from fumehood.client.prompt.prompt import RenderedPrompt
 
 # Providers take only objects at the root, so a list travels in one.
@@ -22,7 +22,7 @@ class StructuredOutput:
     kind: Any
     item_type: type[Any]
     is_list: bool
-    schema: serde.Schema
+    schema: "serde.Schema"
 
     @property
     def name(self) -> str:
@@ -39,6 +39,8 @@ def structured_output(kind: Any) -> StructuredOutput | None:
         isinstance(item, type) and hasattr(item, "__dataclass_fields__"),
         f"The output type {kind!r} is neither a dataclass nor a list of one.",
     )
+    from fumehood.client import serde
+
     schema = serde.schema_of(kind)
     if is_list:
         definitions = schema.body.pop("$defs", None)
@@ -57,6 +59,8 @@ def parse_structured_output[T](text: str, rendered: "RenderedPrompt[T]") -> T:
     wanted = rendered.output
     if wanted is None:
         return cast(T, text if rendered.output_type is str else None)
+    from fumehood.client import serde
+
     try:
         if not wanted.is_list:
             return serde.decode(_bare(text), wanted.kind)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Never, Protocol, TypeVar, cast, overload
 
-from fumehood.client import serde
 from fumehood.client.dbc import require
 from fumehood.client.prompt._types import NoParams, Specialised
 
 if TYPE_CHECKING:
+    from fumehood.client import serde
     from fumehood.client.adapters.core import ProviderAdapter
     from fumehood.client.budget import BudgetTracker
     from fumehood.client.deadlines import Deadline
@@ -151,9 +151,11 @@ class Tool[P, R](Specialised):
         self._schema: serde.Schema | None = None
 
     @property
-    def parameters(self) -> serde.Schema:
+    def parameters(self) -> "serde.Schema":
         """The schema of its parameters."""
         if self._schema is None:
+            from fumehood.client import serde
+
             self._schema = serde.schema_of(self.params_type)
         return self._schema
 
@@ -224,6 +226,8 @@ class ProviderTool[P, R, C](Tool[P, R]):
 
     def envelope(self) -> Mapping[str, object]:
         """How `RenderedPrompt.native_tools` lists it; checks its settings."""
+        from fumehood.client import serde
+
         return {"type": "built_in", "name": self.native_type, **serde.builtins(self.config)}
 
 

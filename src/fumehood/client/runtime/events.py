@@ -1,6 +1,5 @@
 """What happens while a prompt is evaluated, and who is told; imports `budget` and the standard library."""
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +12,6 @@ from fumehood.client.budget import TokenUsage
 if TYPE_CHECKING:
     from fumehood.client.prompt.prompt import ToolChoice
     from fumehood.client.prompt.tool import ToolResult
-
-_log = logging.getLogger(__name__)
 
 
 def _now() -> datetime:
@@ -101,7 +98,9 @@ class InProcessDispatcher:
             try:
                 handler(event)
             except Exception:
-                _log.exception("A handler of %s failed.", type(event).__name__)
+                import logging
+
+                logging.getLogger(__name__).exception("A handler of %s failed.", type(event).__name__)
 
 
 InProcessEventBus = InProcessDispatcher

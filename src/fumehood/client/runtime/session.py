@@ -2,8 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, overload
 from uuid import uuid4
 
 from fumehood.client.runtime.events import EVENTS, EventBus, InProcessDispatcher
@@ -12,11 +11,11 @@ from fumehood.client.runtime.events import EVENTS, EventBus, InProcessDispatcher
 type Reducer[T, E] = Callable[[tuple[T, ...], E], tuple[T, ...]]
 
 
-@dataclass(frozen=True)
 class Snapshot:
     """All values of a session at one moment."""
 
-    slices: Mapping[type[Any], tuple[Any, ...]]
+    def __init__(self, slices: Mapping[type[Any], tuple[Any, ...]]) -> None:
+        self.slices = slices
 
 
 class Slice[T]:
@@ -47,11 +46,15 @@ class Slice[T]:
     def clear(self) -> None:
         self.seed()
 
-    def register[E](self, reducer: Reducer[T, E], *, on: type[E] | None = None) -> None:
+    @overload
+    def register(self, reducer: Reducer[T, T]) -> None: ...
+    @overload
+    def register[E](self, reducer: Reducer[T, E], *, on: type[E]) -> None: ...
+    def register(self, reducer: Reducer[T, Any], *, on: type[Any] | None = None) -> None:
         """Change this slice by `reducer` whenever a value of type `on` is appended anywhere, or such an event is
         published on the session's bus. Without `on`, the reducer takes the place of appending to this slice.
         """
-        self._session.register(self._kind, cast(type[E], on or self._kind), reducer)
+        self._session.register(self._kind, on or self._kind, reducer)
 
 
 class SessionProtocol(Protocol):

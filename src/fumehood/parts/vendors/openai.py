@@ -32,7 +32,13 @@ SHAPES = (
         kind="code_interpreter",
         call=fields(code="", container_id=""),
         result=fields(outputs=""),
-        begins={"type": "code_interpreter_call", "status": "completed", "code": None, "outputs": None},
+        begins={
+            "type": "code_interpreter_call",
+            "status": "completed",
+            "container_id": "",
+            "code": None,
+            "outputs": None,
+        },
     ),
     Shape(
         type="file_search_call",
@@ -82,7 +88,7 @@ SHAPES = (
         result=fields(result="output"),
         call_id=_CALL_ID,
         execution="client",
-        begins={"type": "function_call_output", "call_id": "", "output": ""},
+        begins={"type": "function_call_output", "call_id": "", "output": "", "status": "completed"},
     ),
     Shape(
         type="custom_tool_call",

@@ -1,7 +1,7 @@
 """The files of a container as a filesystem; imports `container`, `config`, `filesystem` and `errors`."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from fumehood.client.adapters.openai.api import is_container_gone
 from fumehood.client.adapters.openai.config import ContainerConfig
 from fumehood.client.adapters.openai.container import ARCHIVE_NAME, ContainerManager
 from fumehood.client.errors import ContainerExpiredError, WorkspaceSecurityError
-from fumehood.client.filesystem import HostFilesystem, ListedFilesystem, normalised
+from fumehood.client.filesystem import HostFilesystem, ListedFilesystem, normalised, readable, writable
 from fumehood.client.runtime.session import SessionProtocol
 
 if TYPE_CHECKING:
@@ -81,19 +81,21 @@ class ContainerFilesystem(ListedFilesystem):
             except Exception as error:
                 raise ContainerExpiredError(gone, error) from error
 
-    def paths(self) -> Iterable[str]:
+    def paths(self) -> Collection[str]:
         return self._ids().keys() | self._mirrored()
 
     def read(self, path: str) -> bytes:
-        place = self.checked_for_reading(path)
-        file_id = self._ids().get(place)
+        ids = self._ids()
+        place = readable(path, ids.keys() | self._mirrored())
+        file_id = ids.get(place)
         if file_id is None and self._mirror is not None:
             return self._mirror.read(place)
         return self._on_container(lambda container: self._manager.read(container, file_id or ""))
 
     def write(self, path: str, content: bytes) -> None:
-        place = self.checked_for_writing(path)
-        before = self._ids().get(place)
+        ids = self._ids()
+        place = writable(path, ids.keys() | self._mirrored())
+        before = ids.get(place)
         made = self._on_container(lambda container: self._manager.put(container, place, content))
         if before not in (None, made.id):
             self._forget(before or "")
@@ -102,8 +104,9 @@ class ContainerFilesystem(ListedFilesystem):
             self._mirror.write(place, content)
 
     def delete(self, path: str) -> None:
-        place = self.checked_for_reading(path)
-        if file_id := self._ids().get(place):
+        ids = self._ids()
+        place = readable(path, ids.keys() | self._mirrored())
+        if file_id := ids.get(place):
             self._forget(file_id)
         self._changes[place] = None
         if self._mirror is not None and self._mirror.is_file(place):
@@ -123,9 +126,12 @@ class ContainerFilesystem(ListedFilesystem):
     # ---- the container --------------------------------------------------------------------------------------
 
     @property
+    def client(self) -> "OpenAI":
+        return self._client() if callable(self._client) else self._client
+
+    @property
     def _manager(self) -> ContainerManager:
-        client = self._client() if callable(self._client) else self._client
-        return ContainerManager(client, self._config)
+        return ContainerManager(self.client, self._config)
 
     def _found_or_made(self) -> str:
         size = self._config.memory_limit

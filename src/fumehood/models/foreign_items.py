@@ -1,4 +1,4 @@
-"""What a chat model is shown of items that tools of other servers made; imports msgspec and `protocol`.
+"""What a model is shown of items that tools of other servers made; imports msgspec and `protocol`.
 
 Clients give back whatever they once got, from another server too: searches, shell commands, lists of tools, and types
 that nobody here knows. A call is shown with what came of it, as far as items tell both; everything else is left out.

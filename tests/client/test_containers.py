@@ -1,0 +1,324 @@
+"""Workspaces in containers of a server that unpacks nothing, as OpenAI's; imports the support."""
+
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fumehood.client import (
+    ContainerExpiredError,
+    HostMount,
+    HostWorkspaceSection,
+    MarkdownSection,
+    Prompt,
+    PromptEvaluationError,
+    PromptSection,
+    Session,
+    WorkspaceBudgetError,
+    WorkspaceSecurityError,
+)
+from fumehood.client.adapters.openai import (
+    ContainerConfig,
+    ContainerFilesystem,
+    ContainerManager,
+    OpenAIContainerWorkspaceSection,
+    OpenAIHostedToolsConfig,
+)
+from fumehood.client.adapters.openai.container import UPLOAD_TYPES, check_upload
+from tests.client.conftest import Elsewhere
+from tests.contracts.filesystem_kit import FilesystemKit
+from tests.support.openai_server import client_of, error, message, response
+
+HOSTED = OpenAIHostedToolsConfig(code_interpreter=True)
+
+
+class TestContainerFilesystem(FilesystemKit):
+    @pytest.fixture
+    def files(self, elsewhere: Elsewhere) -> ContainerFilesystem:
+        return ContainerFilesystem(client=elsewhere.client, container_config=ContainerConfig())
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    root = tmp_path / "project"
+    (root / "src").mkdir(parents=True)
+    (root / "src" / "main.py").write_text("print(1)")
+    (root / "tool.exe").write_bytes(b"MZ")
+    return root
+
+
+def mounted(project: Path, **more: Any) -> OpenAIContainerWorkspaceSection:
+    mounts = (HostMount(str(project), "project"),)
+    return OpenAIContainerWorkspaceSection(
+        session=more.pop("session", None) or Session(), mounts=mounts, allowed_host_roots=(project,), **more
+    )
+
+
+def prompt(section: PromptSection) -> Prompt[None]:
+    task = MarkdownSection(title="Task", key="task", template="Review it.")
+    return Prompt(ns="tests", key="review", sections=[task, section])
+
+
+def uploads(elsewhere: Elsewhere, container_id: str | None) -> dict[str, bytes]:
+    return dict(elsewhere.server.containers[container_id or ""].files.values())
+
+
+def test_a_container_is_made_and_filled_when_it_is_first_needed(elsewhere: Elsewhere, project: Path) -> None:
+    workspace = mounted(project)
+    assert elsewhere.server.calls == []
+    assert workspace.container_id is None
+    elsewhere.server.script(response(message("fine")), response(message("still fine")))
+    adapter = elsewhere.adapter(hosted_tools=HOSTED)
+    adapter.evaluate(prompt(workspace))
+    made = workspace.container_id
+    assert elsewhere.server.calls == [
+        "POST /v1/containers",
+        "GET /v1/models",
+        f"POST /v1/containers/{made}/files",
+        "POST /v1/responses",
+    ]
+    (request,) = elsewhere.server.asked
+    assert request["tools"] == [{"type": "code_interpreter", "container": made}]
+    assert elsewhere.server.containers[made or ""].memory_limit == "4g"
+    text = request["input"][0]["content"]
+    assert "tarfile.open('/mnt/data/workspace.tar')" in text
+    assert "`project`: 2 file(s)" in text
+    (archive,) = uploads(elsewhere, made).values()
+    with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
+        members = packed.getmembers()
+    assert [member.name for member in members] == [
+        "project",
+        "project/src",
+        "project/src/main.py",
+        "project/tool.exe",
+    ]
+    assert {(member.uid, member.uname) for member in members} == {(0, "")}
+    adapter.evaluate(prompt(workspace))
+    assert workspace.container_id == made
+    workspace.cleanup()
+
+
+def test_the_mirror_answers_for_what_is_still_packed(elsewhere: Elsewhere, project: Path) -> None:
+    workspace = mounted(project, client=elsewhere.client)
+    files = workspace.filesystem
+    assert files.glob("**") == ["project/src/main.py", "project/tool.exe"]
+    assert files.read_text("project/src/main.py") == "print(1)"
+    files.write_text("project/src/main.py", "changed")
+    files.write_text("notes.txt", "mine")
+    files.delete("project/tool.exe")
+    assert files.glob("**") == ["notes.txt", "project/src/main.py"]
+    assert files.read_text("project/src/main.py") == "changed"
+    assert uploads(elsewhere, files.container_id)["notes.txt"] == b"mine"
+    assert (project / "src/main.py").read_text() == "print(1)"
+    workspace.cleanup()
+
+
+@pytest.mark.parametrize("sign", ["expired", "deleted"])
+def test_an_expired_container_is_made_again_with_what_was_written(
+    elsewhere: Elsewhere, project: Path, sign: str
+) -> None:
+    workspace = mounted(project, client=elsewhere.client)
+    files = workspace.filesystem
+    files.write_text("notes.txt", "mine")
+    files.write_text("gone.txt", "soon")
+    files.delete("gone.txt")
+    before = files.container_id
+    if sign == "expired":
+        elsewhere.server.expire()
+    else:
+        elsewhere.server.containers.clear()
+    assert files.read_text("notes.txt") == "mine"
+    assert files.container_id not in (None, before)
+    assert uploads(elsewhere, files.container_id).keys() == {"workspace.tar", "notes.txt"}
+    assert files.ensure_container() == files.ensure_container() == files.container_id
+    workspace.cleanup()
+
+
+def test_a_container_that_expires_between_the_look_and_the_request(
+    elsewhere: Elsewhere, project: Path
+) -> None:
+    workspace = mounted(project)
+    elsewhere.server.script(error(400, "Container is expired."), response(message("after all")))
+    found = elsewhere.adapter(hosted_tools=HOSTED).evaluate(prompt(workspace))
+    assert found.text == "after all"
+    first, second = (request["tools"][0]["container"] for request in elsewhere.server.asked)
+    assert (second, first == second) == (workspace.container_id, False)
+    elsewhere.server.script(error(400, "Container is expired."), error(404, "Container not found."))
+    with pytest.raises(ContainerExpiredError):
+        elsewhere.adapter(hosted_tools=HOSTED).evaluate(prompt(workspace))
+    workspace.cleanup()
+
+
+def test_a_container_that_cannot_be_made_again(elsewhere: Elsewhere, project: Path) -> None:
+    workspace = mounted(project, client=elsewhere.client)
+    made = workspace.filesystem.ensure_container()
+    elsewhere.server.expire()
+    elsewhere.server.no_more_containers = True
+    with pytest.raises(ContainerExpiredError, match="any more containers") as gone:
+        workspace.filesystem.read("project/src/main.py")
+    assert gone.value.container_id == made
+    assert isinstance(gone.value.original_error, PromptEvaluationError)
+    workspace.cleanup()
+
+
+def test_a_container_of_nobody_that_expires_during_a_run(elsewhere: Elsewhere) -> None:
+    elsewhere.server.script(error(400, "Container is expired."))
+    task = MarkdownSection(title="Task", key="task", template="x")
+    with pytest.raises(ContainerExpiredError, match="make another one"):
+        elsewhere.adapter(hosted_tools=HOSTED).evaluate(Prompt(ns="n", key="k", sections=[task]))
+
+
+def test_results_come_back_on_cleanup(elsewhere: Elsewhere, project: Path, tmp_path: Path) -> None:
+    workspace = mounted(project, client=elsewhere.client, sync_on_cleanup=True, sync_dir=tmp_path / "back")
+    made = workspace.filesystem.ensure_container()
+    stored = elsewhere.server.containers[made].files
+    stored["cfile_a"] = ("out/report.md", b"# Report")  # as code would have written them
+    stored["cfile_b"] = ("../../evil", b"x")
+    workspace.cleanup()
+    assert (tmp_path / "back/out/report.md").read_bytes() == b"# Report"
+    assert (tmp_path / "back/project/src/main.py").exists()
+    assert not list(tmp_path.rglob("evil"))
+    assert not workspace.temp_dir.exists()
+    assert not any(call.startswith("DELETE") for call in elsewhere.server.calls)
+
+
+def test_nothing_comes_back_unless_it_is_asked_for(elsewhere: Elsewhere, project: Path) -> None:
+    workspace = mounted(project, client=elsewhere.client)
+    workspace.filesystem.ensure_container()
+    elsewhere.server.script()
+    workspace.cleanup()
+    assert elsewhere.server.calls == []
+    assert workspace.container_id is None
+    unused = mounted(project, client=elsewhere.client, sync_on_cleanup=True)
+    unused.cleanup()
+    assert elsewhere.server.calls == []
+    assert unused.sync_dir is not None
+    unused.sync_dir.rmdir()
+
+
+def test_mode_auto_takes_over_a_live_container_of_the_session(elsewhere: Elsewhere, project: Path) -> None:
+    session = Session()
+
+    def made(**config: Any) -> str:
+        config.setdefault("mode", "auto")
+        workspace = mounted(
+            project, session=session, client=elsewhere.client, container_config=ContainerConfig(**config)
+        )
+        return workspace.filesystem.ensure_container()
+
+    first = made()
+    assert made() == first
+    assert made(mode="explicit") != first
+    second = made()
+    assert made(memory_limit="16g") not in (first, second)
+    third = made()
+    elsewhere.server.expire()
+    assert made() != third
+
+
+def test_one_container_has_one_client(elsewhere: Elsewhere, project: Path) -> None:
+    with client_of(elsewhere.server) as other:
+        workspace = mounted(project, client=other)
+        with pytest.raises(PromptEvaluationError, match="pass the same client= to both"):
+            elsewhere.adapter(hosted_tools=HOSTED).evaluate(prompt(workspace))
+    assert elsewhere.server.calls == []
+    workspace.cleanup()
+
+
+def test_without_a_client_the_environment_describes_one(
+    elsewhere: Elsewhere, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = mounted(project)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(PromptEvaluationError, match="No client of OpenAI"):
+        workspace.filesystem.ensure_container()
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    monkeypatch.setenv("OPENAI_BASE_URL", elsewhere.server.url)
+    assert workspace.filesystem.ensure_container() == workspace.container_id
+    workspace.filesystem.client.close()
+    workspace.cleanup()
+
+
+def test_security_and_budgets_are_checked_at_construction(project: Path) -> None:
+    with pytest.raises(WorkspaceSecurityError):
+        OpenAIContainerWorkspaceSection(
+            session=Session(), mounts=(HostMount(str(project)),), allowed_host_roots=()
+        )
+    with pytest.raises(WorkspaceBudgetError):
+        OpenAIContainerWorkspaceSection(
+            session=Session(), mounts=(HostMount(str(project), max_bytes=3),), allowed_host_roots=(project,)
+        )
+
+
+def test_a_clone_has_a_container_of_its_own(elsewhere: Elsewhere, project: Path) -> None:
+    workspace = mounted(project, client=elsewhere.client)
+    clone = workspace.clone(container_config=ContainerConfig("1g"))
+    assert workspace.filesystem.ensure_container() != clone.filesystem.ensure_container()
+    assert elsewhere.server.containers[clone.container_id or ""].memory_limit == "1g"
+    workspace.cleanup()
+    clone.cleanup()
+
+
+def test_one_line_switches_between_container_and_host(elsewhere: Elsewhere, project: Path) -> None:
+    for kind in (OpenAIContainerWorkspaceSection, HostWorkspaceSection):
+        elsewhere.server.script(response(message("fine")))
+        workspace = kind(
+            session=Session(),
+            mounts=(HostMount(str(project), "project", exclude_glob=("*.exe",)),),
+            allowed_host_roots=(project,),
+        )
+        assert elsewhere.adapter(hosted_tools=HOSTED).evaluate(prompt(workspace)).text == "fine"
+        assert workspace.filesystem.read_text("project/src/main.py") == "print(1)"
+        assert workspace.mount_previews[0].file_count == 1
+        workspace.cleanup()
+
+
+# --- the manager --------------------------------------------------------------------------------------
+
+
+def test_files_are_uploaded_attached_listed_read_and_deleted(elsewhere: Elsewhere) -> None:
+    manager = ContainerManager(elsewhere.client)
+    container = manager.create()
+    assert manager.is_alive(container)
+    assert manager.memory_limit(container) == "4g"
+    data = manager.upload(container, "data.csv", b"1,2")
+    attached = manager.attach(container, "file-9")
+    assert [file.path for file in manager.files(container)] == ["data.csv", "file-9.txt"]
+    assert manager.read(container, data.id) == b"1,2"
+    manager.delete(container, attached.id)
+    assert [file.path for file in manager.files(container)] == ["data.csv"]
+    assert not manager.is_alive("cntr_none")
+    with pytest.raises(PromptEvaluationError, match="cannot be uploaded"):
+        manager.upload(container, "run.exe", b"x")
+
+
+def test_a_container_that_cannot_be_made_is_a_configuration_error(elsewhere: Elsewhere) -> None:
+    elsewhere.server.no_more_containers = True
+    with pytest.raises(PromptEvaluationError, match="may not have any more containers"):
+        ContainerManager(elsewhere.client).create()
+
+
+@pytest.mark.parametrize("name", sorted(UPLOAD_TYPES))
+def test_common_types_can_be_uploaded(name: str) -> None:
+    check_upload(f"a.{name.upper()}", b"content")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.exe", b"x"),
+        ("a.csv", b"\x7fELF..."),
+        ("a.py", b"MZ"),
+        ("data", b"\xff\x00"),
+        ("a.tar.xz", b"x"),
+    ],
+)
+def test_other_types_are_refused(name: str, content: bytes) -> None:
+    with pytest.raises(PromptEvaluationError, match="cannot be uploaded"):
+        check_upload(name, content)
+
+
+def test_text_needs_no_extension() -> None:
+    check_upload("Makefile", "täg: all".encode())

@@ -1,0 +1,153 @@
+"""What came from a vendor goes back to it, whatever it was and through every view; imports `fumehood.parts`."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fumehood.parts.canonical import Json, ToolCall, ToolResult
+from fumehood.parts.convert import VENDORS, convert, from_vendor, names, to_vendor
+from fumehood.parts.forms import VIEWS, problem_of
+from fumehood.parts.lenses import copied, same
+from tests.support.part_samples import DOCUMENTS, SAMPLES
+
+REFERENCE = Path(__file__).parents[3] / "shared" / "reference"
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
+anything = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def mutilated(value: Json, chance: random.Random, others: list[Json]) -> Json:
+    """The value with things changed, left out, put in and put into another order, here and there."""
+    if chance.random() < 0.08:
+        return chance.choice(others)
+    if isinstance(value, list):
+        return [mutilated(inner, chance, others) for inner in value if chance.random() > 0.05]
+    if isinstance(value, dict):
+        members = [
+            (key, mutilated(inner, chance, others)) for key, inner in value.items() if chance.random() > 0.08
+        ]
+        if chance.random() < 0.2:
+            members.append(
+                (chance.choice(["id", "call_id", "status", "error", "new"]), chance.choice(others))
+            )
+        if chance.random() < 0.3:
+            chance.shuffle(members)
+        return dict(members)
+    return value
+
+
+def assert_goes_back(vendor: str, document: Json) -> None:
+    given_ = copied(document)
+    parts = from_vendor(vendor, document)
+    assert same(document, given_), "what is given is not changed"
+    assert same(to_vendor(vendor, parts), document)
+    for view in VIEWS:
+        written = json.loads(json.dumps(convert(vendor, view, document)))
+        for part in written:
+            assert problem_of(part) == "", part
+        assert same(convert(view, vendor, written), document), view
+
+
+@pytest.mark.parametrize("vendor", SAMPLES)
+def test_samples_go_back(vendor: str) -> None:
+    assert_goes_back(vendor, SAMPLES[vendor])
+    for item in SAMPLES[vendor]:
+        assert_goes_back(vendor, item)
+
+
+@pytest.mark.parametrize(("vendor", "document"), DOCUMENTS)
+def test_whole_responses_go_back(vendor: str, document: Any) -> None:
+    assert_goes_back(vendor, document)
+
+
+@pytest.mark.parametrize("vendor", SAMPLES)
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32), others=st.lists(anything, min_size=1, max_size=4))
+def test_mutilated_items_go_back(vendor: str, seed: int, others: list[Json]) -> None:
+    chance = random.Random(seed)
+    items: Json = mutilated(chance.sample(SAMPLES[vendor], min(3, len(SAMPLES[vendor]))), chance, others)
+    assert_goes_back(vendor, items)
+
+
+@pytest.mark.parametrize("vendor", SAMPLES)
+@settings(max_examples=25)
+@given(document=anything)
+def test_anything_goes_back(vendor: str, document: Json) -> None:
+    assert same(to_vendor(vendor, from_vendor(vendor, document)), document)
+    written = convert(vendor, "option2", document)
+    assert same(convert("option2", vendor, written), document)
+
+
+@pytest.mark.parametrize("vendor", SAMPLES)
+def test_every_shape_has_a_sample(vendor: str) -> None:
+    seen = {
+        part.vendor_type
+        for part in from_vendor(vendor, SAMPLES[vendor])
+        if isinstance(part, ToolCall | ToolResult)
+    }
+    own = {shape.type for shape in VENDORS[vendor].shapes}
+    if vendor in ("azure", "xai"):
+        own -= {shape.type for shape in VENDORS["openai"].shapes}
+    if vendor == "gemini":
+        own -= {f"{member}:{tool}" for member in ("toolCall", "toolResponse") for tool in GEMINI_UNSAMPLED}
+    if vendor == "anthropic":
+        own.remove("server_tool_use:tool_search_tool_bm25")
+    assert own <= seen
+
+
+GEMINI_UNSAMPLED = ("GOOGLE_SEARCH_IMAGE", "FILE_SEARCH", "GOOGLE_MAPS")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("vendor", SAMPLES)
+def test_one_view_leads_to_another(vendor: str, view: str) -> None:
+    """From view to view nothing is lost either."""
+    for other in VIEWS:
+        through = convert(view, other, convert(vendor, view, SAMPLES[vendor]))
+        assert same(convert(other, vendor, through), SAMPLES[vendor])
+
+
+@pytest.mark.parametrize("target", names())
+@pytest.mark.parametrize("vendor", SAMPLES)
+def test_anything_can_be_asked_for(vendor: str, target: str) -> None:
+    assert convert(vendor, target, SAMPLES[vendor])
+
+
+def _recorded() -> list[tuple[str, Json]]:
+    found: list[tuple[str, Json]] = []
+    if REFERENCE.is_dir():
+        samples = json.loads((REFERENCE / "server-tool-samples.json").read_bytes())
+        found += [*samples.items()]
+        found += [
+            ("openai", json.loads(file.read_bytes()))
+            for file in sorted((REFERENCE / "recorded").glob("*.json"))
+        ]
+    return found
+
+
+@pytest.mark.skipif(not REFERENCE.is_dir(), reason="the reference is not here")
+def test_recorded_responses_go_back() -> None:
+    recorded = _recorded()
+    assert len(recorded) > 20
+    for vendor, document in recorded:
+        assert_goes_back(vendor, document)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vendor", SAMPLES)
+@settings(max_examples=300)
+@given(seed=st.integers(0, 2**32), others=st.lists(anything, min_size=1, max_size=4))
+def test_many_mutilated_items_go_back(vendor: str, seed: int, others: list[Json]) -> None:
+    chance = random.Random(seed)
+    documents = [document for name, document in DOCUMENTS if name == vendor]
+    assert_goes_back(vendor, mutilated(chance.choice([SAMPLES[vendor], *documents]), chance, others))

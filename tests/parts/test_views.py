@@ -1,0 +1,322 @@
+"""How parts look in each view, and what becomes of parts that others wrote; imports `fumehood.parts`."""
+
+from typing import Any
+
+import pytest
+from inline_snapshot import snapshot
+
+from fumehood.parts.canonical import Json, Other, ToolCall, ToolResult
+from fumehood.parts.convert import convert, from_vendor
+from fumehood.parts.forms import VIEWS, Malformed
+from fumehood.parts.views import NoSuchView, from_view, to_view
+from tests.support.part_samples import GEMINI, GEMINI_GROUNDED, OPENAI
+
+CODE = OPENAI[2]
+
+
+def seen(view: str, items: Any, vendor: str = "openai") -> list[Any]:
+    """As the view shows it to somebody who does not care for the way back."""
+    written: Any = convert(vendor, view, items)
+    return [{key: value for key, value in part.items() if key != "fumehood.source"} for part in written]
+
+
+def test_option_1() -> None:
+    assert seen("option1", CODE) == snapshot(
+        [
+            {
+                "type": "tool_call",
+                "id": "ci_1",
+                "name": "code_interpreter",
+                "tool_call": {"type": "code_interpreter", "code": "print(2)", "container_id": "cntr_1"},
+                "arguments": {"code": "print(2)", "container_id": "cntr_1"},
+            },
+            {
+                "type": "tool_call_response",
+                "id": "ci_1",
+                "response": {
+                    "type": "code_interpreter",
+                    "outputs": [
+                        {"type": "logs", "logs": "2\n"},
+                        {"type": "image", "url": "https://e.x/y.png"},
+                    ],
+                },
+            },
+        ]
+    )
+
+
+def test_option_2() -> None:
+    assert seen("option2", CODE) == snapshot(
+        [
+            {
+                "type": "server_tool_call",
+                "id": "ci_1",
+                "name": "code_interpreter",
+                "server_tool_call": {
+                    "type": "code_interpreter",
+                    "code": "print(2)",
+                    "container_id": "cntr_1",
+                },
+            },
+            {
+                "type": "server_tool_call_response",
+                "id": "ci_1",
+                "server_tool_call_response": {
+                    "type": "code_interpreter",
+                    "outputs": [
+                        {"type": "logs", "logs": "2\n"},
+                        {"type": "image", "url": "https://e.x/y.png"},
+                    ],
+                },
+            },
+        ]
+    )
+
+
+def test_option_3() -> None:
+    assert seen("option3", CODE) == snapshot(
+        [
+            {
+                "type": "server_tool",
+                "id": "ci_1",
+                "name": "code_interpreter",
+                "tool_call": {"type": "code_interpreter", "code": "print(2)", "container_id": "cntr_1"},
+                "tool_response": {
+                    "type": "code_interpreter",
+                    "outputs": [
+                        {"type": "logs", "logs": "2\n"},
+                        {"type": "image", "url": "https://e.x/y.png"},
+                    ],
+                },
+                "status": "completed",
+            }
+        ]
+    )
+
+
+def test_the_alternative_of_option_3() -> None:
+    assert seen("option3-alternative", CODE) == snapshot(
+        [
+            {
+                "type": "server_tool_execution",
+                "id": "ci_1",
+                "name": "code_interpreter",
+                "request": {"type": "code_interpreter", "code": "print(2)", "container_id": "cntr_1"},
+                "response": {
+                    "type": "code_interpreter",
+                    "outputs": [
+                        {"type": "logs", "logs": "2\n"},
+                        {"type": "image", "url": "https://e.x/y.png"},
+                    ],
+                },
+                "execution_metadata": {"status": "completed"},
+            }
+        ]
+    )
+
+
+def test_what_travels_for_the_way_back() -> None:
+    written: Any = convert("openai", "option2", CODE)
+    assert [part["fumehood.source"] for part in written] == snapshot(
+        [
+            {
+                "vendor": "openai",
+                "type": "code_interpreter_call",
+                "status": "completed",
+                "item": {
+                    "type": "code_interpreter_call",
+                    "id": "ci_1",
+                    "status": "completed",
+                    "container_id": None,
+                    "code": None,
+                    "outputs": None,
+                },
+                "moved": [["code", ["code"]], ["container_id", ["container_id"]]],
+                "envelope": {"document": None, "places": [[]]},
+            },
+            {
+                "vendor": "openai",
+                "type": "code_interpreter_call",
+                "status": "completed",
+                "follows": True,
+                "moved": [["outputs", ["outputs"]]],
+            },
+        ]
+    )
+
+
+def test_tools_of_the_client_are_not_the_servers() -> None:
+    """The type does not tell: a shell in a container is the server's, one without is the client's, with its output."""
+    theirs = [item for item in OPENAI if item["type"].startswith("shell_call")]
+    ours = [{key: value for key, value in item.items() if key != "environment"} for item in theirs]
+    assert [part["type"] for part in seen("option2", theirs)] == [
+        "server_tool_call",
+        "server_tool_call_response",
+    ]
+    assert [part["type"] for part in seen("option2", ours)] == ["tool_call", "tool_call_response"]
+    for view in VIEWS:
+        parts = from_view(to_view(view, from_vendor("openai", [*theirs, *ours])))
+        assert [part.execution for part in parts if isinstance(part, ToolCall | ToolResult)] == [
+            *("server", "server", "client", "client")
+        ], view
+
+
+def test_the_id_is_what_call_and_result_share() -> None:
+    computer: list[Any] = [item for item in OPENAI if item["type"].startswith("computer_call")]
+    assert [part["id"] for part in seen("option2", computer)] == ["call_1", "call_1"]
+    assert [
+        part.id for part in from_vendor("openai", computer) if isinstance(part, ToolCall | ToolResult)
+    ] == [*("cu_1", "cuo_1")]
+
+
+def test_a_call_whose_outcome_is_not_shown_has_no_response() -> None:
+    for hidden in (
+        {**CODE, "outputs": None},
+        {key: CODE[key] for key in ("type", "id", "code", "container_id")},
+    ):
+        assert [part["type"] for part in seen("option2", hidden)] == ["server_tool_call"]
+    assert [part["type"] for part in seen("option2", {**CODE, "outputs": []})] == [
+        *("server_tool_call", "server_tool_call_response")
+    ]
+
+
+def test_what_was_never_seen_as_a_call_says_so() -> None:
+    parts = from_vendor("gemini", GEMINI_GROUNDED)
+    assert [(part.kind, part.provenance) for part in parts if isinstance(part, ToolCall | ToolResult)] == [
+        *(("web_search", "synthesized"), ("web_search", "synthesized")),
+        *(("url_context", "synthesized"), ("url_context", "synthesized")),
+    ]
+    assert seen("option2", GEMINI_GROUNDED, "gemini")[1:3] == snapshot(
+        [
+            {
+                "type": "server_tool_call",
+                "id": None,
+                "name": "web_search",
+                "server_tool_call": {"type": "web_search", "queries": ["q"]},
+            },
+            {
+                "type": "server_tool_call_response",
+                "id": None,
+                "server_tool_call_response": {
+                    "type": "web_search",
+                    "results": [{"url": "https://e.x", "title": "e.x"}],
+                },
+            },
+        ]
+    )
+    observed = from_vendor("gemini", GEMINI)
+    assert {part.provenance for part in observed if isinstance(part, ToolCall | ToolResult)} == {"observed"}
+    for view in VIEWS:
+        again = from_view(to_view(view, parts))
+        assert [part.provenance for part in again if isinstance(part, ToolCall)] == ["synthesized"] * 2, view
+
+
+def test_parallel_calls_keep_their_order_in_one_object_each() -> None:
+    calls: list[Any] = [
+        {"type": "server_tool_use", "id": name, "name": "web_search", "input": {"query": name}}
+        for name in "ab"
+    ]
+    results: list[Any] = [
+        {"type": "web_search_tool_result", "tool_use_id": name, "content": []} for name in "ba"
+    ]
+    written: Any = convert("anthropic", "option3", [*calls, *results])
+    assert [part["id"] for part in written] == ["a", "b"]
+    assert convert("option3", "anthropic", written) == [*calls, *results]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {
+            "type": "server_tool_call",
+            "id": None,
+            "name": "x",
+            "server_tool_call": {"type": "x", "deep": {"a": [1]}},
+        },
+        {
+            "type": "server_tool_call_response",
+            "id": "1",
+            "server_tool_call_response": {"type": "x"},
+            "more": 1,
+        },
+        {
+            "type": "server_tool",
+            "id": "1",
+            "name": "x",
+            "tool_call": {"type": "x"},
+            "status": "completed",
+            "more": 1,
+        },
+        {
+            "type": "server_tool_execution",
+            "id": "1",
+            "name": "code_interpreter",
+            "request": {"type": "code_interpreter", "code": "1"},
+            "response": {"type": "code_interpreter", "outputs": []},
+            "execution_metadata": {
+                "status": "completed",
+                "duration_ms": 250,
+                "timestamp": "2026-01-12T10:30:45Z",
+            },
+        },
+        {"type": "text", "content": "x", "more": 1},
+        {"type": "reasoning", "content": "x"},
+        {"type": "blob", "mime_type": None, "modality": "image", "content": "aGk="},
+        {"type": "file", "mime_type": "image/png", "modality": "image", "file_id": "f"},
+        {"type": "uri", "mime_type": None, "modality": "image", "uri": "https://e.x"},
+        {"type": "somebody:else", "anything": [1]},
+    ],
+)
+def test_parts_that_others_wrote_keep_what_they_have(part: Any) -> None:
+    view = {"server_tool": "option3", "server_tool_execution": "option3-alternative"}.get(
+        part["type"], "option2"
+    )
+    assert to_view(view, from_view([part])) == [part]
+
+
+def test_a_part_that_is_none_is_refused() -> None:
+    with pytest.raises(Malformed, match=r"part 1: `server_tool_call` is missing"):
+        from_view([{"type": "text", "content": ""}, {"type": "server_tool_call", "name": "x"}])
+    with pytest.raises(NoSuchView, match="option2"):
+        to_view("option9", [])
+
+
+HOSTILE: list[Any] = [
+    5,
+    {"vendor": 5},
+    {"vendor": "openai"},
+    {"vendor": "openai", "item": {}, "moved": 5},
+    {"vendor": "openai", "item": {}, "moved": [[]]},
+    {"vendor": "openai", "item": {}, "moved": [["code", ["a", {}]]]},
+    {"vendor": "openai", "item": {}, "moved": [["code", ["a"], "no such lens"]]},
+    {"vendor": "openai", "item": [], "moved": [["code", [10**12]]]},
+    {"vendor": "openai", "item": [], "moved": [["code", [-1]]]},
+    {"vendor": "openai", "item": {}, "moved": [["__class__", ["a"]]]},
+    {"vendor": "openai", "item": {}, "envelope": {}},
+    {"vendor": "openai", "item": {}, "envelope": {"document": [], "places": [[7]]}},
+    {"vendor": "openai", "item": {}, "envelope": {"document": 1, "places": 5}},
+    {"vendor": "openai", "item": {}, "place": "x"},
+    {"vendor": "openai", "follows": True},
+]
+
+
+@pytest.mark.parametrize("source", HOSTILE)
+@pytest.mark.parametrize("kind", ["server_tool_call", "fumehood:item"])
+def test_a_source_from_elsewhere_is_read_or_refused(kind: str, source: Any) -> None:
+    """Telemetry comes from anywhere: a part may be refused with a reason, and nothing else happens."""
+    part: Any = {"type": kind, "fumehood.source": source}
+    if kind == "server_tool_call":
+        part |= {"id": "1", "name": "code_interpreter", kind: {"type": "code_interpreter", "code": "1"}}
+    try:
+        convert("option2", "openai", [part])
+    except Malformed as refused:
+        assert "fumehood.source" in str(refused)  # noqa: PT017 - both ends are right
+
+
+def test_unknown_items_are_carried_whole() -> None:
+    unknown: list[Json] = [{"type": "novelty", "a": [None, 1.0, True]}, "text", 7, None, [], {"no": "type"}]
+    for item in unknown:
+        (part,) = from_vendor("openai", [item])
+        assert isinstance(part, Other)
+        assert part.source is not None
+        assert part.source.item == item
