@@ -311,7 +311,7 @@ class HostedTool(Protocol):
 
     @property
     def finds_files(self) -> bool:
-        """Whether its calls find the files and pictures of the conversation, and can look at them."""
+        """Whether its calls find the files of the conversation."""
         ...
 
     async def offer(
@@ -335,22 +335,6 @@ class HostedTool(Protocol):
 
     async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:
         """What must outlive the items of this conversation, which are about to be compacted; None if nothing must."""
-        ...
-
-
-# --- files in inputs ----------------------------------------------------------------------------------
-
-
-class Attachments(Protocol):
-    """Finds out what the files and pictures of an input are."""
-
-    async def find(self, caller: Caller, part: FilePart, *, whole: bool) -> Attachment:
-        """What a part holds or names. Its name is fit for a container, but may be that of another file too.
-
-        Raises NotFound for an upload that the caller does not have, and for what cannot be had from its address;
-        InvalidRequest for what cannot be taken. `param` names the field of the part.
-        whole: whether a model will be shown files that are no text.
-        """
         ...
 
 
@@ -515,6 +499,15 @@ class Files(Protocol):
 
     async def delete(self, caller: Caller, file_id: str) -> None:
         """Copies that containers hold stay: they have records of their own. Raises NotFound."""
+        ...
+
+
+class Attachments(Protocol):
+    async def find(self, caller: Caller, part: FilePart, *, whole: bool) -> Attachment:
+        """What a part of an input holds or names, under a name that other files may have too. `whole`: with the content
+        of files that are no text. Raises NotFound for what the caller cannot have, InvalidRequest for what cannot be
+        taken; `param` names the field of the part.
+        """
         ...
 
 

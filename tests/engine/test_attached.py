@@ -17,8 +17,8 @@ from fumehood.protocol.models import ModelProfile, ModelRequest
 from fumehood.protocol.responses import CreateResponse
 from fumehood.testing import ScriptedModel, says
 from tests.support.engines import Engine
-from tests.support.tools import Echo
 from tests.support.memory_uploads import Uploads
+from tests.support.tools import Echo
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 20
 PDF = b"%PDF-1.7\n"

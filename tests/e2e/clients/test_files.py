@@ -53,6 +53,15 @@ def script(model: Model) -> None:
     model.script(runs(CODE), answer(TEXT))
 
 
+def created(house: House, **request: Any) -> Response:
+    response: Response = house.strict.responses.create(**request)
+    return response
+
+
+def containers(response: Response) -> set[str]:
+    return {item.container_id for item in response.output if item.type == "code_interpreter_call"}
+
+
 def tool(file_id: str) -> Any:
     return {"type": "code_interpreter", "container": {"type": "auto", "file_ids": [file_id]}}
 
@@ -100,14 +109,13 @@ async def check_files(client: AsyncOpenAI, container_id: str, made: str) -> None
 async def test_openai(house: House, client: AsyncOpenAI, file_id: str, streaming: bool) -> None:
     script(house.model)
     request: Any = {"model": "scripted", "input": "Turn it round", "tools": [tool(file_id)]}
-    response: Response
     if streaming:
         with house.strict.responses.stream(**request) as stream:
             cited = [event for event in stream if event.type == "response.output_text.annotation.added"]
-            response = stream.get_final_response()
+            response: Response = stream.get_final_response()
         assert len(cited) == 1
     else:
-        response = house.strict.responses.create(**request)
+        response = created(house, **request)
     await check(house, client, response.output)
     await check(house, client, house.strict.responses.retrieve(response.id).output)
 
@@ -172,11 +180,11 @@ async def test_files_of_messages_of_every_kind(house: House, client: AsyncOpenAI
         "tools": [{"type": "code_interpreter", "container": {"type": "auto"}}],
     }
     said: Any = {"role": "user", "content": content}
-    first = house.strict.responses.create(input=[said], **request)
-    house.strict.responses.create(input="Sure?", previous_response_id=first.id, **request)
+    first = created(house, input=[said], **request)
+    created(house, input="Sure?", previous_response_id=first.id, **request)
     await client.files.delete(file_id)
     again: Any = [said, *first.output, {"role": "user", "content": "And now?"}]
-    replayed = house.strict.responses.create(input=again, **request)
+    replayed = created(house, input=again, **request)
 
     found = f"{{'{NAME}': {len(CONTENT)}, 'image.png': {len(PNG)}, 't.csv': 8}}"
     asked = [one.json["messages"] for one in house.model.asked]
@@ -196,11 +204,7 @@ async def test_files_of_messages_of_every_kind(house: House, client: AsyncOpenAI
     assert asked[2][:3] == asked[1]  # byte for byte what it was
     assert asked[3][0]["content"][1:] == asked[0][0]["content"][1:]
     assert asked[4][-1]["content"] == found  # nothing was put there a second time
-    assert {
-        item.container_id
-        for item in (*first.output, *replayed.output)
-        if item.type == "code_interpreter_call"
-    } == {item.container_id for item in first.output if item.type == "code_interpreter_call"}
+    assert containers(replayed) == containers(first)
 
 
 def test_what_is_not_there_is_refused_before_anything_begins(house: House) -> None:
