@@ -208,6 +208,7 @@ class LimitSettings(_Section, frozen=True):
     concurrent_total: the same of everybody together.
     body_bytes_total: the bodies of all requests that are worked on, together.
     turns, response_seconds: how often the model may be asked for one response, and how long that may take.
+    turn_characters: that the model may write each time.
     behind_events, behind_seconds: how far a reader of a stream may fall behind, and for how long.
     """
 
@@ -219,6 +220,7 @@ class LimitSettings(_Section, frozen=True):
     body_bytes_total: Positive = 512 << 20
     turns: Positive = 64
     response_seconds: Seconds = 1800.0
+    turn_characters: Annotated[int, Meta(ge=1000)] = 1 << 24
     behind_events: Positive = 10_000
     behind_seconds: Seconds = 30.0
 

@@ -159,12 +159,21 @@ class Runs(Protocol):
 # --- models -------------------------------------------------------------------------------------------
 
 
+# Is offered events at the moment when they come, before any task is woken for them; whether it has taken them. What it
+# raises, the generator raises.
+type Take = Callable[[Sequence[AnyModelEvent]], bool]
+
+
 class ModelBackend(Protocol):
     """A model server, or something that behaves like one."""
 
-    def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+    def stream(
+        self, request: ModelRequest, take: Take | None = None
+    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         """One turn, as many events at a time as are there, `TurnEnded` last. Leaving the generator aborts the
         request. Raises ModelError; before the first batch, nothing has happened and the turn may be tried again.
+
+        take: may be offered what comes after the first batch; what it takes is not given again.
         """
         ...
 
@@ -510,7 +519,8 @@ class Sandbox(Protocol):
         """Run code and yield its events, the `End` last; calls of one sandbox run one after another.
 
         Leaving the iterator does not stop the code: `interrupt` does. The same `execution_id` again attaches to the
-        call that is there. Raises Conflict if that was another code, RequestRefused, TooLarge.
+        call that is there. Raises Conflict if that was another code, RequestRefused, TooLarge; and SandboxGone or
+        SandboxNotFound, which are `refused` where it is certain that nothing has begun.
         """
         ...
 

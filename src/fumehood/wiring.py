@@ -26,7 +26,6 @@ from fumehood.gateway.request_log import RequestLines, RequestLog, to_logging
 from fumehood.gateway.server import Server
 from fumehood.interfaces import (
     Amount,
-    Blobs,
     Clock,
     Containers,
     HostedTool,
@@ -35,6 +34,7 @@ from fumehood.interfaces import (
     Runs,
     SandboxProvider,
     Store,
+    Take,
 )
 from fumehood.models.registry import open_models
 from fumehood.protocol.file_types import AcceptedTypes
@@ -136,17 +136,25 @@ async def assembled(
         metrics = Metrics()
         chosen = config.providers.code_interpreter
         sandboxes = await _sandboxes(chosen.settings, environ, stack, start=chosen.enabled)
-        containers, tools = await _interpreter(config, sandboxes, store, blobs, clock, stack)
+        sealer = _sealer(config, environ)
+        containers = await stack.enter_async_context(
+            SandboxContainers(
+                sandboxes, store, blobs, clock, _container_settings(config), sealer=sealer, uploads=files
+            )
+        )
+        tools = _tools(config, containers, clock)
         limits = config.limits
         runs = EngineRuns(
             _CountedModels(models, metrics),
             tools,
             store,
             clock,
-            limits=LoopLimits(turns=limits.turns, seconds=limits.response_seconds),
+            limits=LoopLimits(
+                turns=limits.turns, seconds=limits.response_seconds, characters=limits.turn_characters
+            ),
             lag=LagLimits(events=limits.behind_events, seconds=limits.behind_seconds),
             disabled_tools=frozenset() if chosen.enabled else frozenset({CODE_INTERPRETER}),
-            sealer=_sealer(config, environ),
+            sealer=sealer,
         )
         always = chosen.settings.always_include_outputs
         gateway = Gateway(
@@ -250,9 +258,11 @@ class _CountedBackend:
         self.profile = backend.profile
         self.close = backend.close
 
-    def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+    def stream(
+        self, request: ModelRequest, take: Take | None = None
+    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         self._metrics.turns += 1
-        return self._backend.stream(request)
+        return self._backend.stream(request, take)
 
 
 async def _store(config: Config, stack: AsyncExitStack) -> SqliteStore:
@@ -302,41 +312,25 @@ async def _callers(config: Config, store: Store, clock: Clock, stack: AsyncExitS
     return holders
 
 
-async def _interpreter(
-    config: Config,
-    sandboxes: SandboxProvider,
-    store: Store,
-    blobs: Blobs,
-    clock: Clock,
-    stack: AsyncExitStack,
-) -> tuple[Containers, list[HostedTool]]:
-    """Containers of earlier days keep their files, also where no more code is run."""
-    chosen = config.providers.code_interpreter
-    settings = chosen.settings
-    containers = SandboxContainers(
-        sandboxes,
-        store,
-        blobs,
-        clock,
-        ContainerSettings(
-            isolation=settings.isolation,
-            claim_timeout=settings.claim_timeout,
-            containers_per_tenant=config.limits.containers_per_tenant,
-            allowed_domains=frozenset(settings.allowed_domains),
-            idle_minutes=settings.idle_minutes,
-            longest_idle_minutes=settings.longest_idle_minutes,
-            life_hours=settings.life_hours,
-            retention_hours=settings.retention_hours,
-            retained_bytes=settings.retained_bytes,
-            files=FileLimits(
-                file_bytes=settings.file_bytes,
-                container_bytes=settings.container_bytes,
-                files=settings.container_files,
-            ),
+def _container_settings(config: Config) -> ContainerSettings:
+    settings = config.providers.code_interpreter.settings
+    return ContainerSettings(
+        isolation=settings.isolation,
+        claim_timeout=settings.claim_timeout,
+        containers_per_tenant=config.limits.containers_per_tenant,
+        allowed_domains=frozenset(settings.allowed_domains),
+        idle_minutes=settings.idle_minutes,
+        longest_idle_minutes=settings.longest_idle_minutes,
+        life_hours=settings.life_hours,
+        retention_hours=settings.retention_hours,
+        retained_bytes=settings.retained_bytes,
+        files=FileLimits(
+            file_bytes=settings.file_bytes,
+            container_bytes=settings.container_bytes,
+            files=settings.container_files,
         ),
+        sandboxes_outlive=settings.sandbox_url is not None,
     )
-    await stack.enter_async_context(containers)
-    return containers, _tools(config, containers, clock)
 
 
 def _tools(config: Config, containers: Containers, clock: Clock) -> list[HostedTool]:

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 from msgspec import Raw
 
-from fumehood.gateway.sse import encode_events
-from fumehood.protocol.events import Created, ItemDone, TextDelta
-from fumehood.protocol.folding import LOGPROBS
+from fumehood.gateway.sse import DONE, encode_events
+from fumehood.gateway.websocket import Messages
+from fumehood.protocol.events import Created, InterpreterFailed, ItemDone, TextDelta
+from fumehood.protocol.folding import LOGPROBS, OPENAIS_EVENTS
 from fumehood.protocol.responses import Response
 from tests.support.sse import parse
 
@@ -29,6 +30,17 @@ def test_one_event_byte_by_byte() -> None:
             b'"logprobs":[]}\n\n',
         ]
     )
+
+
+def test_a_client_that_knows_only_openais_events_is_told_of_no_other() -> None:
+    failed = InterpreterFailed(sequence_number=7, item_id="ci_1", output_index=2)
+    ((name, event),) = parse(bytes(encode_events([failed], ())) + DONE)
+    assert name == event["type"] == "response.code_interpreter_call.failed"
+    ((name, told),) = parse(bytes(encode_events([failed], {OPENAIS_EVENTS})) + DONE)
+    assert name == told["type"] == "response.code_interpreter_call.completed"
+    assert {**told, "type": event["type"]} == event
+    (message,) = [Messages().events([failed], {OPENAIS_EVENTS})]
+    assert b"call.completed" in message
 
 
 @given(st.lists(st.text(), min_size=1))

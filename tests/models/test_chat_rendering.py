@@ -13,7 +13,17 @@ from inline_snapshot import snapshot
 from fumehood.models.chat_rendering import ChatRenderer, Dialect
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import InvalidRequest
-from tests.support.conversations import call, entry, hosted, message, output, segment, thought
+from tests.support.conversations import (
+    call,
+    entry,
+    hosted,
+    message,
+    output,
+    segment,
+    shell_call,
+    shell_output,
+    thought,
+)
 
 PICTURE = "data:image/png;base64,AAAA"
 
@@ -457,3 +467,32 @@ def test_a_response_in_parts_is_the_response(made: list[list[Entry]]) -> None:
         for _, group in itertools.groupby(entries, key=lambda item: item.turn)
     ]
     assert ChatRenderer(Dialect()).messages(None, parts) == whole
+
+
+# --- calls whose results are items of their own ---------------------------------------------------------
+
+
+def test_calls_and_results_that_are_two_items() -> None:
+    turn = segment(
+        message("go"),
+        shell_call("a", turn=1),
+        hosted("b", "two", turn=1),
+        shell_output("a", "one", turn=1, images=[PICTURE]),
+        message("done", "assistant", turn=2),
+    )
+    shown = render(turn, dialect=Dialect(takes_images=True))
+    assert shape(shown)[:4] == ["user go", "assistant a b", "tool one -> a", "tool two -> b"]
+    assert shown[4]["content"][1]["image_url"] == {"url": PICTURE}
+
+
+def test_two_items_that_a_client_gives_back() -> None:
+    given = segment(
+        message("go"),
+        shell_call("a"),
+        shell_output("a", "1"),
+        shell_call("b"),
+        shell_call("c"),
+        shell_output("c", "3"),
+    )
+    assert shape(render(given)) == ["user go", "assistant a", "tool 1 -> a", "assistant c", "tool 3 -> c"]
+    assert shape(render(segment(message("go"), shell_output("a", "1")))) == ["user go"]

@@ -27,7 +27,17 @@ from fumehood.protocol.models import (
 from fumehood.protocol.responses import ReasoningConfig, TextConfig, TextFormat
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
 from tests.support.chat_server import Answer, ChatServer, chat_server, document, error, stream
-from tests.support.conversations import call, entry, hosted, message, output, segment, thought
+from tests.support.conversations import (
+    call,
+    entry,
+    hosted,
+    message,
+    output,
+    segment,
+    shell_call,
+    shell_output,
+    thought,
+)
 from tests.support.responses_server import done, ended, response, says
 
 KEY = "sk-upstream-secret-0123456789"
@@ -441,3 +451,29 @@ async def test_an_end_is_enough() -> None:
     """Nobody waits for more after it, not even for the end of the body."""
     async with upstream(stream(says("a"), end=False), stream(ended())) as (backend, _):
         assert (await turn(backend))[-1] == TurnEnded("stop")
+
+
+async def test_calls_and_results_that_are_two_items() -> None:
+    """Ours are functions of the client's to such a server; what is a server's own stays its own, whole."""
+    ours = [
+        shell_call("a", turn=1),
+        shell_call("b", turn=1),
+        shell_output("a", "1", turn=1),
+        shell_output("b", "2", turn=1),
+    ]
+    local = entry({"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}})
+    unanswered = shell_call("d")
+    conversation = segment(message("go"), *ours, unanswered, local, shell_output("c", "3"))
+    for pass_tools, rest in (
+        (["shell"], ["shell_call", "shell_call_output"]),
+        ([], ["function_call", "function_call_output"]),
+    ):
+        asked = await sent(conversation, pass_tools=pass_tools)
+        assert [(item["type"], item["call_id"]) for item in asked[1:]] == [
+            ("function_call", "a"),
+            ("function_call", "b"),
+            ("function_call_output", "a"),
+            ("function_call_output", "b"),
+            (rest[0], "c"),
+            (rest[1], "c"),
+        ]

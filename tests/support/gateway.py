@@ -44,6 +44,7 @@ from fumehood.protocol.responses import CreateResponse, Response, Usage
 from fumehood.serving.sockets import Address, listen
 from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.testing import FakeClock, MemoryBlobs, MemoryStore
+from tests.support.forms import form, form_type, part, quoted
 
 PATIENCE = 30
 TEXT = ("Hello", ", ", "world")
@@ -365,11 +366,15 @@ class Served:
         headers: dict[str, str] | None = None,
         **fields: str,
     ) -> Answer:
-        form = aiohttp.FormData({"purpose": purpose, **fields})
-        form.add_field("file", content, filename=name)
-        async with self.session.post(self.url("/v1/files"), data=form, headers=headers) as response:
-            found = {each.lower(): value for each, value in response.headers.items()}
-            return Answer(response.status, found, await response.read())
+        """The fields first, as most clients do it."""
+        named = {"purpose": purpose, **fields}
+        body = form(
+            [
+                *(part(key, value.encode()) for key, value in named.items()),
+                part("file", content, quoted(name)),
+            ]
+        )
+        return await self.ask("POST", "/v1/files", body, headers={**form_type(), **(headers or {})})
 
     async def create(self, headers: dict[str, str] | None = None, **request: Any) -> Answer:
         body = {"model": "small", "input": "hi", **request}

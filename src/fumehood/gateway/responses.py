@@ -16,7 +16,7 @@ from fumehood.gateway.sse import GONE, SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
 from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import InvalidRequest, NotFound
-from fumehood.protocol.folding import project_response
+from fumehood.protocol.folding import OPENAIS_EVENTS, project_response
 from fumehood.protocol.responses import CompactedResponse, CreateResponse, Deleted, Response, Usage
 from fumehood.serving.exchange import CallerLeft
 
@@ -51,7 +51,7 @@ class Responses:
     async def create(self, exchange: Exchange, caller: Caller) -> None:
         with self._limits.room(caller) as room:
             request, body = await self._read(exchange, caller, room)
-            include = self._always.union(request.include or ())
+            include = self._shown_to(exchange, request)
             header = exchange.headers.get(b"idempotency-key")
             if header is not None:
                 digest = await aside(len(body), body_digest, body)
@@ -111,7 +111,7 @@ class Responses:
     async def _answer(
         self, exchange: Exchange, run: Run, request: CreateResponse, follow: Follow
     ) -> Response | None:
-        include = self._always.union(request.include or ())
+        include = self._shown_to(exchange, request)
         if not request.stream:
             return await self._wait(exchange, run, include)
         self._metrics.streams += 1
@@ -145,6 +145,13 @@ class Responses:
     def _note_usage(self, exchange: Exchange, usage: Usage) -> None:
         exchange.noted["input_tokens"] = usage.input_tokens
         exchange.noted["output_tokens"] = usage.output_tokens
+
+    def _shown_to(self, exchange: Exchange, request: CreateResponse) -> frozenset[str]:
+        include = self._always.union(request.include or ())
+        # `responses.stream()` of openai-node 6.x throws at an event that it does not know, and says that it is the one.
+        if exchange.headers.get(b"x-stainless-helper-method") == b"stream":
+            return include.union((OPENAIS_EVENTS,))
+        return include
 
     async def count(self, exchange: Exchange, caller: Caller) -> None:
         with self._limits.room(caller) as room:

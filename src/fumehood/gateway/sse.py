@@ -19,6 +19,7 @@ from fumehood.protocol.events import (
     ErrorOccurred,
     Failed,
     Incomplete,
+    InterpreterFailed,
     ItemEvent,
     PartDone,
     ResponseEvent,
@@ -40,8 +41,8 @@ HEADERS: tuple[tuple[bytes, bytes], ...] = (
 )
 _END = b"\n\n"
 TERMINAL = (Completed, Failed, Incomplete)
-# Only these can hold what the client did not ask for, or bytes that somebody else has written.
-_DELICATE = (ItemEvent, ResponseEvent, TextDone, PartDone)
+# Only these can hold what the client did not ask for or does not know, or bytes that somebody else has written.
+_DELICATE = (ItemEvent, ResponseEvent, TextDone, PartDone, InterpreterFailed)
 # A line break between two tokens of JSON is as good as a space; inside a string there is none.
 _ONE_LINE = bytes.maketrans(b"\r\n", b"  ")
 # Some readers take these for the end of a line.
@@ -71,10 +72,12 @@ def encode_events(events: Sequence[StreamEvent], include: Collection[str]) -> by
     buffer = bytearray()
     for event in events:
         head, delicate = FORMS[type(event)]
-        buffer += head
         if delicate or (isinstance(event, TextDelta) and event.logprobs):
-            buffer += _encode(project(event, include)).translate(_ONE_LINE)
+            shown = project(event, include)
+            buffer += FORMS[type(shown)][0]
+            buffer += _encode(shown).translate(_ONE_LINE)
         else:
+            buffer += head
             _encode_into(event, buffer, -1)
         buffer += _END
     if not buffer.isascii():

@@ -1,4 +1,4 @@
-"""What all backends that ask a model server over HTTP have in common; imports siblings and `protocol`."""
+"""What all backends that ask a model server over HTTP have in common; imports `interfaces`, `protocol` and siblings."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
+from fumehood.interfaces import Take
 from fumehood.models.answers import Reading
 from fumehood.models.forced_calls import ForcedCall
 from fumehood.models.http_client import Address, Patience, header_lines
@@ -40,6 +41,33 @@ class _Count(msgspec.Struct):
 
     input_tokens: Annotated[int, Meta(ge=0)] | None = None
     count: Annotated[int, Meta(ge=0)] | None = None
+
+
+class _Turn:
+    """One turn as it is read.
+
+    events: what the last piece brought, unless it was taken. begun: whether any were given on.
+    """
+
+    __slots__ = ("_forced", "_take", "begun", "events", "parser")
+
+    def __init__(self, parser: Reading, forced: ForcedCall | None, take: Take | None) -> None:
+        self.parser = parser
+        self.events: Sequence[AnyModelEvent] = ()
+        self.begun = False
+        self._forced = forced
+        self._take = take
+
+    def hear(self, piece: bytes) -> bool:
+        """Read a piece, nothing for the end; whether nobody needs to look at it."""
+        parser = self.parser
+        events = parser.feed(piece) if piece else parser.finish()
+        if self._forced is not None:
+            events = self._forced.sift(events)
+        if events and self.begun and self._take is not None and self._take(events):
+            events = ()
+        self.events = events
+        return not events and not parser.over and not parser.closing
 
 
 class ModelServer(ABC):
@@ -90,24 +118,27 @@ class ModelServer(ABC):
 
     # ---- ModelBackend -----------------------------------------------------------------------------------------
 
-    async def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+    async def stream(
+        self, request: ModelRequest, take: Take | None = None
+    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         errors = self._errors(request.model)
         body = self._body(request)
-        parser = self._reading(request, errors)
-        forced = ForcedCall.of(request)
+        turn = _Turn(self._reading(request, errors), ForcedCall.of(request), take)
         patience = self._patience if request.streamed else self._long_patience
         async with self._upstream.request(
             self._address, self.path, self._headers, patience, errors, body=body
         ) as answer:
             del body
+            parser = turn.parser
             while not parser.over:
-                piece = await (answer.read_rest(_USAGE_SECONDS) if parser.closing else answer.read())
-                events = parser.feed(piece) if piece else parser.finish()
+                if parser.closing:
+                    turn.hear(await answer.read_rest(_USAGE_SECONDS))
+                elif await answer.tell(turn.hear):
+                    turn.hear(b"")
                 answer.response.complete = parser.ended
-                if forced is not None:
-                    events = forced.sift(events)
-                if events:
-                    yield events
+                if turn.events:
+                    turn.begun = True
+                    yield turn.events
             if parser.failure is not None:
                 raise parser.failure
 

@@ -16,6 +16,8 @@ from fumehood.protocol.events import (
     CommandDelta,
     CustomInputDelta,
     ErrorOccurred,
+    InterpreterCompleted,
+    InterpreterFailed,
     ItemAdded,
     ItemDone,
     ItemEvent,
@@ -50,6 +52,9 @@ OUTPUTS = "code_interpreter_call.outputs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 EXECUTION = "fumehood:execution"
+OPENAIS_EVENTS = "fumehood:openais_events"
+"""Not for clients to ask for: this one breaks off at events that are not OpenAI's."""
+
 INCLUDABLE = frozenset(
     {
         OUTPUTS,
@@ -68,7 +73,7 @@ INCLUDABLE = frozenset(
 # --- what a client sees -------------------------------------------------------------------------------
 
 
-def project[EventT: StreamEvent](event: EventT, include: Collection[str]) -> EventT:
+def project(event: StreamEvent, include: Collection[str]) -> StreamEvent:
     """The event with what was not asked for left out; the very same object where there is nothing to leave out."""
     if isinstance(event, ItemEvent):
         item = project_item(event.item, include)
@@ -81,6 +86,11 @@ def project[EventT: StreamEvent](event: EventT, include: Collection[str]) -> Eve
     if isinstance(event, PartDone) and isinstance(event.part, OutputText):
         part = _project_text(event.part, include)
         return event if part is event.part else msgspec.structs.replace(event, part=part)
+    if isinstance(event, InterpreterFailed) and OPENAIS_EVENTS in include:
+        # As OpenAI ends a call, however it went; its item says that it failed.
+        return InterpreterCompleted(
+            sequence_number=event.sequence_number, item_id=event.item_id, output_index=event.output_index
+        )
     return event
 
 

@@ -67,6 +67,16 @@ def test_a_call_that_fails(house: House, client: tuple[str, ...]) -> None:
     assert ("response.code_interpreter_call.failed" in told["types"]) == (client[0] == "failing.mjs")
 
 
+@pytest.mark.parametrize("package", ["openai", "openai-next"])
+def test_a_call_that_fails_by_the_helper_of_the_sdk(house: House, package: str) -> None:
+    house.model.script(*squares.lost_sandbox())
+    told = json.loads(npm.node(npm.HERE / "failing.mjs", package, house.served.url, "helper"))
+    assert "error" not in told
+    assert told["text"] == squares.LOST
+    ended = "completed" if package == "openai" else "failed"  # the older one would throw
+    assert f"response.code_interpreter_call.{ended}" in told["types"]
+
+
 @pytest.mark.parametrize("client", FAILING, ids="-".join)
 def test_a_model_server_that_breaks(house: House, client: tuple[str, ...]) -> None:
     house.model.script(*squares.broken_connection())
