@@ -1,4 +1,4 @@
-"""/v1/containers and their files: make, find, fill, read and delete; imports msgspec, `interfaces`, `protocol`, siblings."""
+"""/v1/containers and their files: make, find, fill, read and delete; imports `interfaces`, `protocol`, siblings."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -160,8 +160,8 @@ class ContainerFiles:
 
 async def _json_body(exchange: Exchange, caller: Caller, limits: Limits) -> bytes:
     check_json(exchange)
-    with limits.place() as place:
-        return await exchange.body(min(limits.body_bytes(caller), _LARGEST_BODY), place.take)
+    with limits.room(caller) as room:
+        return await exchange.body(min(limits.body_bytes(caller), _LARGEST_BODY), room.take)
 
 
 def _spec(asked: CreateContainer) -> ContainerSpec:

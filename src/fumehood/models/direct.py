@@ -1,4 +1,4 @@
-"""The model `direct`, which is none: it runs the Python of the user's message; imports msgspec, `protocol` and `interfaces`.
+"""The model `direct`, which is none: it runs the Python of the user's message; imports `protocol`, `interfaces`.
 
 For smoke tests, examples and the first minute after an installation: the whole way through the gateway and back, with
 code, output and files, and no model server anywhere.
