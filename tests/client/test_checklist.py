@@ -12,7 +12,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
-ROWS: list[dict[str, Any]] = tomllib.loads((TESTS / "client" / "checklist.toml").read_text(encoding="utf-8"))["row"]
+ROWS: list[dict[str, Any]] = tomllib.loads((TESTS / "client" / "checklist.toml").read_text(encoding="utf-8"))[
+    "row"
+]
 SPECIFICATIONS = ROOT.parent / "shared" / "specs"
 
 _FENCE = re.compile(r"```.*?```", re.DOTALL)
