@@ -5,11 +5,13 @@ enter the log: nothing is counted anywhere else. Calls of hosted tools are hande
 what those answer with is theirs.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from fumehood.aside import LARGE
 from fumehood.engine.calls import WrittenCall, WrittenCustomCall, WrittenFunctionCall, is_whole
 from fumehood.engine.output import Output
 from fumehood.engine.prose import WrittenMessage, WrittenReasoning
@@ -195,6 +197,15 @@ class Turn:
             self._output.emit(self._pending)
             self._pending.clear()
 
+    async def _flush_in_turns(self) -> None:
+        """One by one where much was written: every event that closes something says all of it once more, and others
+        want to be served meanwhile.
+        """
+        while self.written >= LARGE and self._pending:
+            self._output.emit([self._pending.pop(0)])
+            await asyncio.sleep(0)
+        self._flush()
+
     async def _open_message(self) -> WrittenMessage:
         if self._reasoning is not None:
             self._close_reasoning()
@@ -262,6 +273,8 @@ class Turn:
         self._close_reasoning()
         await self._close_message("completed")
         self._close_whole_calls()
+        if self.written >= LARGE:
+            await self._flush_in_turns()
         call = self._begin_call(event)
         self._calls[event.key] = call
         if call is None:
@@ -326,7 +339,7 @@ class Turn:
         last = status == "completed" and not self._calls
         await self._close_message(status, self._output.files if last else ())
         self._close_client_calls(status)
-        self._flush()
+        await self._flush_in_turns()
 
     def cut_off(self, reason: str) -> None:
         """The same in a hurry, hosted calls included: nothing is awaited."""

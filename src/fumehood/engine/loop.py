@@ -57,12 +57,12 @@ class LoopLimits:
     """
     turns: of the model in one response; in the last one it is offered no tools, so that it has to answer.
     seconds: that a response may take in all.
-    characters: that the model may write in one turn, and a sixteenth of that in pieces; no honest model comes near.
+    characters: that the model may write in one turn, and a quarter of that in pieces; no honest model comes near.
     """
 
     turns: int = 64
     seconds: float = 1800.0
-    characters: int = 1 << 24
+    characters: int = 1 << 22
 
 
 class Loop:
@@ -230,7 +230,7 @@ class Loop:
         async with contextlib.aclosing(self._backend.stream(request)) as batches:
             async for batch in batches:
                 await turn.feed(batch)
-                if turn.written > self._limits.characters or turn.pieces > self._limits.characters // 16:
+                if turn.written > self._limits.characters or turn.pieces > self._limits.characters // 4:
                     raise ModelError("The model wrote without end, and was cut off.")
         if turn.ended is None:
             raise ModelUnreachable("The model server ended its answer in the middle.")

@@ -1,5 +1,6 @@
 """What all backends that ask a model server over HTTP have in common; imports siblings and `protocol`."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, ClassVar
@@ -7,7 +8,8 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from fumehood.models.answers import Reading
+from fumehood.aside import LARGE, aside
+from fumehood.models.answers import Reading, in_pieces
 from fumehood.models.forced_calls import ForcedCall
 from fumehood.models.http_client import Address, Patience, header_lines
 from fumehood.models.settings import ModelSettings, Secret
@@ -102,11 +104,19 @@ class ModelServer(ABC):
             del body
             while not parser.over:
                 piece = await (answer.read_rest(_USAGE_SECONDS) if parser.closing else answer.read())
-                events = parser.feed(piece) if piece else parser.finish()
+                large = parser.held >= LARGE
+                if large:
+                    events = await aside(parser.held, _read, parser, piece)
+                else:
+                    events = _read(parser, piece)
                 answer.response.complete = parser.ended
                 if forced is not None:
                     events = forced.sift(events)
-                if events:
+                if large:
+                    for batch in in_pieces(events):
+                        yield batch
+                        await asyncio.sleep(0)  # others have their turns
+                elif events:
                     yield events
             if parser.failure is not None:
                 raise parser.failure
@@ -158,3 +168,7 @@ class ModelServer(ABC):
 
     def _errors(self, model: str) -> UpstreamErrors:
         return UpstreamErrors(model, self._secrets, api=self.api)
+
+
+def _read(parser: Reading, piece: bytes) -> list[AnyModelEvent]:
+    return parser.feed(piece) if piece else parser.finish()
