@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from fumehood.protocol.attachments import Attachment, FilePart
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.events import StreamEvent
@@ -159,12 +160,21 @@ class Runs(Protocol):
 # --- models -------------------------------------------------------------------------------------------
 
 
+# Is offered events at the moment when they come, before any task is woken for them; whether it has taken them. What it
+# raises, the generator raises.
+type Take = Callable[[Sequence[AnyModelEvent]], bool]
+
+
 class ModelBackend(Protocol):
     """A model server, or something that behaves like one."""
 
-    def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+    def stream(
+        self, request: ModelRequest, take: Take | None = None
+    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         """One turn, as many events at a time as are there, `TurnEnded` last. Leaving the generator aborts the
         request. Raises ModelError; before the first batch, nothing has happened and the turn may be tried again.
+
+        take: may be offered what comes after the first batch; what it takes is not given again.
         """
         ...
 
@@ -297,6 +307,11 @@ class HostedTool(Protocol):
     @property
     def item_types(self) -> frozenset[str]:
         """The types of the items that it makes."""
+        ...
+
+    @property
+    def finds_files(self) -> bool:
+        """Whether its calls find the files of the conversation."""
         ...
 
     async def offer(
@@ -487,6 +502,15 @@ class Files(Protocol):
         ...
 
 
+class Attachments(Protocol):
+    async def find(self, caller: Caller, part: FilePart, *, whole: bool) -> Attachment:
+        """What a part of an input holds or names, under a name that other files may have too. `whole`: with the content
+        of files that are no text. Raises NotFound for what the caller cannot have, InvalidRequest for what cannot be
+        taken; `param` names the field of the part.
+        """
+        ...
+
+
 # --- sandboxes ----------------------------------------------------------------------------------------
 
 
@@ -510,7 +534,8 @@ class Sandbox(Protocol):
         """Run code and yield its events, the `End` last; calls of one sandbox run one after another.
 
         Leaving the iterator does not stop the code: `interrupt` does. The same `execution_id` again attaches to the
-        call that is there. Raises Conflict if that was another code, RequestRefused, TooLarge.
+        call that is there. Raises Conflict if that was another code, RequestRefused, TooLarge; and SandboxGone or
+        SandboxNotFound, which are `refused` where it is certain that nothing has begun.
         """
         ...
 

@@ -16,6 +16,8 @@ from fumehood.config import CodeInterpreterSettings, Config, FileSettings, Misco
 from fumehood.engine.log import LagLimits
 from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRuns
+from fumehood.files.fetching import Fetcher, FetchLimits
+from fumehood.files.inputs import InputFiles, InputLimits
 from fumehood.files.uploads import UploadedFiles, UploadSettings
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.auth import Callers, Everybody, KeyHolders
@@ -26,15 +28,16 @@ from fumehood.gateway.request_log import RequestLines, RequestLog, to_logging
 from fumehood.gateway.server import Server
 from fumehood.interfaces import (
     Amount,
-    Blobs,
     Clock,
     Containers,
+    Files,
     HostedTool,
     ModelBackend,
     Models,
     Runs,
     SandboxProvider,
     Store,
+    Take,
 )
 from fumehood.models.registry import open_models
 from fumehood.protocol.file_types import AcceptedTypes
@@ -47,6 +50,7 @@ from fumehood.sandbox.containers import SandboxContainers
 from fumehood.sandbox.kept_files import FileLimits
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings
 from fumehood.sandbox.remote import RemoteSandboxes
+from fumehood.serving.addresses import networks
 from fumehood.store.blobs import DiskBlobs
 from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.store.sealing import KeyedSealer, KeysRefused, own_keys, read_keys, read_keys_file
@@ -136,7 +140,13 @@ async def assembled(
         metrics = Metrics()
         chosen = config.providers.code_interpreter
         sandboxes = await _sandboxes(chosen.settings, environ, stack, start=chosen.enabled)
-        containers, tools = await _interpreter(config, sandboxes, store, blobs, clock, stack)
+        sealer = _sealer(config, environ)
+        containers = await stack.enter_async_context(
+            SandboxContainers(
+                sandboxes, store, blobs, clock, _container_settings(config), sealer=sealer, uploads=files
+            )
+        )
+        tools = _tools(config, containers, files, clock)
         limits = config.limits
         runs = EngineRuns(
             _CountedModels(models, metrics),
@@ -148,7 +158,8 @@ async def assembled(
             ),
             lag=LagLimits(events=limits.behind_events, seconds=limits.behind_seconds),
             disabled_tools=frozenset() if chosen.enabled else frozenset({CODE_INTERPRETER}),
-            sealer=_sealer(config, environ),
+            sealer=sealer,
+            attachments=_attachments(config, files, stack),
         )
         always = chosen.settings.always_include_outputs
         gateway = Gateway(
@@ -252,9 +263,11 @@ class _CountedBackend:
         self.profile = backend.profile
         self.close = backend.close
 
-    def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+    def stream(
+        self, request: ModelRequest, take: Take | None = None
+    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         self._metrics.turns += 1
-        return self._backend.stream(request)
+        return self._backend.stream(request, take)
 
 
 async def _store(config: Config, stack: AsyncExitStack) -> SqliteStore:
@@ -304,44 +317,41 @@ async def _callers(config: Config, store: Store, clock: Clock, stack: AsyncExitS
     return holders
 
 
-async def _interpreter(
-    config: Config,
-    sandboxes: SandboxProvider,
-    store: Store,
-    blobs: Blobs,
-    clock: Clock,
-    stack: AsyncExitStack,
-) -> tuple[Containers, list[HostedTool]]:
-    """Containers of earlier days keep their files, also where no more code is run."""
-    chosen = config.providers.code_interpreter
-    settings = chosen.settings
-    containers = SandboxContainers(
-        sandboxes,
-        store,
-        blobs,
-        clock,
-        ContainerSettings(
-            isolation=settings.isolation,
-            claim_timeout=settings.claim_timeout,
-            containers_per_tenant=config.limits.containers_per_tenant,
-            allowed_domains=frozenset(settings.allowed_domains),
-            idle_minutes=settings.idle_minutes,
-            longest_idle_minutes=settings.longest_idle_minutes,
-            life_hours=settings.life_hours,
-            retention_hours=settings.retention_hours,
-            retained_bytes=settings.retained_bytes,
-            files=FileLimits(
-                file_bytes=settings.file_bytes,
-                container_bytes=settings.container_bytes,
-                files=settings.container_files,
-            ),
+def _container_settings(config: Config) -> ContainerSettings:
+    settings = config.providers.code_interpreter.settings
+    return ContainerSettings(
+        isolation=settings.isolation,
+        claim_timeout=settings.claim_timeout,
+        containers_per_tenant=config.limits.containers_per_tenant,
+        allowed_domains=frozenset(settings.allowed_domains),
+        idle_minutes=settings.idle_minutes,
+        longest_idle_minutes=settings.longest_idle_minutes,
+        life_hours=settings.life_hours,
+        retention_hours=settings.retention_hours,
+        retained_bytes=settings.retained_bytes,
+        files=FileLimits(
+            file_bytes=settings.file_bytes,
+            container_bytes=settings.container_bytes,
+            files=settings.container_files,
         ),
+        sandboxes_outlive=settings.sandbox_url is not None,
     )
-    await stack.enter_async_context(containers)
-    return containers, _tools(config, containers, clock)
 
 
-def _tools(config: Config, containers: Containers, clock: Clock) -> list[HostedTool]:
+def _attachments(config: Config, files: Files, stack: AsyncExitStack) -> InputFiles:
+    """Who finds the files of requests; nothing is fetched from anywhere unless the operator says so."""
+    settings = config.inputs
+    fetcher: Fetcher | None = None
+    if settings.fetch_urls:
+        limits = FetchLimits(bytes=settings.fetch_bytes, seconds=settings.fetch_seconds)
+        fetcher = Fetcher(limits, networks(settings.fetch_networks))
+        stack.callback(fetcher.close)
+    return InputFiles(
+        files, fetcher, InputLimits(picture_bytes=settings.picture_bytes, file_bytes=settings.file_bytes)
+    )
+
+
+def _tools(config: Config, containers: Containers, files: Files, clock: Clock) -> list[HostedTool]:
     """The shell is there in any case: it knows which shells are the client's own."""
     interpreter, shell = config.providers.code_interpreter, config.providers.shell
     settings = interpreter.settings
@@ -357,6 +367,7 @@ def _tools(config: Config, containers: Containers, clock: Clock) -> list[HostedT
                 kept_characters=shell.settings.kept_characters,
             ),
         ),
+        files,
         enabled=shell.enabled and interpreter.enabled,
     )
     if not interpreter.enabled:
@@ -372,6 +383,7 @@ def _tools(config: Config, containers: Containers, clock: Clock) -> list[HostedT
                 model_characters=settings.model_characters, kept_characters=settings.kept_characters
             ),
         ),
+        files,
     )
     return [hosted_interpreter, hosted_shell]
 

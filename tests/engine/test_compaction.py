@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from fumehood.engine.tokens import Tokens, estimate, tokens_of
-from fumehood.interfaces import Caller
+from fumehood.interfaces import Caller, Take
 from fumehood.models.chat_rendering import ChatRenderer, Dialect
 from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import InvalidRequest, ModelError, ModelUnreachable, Unavailable
@@ -431,11 +431,13 @@ async def converse(scripts: list[list[Any]], replayed: bool) -> None:
     renderer = ChatRenderer(Dialect())
 
     class Model(ScriptedModel):
-        async def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+        async def stream(
+            self, request: ModelRequest, take: Take | None = None
+        ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
             assert renderer.messages(None, request.segments)
             asked = texts(request)[-1][1].startswith("Stop here")
             self.expect(says("Sum.") if asked or not queue else queue.pop(0))
-            async for batch in super().stream(request):
+            async for batch in super().stream(request, take):
                 yield batch
 
     queue: list[Any] = []

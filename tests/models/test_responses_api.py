@@ -13,6 +13,7 @@ from msgspec import Raw
 from fumehood.models.responses_api import ResponsesApi
 from fumehood.models.settings import ModelSettings, Secret
 from fumehood.models.upstream import Upstream
+from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import InvalidRequest, ModelError
 from fumehood.protocol.models import (
@@ -27,7 +28,17 @@ from fumehood.protocol.models import (
 from fumehood.protocol.responses import ReasoningConfig, TextConfig, TextFormat
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
 from tests.support.chat_server import Answer, ChatServer, chat_server, document, error, stream
-from tests.support.conversations import call, entry, hosted, message, output, segment, thought
+from tests.support.conversations import (
+    call,
+    entry,
+    hosted,
+    message,
+    output,
+    segment,
+    shell_call,
+    shell_output,
+    thought,
+)
 from tests.support.responses_server import done, ended, response, says
 
 KEY = "sk-upstream-secret-0123456789"
@@ -272,6 +283,48 @@ async def test_the_conversation_without_ids() -> None:
     )
 
 
+async def test_files_that_are_known_here_are_sent_by_what_they_are() -> None:
+    picture = "data:image/png;base64,AA=="
+    pdf = "data:application/pdf;base64,JVBERi0="
+    parts = [
+        {"type": "input_image", "file_id": "file-1", "detail": "low"},
+        {"type": "input_file", "file_id": "file-2"},
+        {"type": "input_file", "file_id": "file-3"},
+        {"type": "input_file", "filename": "inline.pdf", "file_data": pdf, "file_id": None},
+        {"type": "input_file", "file_id": "file-4"},
+        {"type": "input_image", "file_id": "file-5"},
+        {"type": "input_file", "file_url": "https://example.org/x.pdf"},
+    ]
+    found = (
+        Attachment(name="a.png", kind="picture", data=picture),
+        Attachment(name="b.csv", kind="text", text="1,2"),
+        Attachment(name="c.pdf", media_type="application/pdf", bytes=5, data=pdf),
+        Attachment(name="inline.pdf", media_type="application/pdf", bytes=5),
+        Attachment(name="d.zip", media_type="application/zip", bytes=7),
+        Attachment(name="e.png", kind="picture", gone=True),
+        Attachment(),
+    )
+    given = segment(msgspec.structs.replace(message(parts), attachments=found))
+    cannot = "cannot be shown here. A code interpreter finds it as /mnt/data/"
+    seen = [
+        {"type": "input_image", "detail": "low", "image_url": picture},
+        {"type": "input_text", "text": "The file b.csv:\n1,2"},
+        {"type": "input_file", "filename": "c.pdf", "file_data": pdf},
+        {"type": "input_file", "filename": "inline.pdf", "file_data": pdf},
+        {"type": "input_text", "text": f"The file d.zip (application/zip, 7 bytes) {cannot}d.zip."},
+        {"type": "input_text", "text": "The picture e.png is not there any more."},
+        {"type": "input_file", "file_url": "https://example.org/x.pdf"},
+    ]
+    ((asked,), (without,)) = (await sent(given), await sent(given, takes_files=False))
+    assert asked["content"] == seen
+    for place, name in ((2, "c.pdf"), (3, "inline.pdf")):
+        seen[place] = {
+            "type": "input_text",
+            "text": f"The file {name} (application/pdf, 5 bytes) {cannot}{name}.",
+        }
+    assert without["content"] == seen
+
+
 async def test_custom_calls_are_functions_unless_the_server_knows_them() -> None:
     past = segment(
         entry({"type": "custom_tool_call", "call_id": "c", "name": "sql", "input": "SELECT"}),
@@ -441,3 +494,29 @@ async def test_an_end_is_enough() -> None:
     """Nobody waits for more after it, not even for the end of the body."""
     async with upstream(stream(says("a"), end=False), stream(ended())) as (backend, _):
         assert (await turn(backend))[-1] == TurnEnded("stop")
+
+
+async def test_calls_and_results_that_are_two_items() -> None:
+    """Ours are functions of the client's to such a server; what is a server's own stays its own, whole."""
+    ours = [
+        shell_call("a", turn=1),
+        shell_call("b", turn=1),
+        shell_output("a", "1", turn=1),
+        shell_output("b", "2", turn=1),
+    ]
+    local = entry({"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}})
+    unanswered = shell_call("d")
+    conversation = segment(message("go"), *ours, unanswered, local, shell_output("c", "3"))
+    for pass_tools, rest in (
+        (["shell"], ["shell_call", "shell_call_output"]),
+        ([], ["function_call", "function_call_output"]),
+    ):
+        asked = await sent(conversation, pass_tools=pass_tools)
+        assert [(item["type"], item["call_id"]) for item in asked[1:]] == [
+            ("function_call", "a"),
+            ("function_call", "b"),
+            ("function_call_output", "a"),
+            ("function_call_output", "b"),
+            (rest[0], "c"),
+            (rest[1], "c"),
+        ]

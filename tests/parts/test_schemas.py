@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fumehood.parts.convert import convert
+from fumehood.parts.canonical import Json
+from fumehood.parts.convert import convert, from_vendor
 from fumehood.parts.forms import FORMS, VIEWS, problem_of
 from fumehood.parts.payloads import KINDS, required_in
 from fumehood.parts.schemas import published
-from fumehood.parts.views import upgrade
+from fumehood.parts.views import to_view, upgrade
 from tests.support.part_samples import SAMPLES
-from tools.build_part_schemas import PUBLISHED, text_of
+from tools.build_parts import PUBLISHED, text_of
 
 OTEL = Path(__file__).parents[3] / "shared" / "reference" / "otel" / "gen-ai-output-messages.json"
 
@@ -119,6 +120,9 @@ def test_good_parts_are_taken_and_malformed_ones_are_not(view: str, form: str, k
         assert not agree(view, bad), bad
 
 
+NO_PAYLOADS: list[Any] = [None, "text", [], {}, {"type": None}, {"type": 7}]
+
+
 def malformed(form_type: str, kind: str) -> Iterator[dict[str, Any]]:
     form, good = FORMS[form_type], part(form_type, kind)
     keys = [key for key in (form.call, form.response) if key]
@@ -131,7 +135,7 @@ def malformed(form_type: str, kind: str) -> Iterator[dict[str, Any]]:
         yield {key: value for key, value in good.items() if key != "name"}
     for key in keys:
         call = key == form.call
-        for payload in (None, "text", [], {}, {"type": None}, {"type": 7}):
+        for payload in NO_PAYLOADS:
             yield {**good, key: payload}
         if kind not in KINDS:
             continue
@@ -147,21 +151,21 @@ def malformed(form_type: str, kind: str) -> Iterator[dict[str, Any]]:
             yield {**good, "name": "web_search" if kind != "web_search" else "shell"}
 
 
-@pytest.mark.parametrize(
-    ("payload", "response"),
-    [
-        ({"type": "code_interpreter", "code": 5}, None),
-        ({"type": "code_interpreter", "code": "1", "outputs": []}, None),
-        ({"type": "web_search", "queries": "q"}, None),
-        ({"type": "shell", "commands": [1]}, None),
-        ({"type": "computer", "actions": [{}]}, None),
-        ({"type": "apply_patch", "operation": {"path": "a"}}, None),
-        (None, {"type": "code_interpreter", "outputs": [{"logs": "2"}]}),
-        (None, {"type": "code_interpreter", "outputs": [{"type": "logs", "logs": 2}]}),
-        (None, {"type": "file_search", "results": [{"score": "high"}]}),
-        (None, {"type": "image_generation", "result": {"digest": "sha256:0"}}),
-    ],
-)
+WRONG: list[tuple[Any, Any]] = [
+    ({"type": "code_interpreter", "code": 5}, None),
+    ({"type": "code_interpreter", "code": "1", "outputs": []}, None),
+    ({"type": "web_search", "queries": "q"}, None),
+    ({"type": "shell", "commands": [1]}, None),
+    ({"type": "computer", "actions": [{}]}, None),
+    ({"type": "apply_patch", "operation": {"path": "a"}}, None),
+    (None, {"type": "code_interpreter", "outputs": [{"logs": "2"}]}),
+    (None, {"type": "code_interpreter", "outputs": [{"type": "logs", "logs": 2}]}),
+    (None, {"type": "file_search", "results": [{"score": "high"}]}),
+    (None, {"type": "image_generation", "result": {"digest": "sha256:0"}}),
+]
+
+
+@pytest.mark.parametrize(("payload", "response"), WRONG)
 def test_payloads_of_wrong_types_are_refused(payload: Any, response: Any) -> None:
     if payload is not None:
         made = {"type": "server_tool_call", "id": "1", "name": payload["type"], "server_tool_call": payload}
@@ -185,7 +189,7 @@ def test_names_of_functions_and_mcp_tools_are_their_makers() -> None:
 @pytest.mark.parametrize("vendor", SAMPLES)
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_vendors_parts_are_valid(view: str, vendor: str) -> None:
-    for made in convert(vendor, view, SAMPLES[vendor]):  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
+    for made in to_view(view, from_vendor(vendor, SAMPLES[vendor])):
         assert list(validator(view).iter_errors(made)) == []
 
 
@@ -195,23 +199,23 @@ def test_the_check_and_the_schemas_agree(seed: int) -> None:
     """On parts with members left out, replaced and put in at random."""
     chance = random.Random(seed)
     view, form, kind = chance.choice(FORMS_AND_KINDS)
-    values: list[Any] = [None, 1, 1.5, True, "x", [], ["x"], {}, {"type": "x"}, [{"type": "x"}]]
-
-    def damaged(value: Any) -> Any:
-        if chance.random() < 0.12:
-            return chance.choice(values)
-        if isinstance(value, dict):
-            members = {key: damaged(inner) for key, inner in value.items() if chance.random() > 0.1}  # pyright: ignore[reportUnknownVariableType]
-            if chance.random() < 0.15:
-                members[chance.choice(["name", "outputs", "code", "response", "error", "url"])] = (
-                    chance.choice(values)
-                )
-            return members  # pyright: ignore[reportUnknownVariableType]
-        return [damaged(inner) for inner in value] if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
-
-    made = damaged(part(form, kind))
-    if isinstance(made, dict) and made.get("type") in VIEWS[view]:  # pyright: ignore[reportUnknownMemberType]
+    made = damaged(part(form, kind), chance)
+    if isinstance(made, dict) and made.get("type") in VIEWS[view]:
         agree(view, made)
+
+
+VALUES: list[Json] = [None, 1, 1.5, True, "x", [], ["x"], {}, {"type": "x"}, [{"type": "x"}]]
+
+
+def damaged(value: Json, chance: random.Random) -> Json:
+    if chance.random() < 0.12:
+        return chance.choice(VALUES)
+    if isinstance(value, dict):
+        members = {key: damaged(inner, chance) for key, inner in value.items() if chance.random() > 0.1}
+        if chance.random() < 0.15:
+            members[chance.choice(["name", "outputs", "code", "response", "error"])] = chance.choice(VALUES)
+        return members
+    return [damaged(inner, chance) for inner in value] if isinstance(value, list) else value
 
 
 # --- the form before, and after -----------------------------------------------------------------------
@@ -256,8 +260,8 @@ def test_what_was_malformed_before_still_is(made: dict[str, Any]) -> None:
 
 def test_functions_keep_working() -> None:
     """Specification 002: what a function tool wrote before becomes a `FunctionToolCall`."""
-    call = {"type": "tool_call", "id": "1", "name": "f", "arguments": {"a": 1}}
-    answer = {"type": "tool_call_response", "id": "1", "response": "3"}
+    call: Any = {"type": "tool_call", "id": "1", "name": "f", "arguments": {"a": 1}}
+    answer: Any = {"type": "tool_call_response", "id": "1", "response": "3"}
     assert not agree("option1", call)
     assert upgrade(call) == {**call, "tool_call": {"type": "function", "arguments": {"a": 1}}}
     assert upgrade(answer) == {**answer, "response": {"type": "function", "result": "3"}}
@@ -280,8 +284,7 @@ def test_option_2_is_what_opentelemetry_adopted() -> None:
     }
     seen: set[str] = set()
     for vendor, items in SAMPLES.items():
-        for made in convert(vendor, "option2", items):  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
-            assert isinstance(made, dict)
+        for made in to_view("option2", from_vendor(vendor, items)):
             if title := named.get(str(made["type"])):
                 jsonschema_rs.validate({**definitions, "$ref": f"#/$defs/{title}"}, made)
                 seen.add(title)

@@ -16,7 +16,7 @@ def call(shared: str | None = "1", kind: str = "code_interpreter") -> dict[str, 
 
 
 def answer(shared: str | None = "1", kind: str = "code_interpreter") -> dict[str, Any]:
-    payload = {"type": kind, "outputs": []} if kind == "code_interpreter" else {"type": kind}
+    payload: Any = {"type": kind, "outputs": []} if kind == "code_interpreter" else {"type": kind}
     return {"type": "server_tool_call_response", "id": shared, "server_tool_call_response": payload}
 
 

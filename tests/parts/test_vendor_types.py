@@ -94,7 +94,7 @@ def _parts(written: Any) -> list[dict[str, Any]]:
 
 
 # Entries of search results keep their first vendor's members, so searches are not among these.
-CALLS = [
+CALLS: list[Any] = [
     item for item in samples.OPENAI if item["type"] in ("code_interpreter_call", "mcp_call", "function_call")
 ]
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from fumehood.parts.canonical import Other, ToolCall, ToolResult
+from fumehood.parts.canonical import Json, Other, ToolCall, ToolResult
 from fumehood.parts.convert import convert, from_vendor
 from fumehood.parts.forms import VIEWS, Malformed
 from fumehood.parts.views import NoSuchView, from_view, to_view
-from tests.support.part_samples import GEMINI, GEMINI_GROUNDED, OPENAI, SAMPLES
+from tests.support.part_samples import GEMINI, GEMINI_GROUNDED, OPENAI
 
 CODE = OPENAI[2]
 
@@ -162,7 +162,7 @@ def test_tools_of_the_client_are_not_the_servers() -> None:
 
 
 def test_the_id_is_what_call_and_result_share() -> None:
-    computer = [item for item in OPENAI if item["type"].startswith("computer_call")]
+    computer: list[Any] = [item for item in OPENAI if item["type"].startswith("computer_call")]
     assert [part["id"] for part in seen("option2", computer)] == ["call_1", "call_1"]
     assert [
         part.id for part in from_vendor("openai", computer) if isinstance(part, ToolCall | ToolResult)
@@ -314,9 +314,9 @@ def test_a_source_from_elsewhere_is_read_or_refused(kind: str, source: Any) -> N
 
 
 def test_unknown_items_are_carried_whole() -> None:
-    for item in ({"type": "novelty", "a": [None, 1.0, True]}, "text", 7, None, [], {"no": "type"}):
+    unknown: list[Json] = [{"type": "novelty", "a": [None, 1.0, True]}, "text", 7, None, [], {"no": "type"}]
+    for item in unknown:
         (part,) = from_vendor("openai", [item])
         assert isinstance(part, Other)
         assert part.source is not None
         assert part.source.item == item
-    assert len(SAMPLES) == 9

@@ -191,7 +191,7 @@ async def test_what_a_call_left_is_not_recorded_for_a_deleted_container() -> Non
             await asyncio.sleep(0)
         await other.containers.delete(SOMEBODY, name)
         writing.set()
-        assert (await call).files == []
+        assert not (await call).files
         assert here.blobs.blobs == {}
         assert list(await here.kept.files(name)) == []
         assert (await record_of(here, name)).status == "deleted"

@@ -38,6 +38,24 @@ def hosted(
     return Entry(type="code_interpreter_call", id=None, turn=turn, raw=b"{}", exchange=exchange)
 
 
+def shell_call(call_id: str, *, turn: int = 0) -> Entry:
+    """A call of the shell; its result is another item."""
+    exchange = Exchange(
+        call_id=call_id, name="shell", arguments='{"commands":["ls"]}', output="", tells="call"
+    )
+    raw = msgspec.json.encode({"type": "shell_call", "call_id": call_id})
+    return Entry(type="shell_call", id=None, turn=turn, raw=raw, exchange=exchange)
+
+
+def shell_output(call_id: str, text: str, *, turn: int = 0, images: Sequence[str] = ()) -> Entry:
+    """What came of it."""
+    exchange = Exchange(
+        call_id=call_id, name="shell", arguments="", output=text, tells="result", images=tuple(images)
+    )
+    raw = msgspec.json.encode({"type": "shell_call_output", "call_id": call_id, "output": []})
+    return Entry(type="shell_call_output", id=None, turn=turn, raw=raw, exchange=exchange)
+
+
 def thought(text: str, turn: int = 0) -> Entry:
     return entry(
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}, turn

@@ -18,7 +18,7 @@ from fumehood.protocol.items import ShellCall, ShellCallOutput, ShellExit, Shell
 from fumehood.protocol.sandbox import End, NetworkAllowlist, Stderr, Stdout
 from fumehood.protocol.tools import ToolSpec, read_tool
 from fumehood.sandbox.container import ContainerSettings
-from fumehood.testing import DeleteFile, ScriptedSandboxes, Step, WriteFile
+from fumehood.testing import DeleteFile, ScriptedSandbox, ScriptedSandboxes, Step, WriteFile
 from fumehood.testing.tool_kit import call
 from fumehood.tools.code_output import OutputLimits
 from fumehood.tools.shell import Shell
@@ -368,6 +368,20 @@ async def test_code_and_commands_share_a_container_along_a_conversation() -> Non
         assert len(used) == 1
         assert len({name for name, _ in shop.provider.requests}) == 1
         assert [request.language for _, request in shop.provider.requests] == ["python", "shell"] * 2
+
+
+async def test_a_sandbox_for_every_command_where_calls_are_kept_apart() -> None:
+    async def look(sandbox: ScriptedSandbox) -> Stdout:
+        return Stdout(" ".join(file.path for file in sandbox.files.listing().files))
+
+    steps = (Step("touch a", [WriteFile("a", b"1")]), Step("ls", [look]))
+    containers = ContainerSettings(isolation="execution")
+    async with workshop(*steps, containers=containers) as shop:
+        ran = await shop.run("touch a", "ls")
+        assert ran.output.output[1].stdout == "a"
+        assert ran.files == ["/mnt/data/a"]
+        assert len({name for name, _ in shop.provider.requests}) == 2
+        assert await shop.provider.sandboxes() == []
 
 
 @pytest.mark.parametrize("shell_first", [True, False])

@@ -6,6 +6,7 @@ what those answer with is theirs.
 """
 
 import asyncio
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from fumehood.engine.output import Output
 from fumehood.engine.prose import WrittenMessage, WrittenReasoning
 from fumehood.interfaces import CallContext, CallSession, OfferedTool, ToolResult
 from fumehood.protocol.conversation import COMPACTION, Entry, Exchange
+from fumehood.protocol.errors import ModelError
 from fumehood.protocol.events import ItemAdded, ItemDone, StreamEvent, TextDelta
 from fumehood.protocol.items import AuthoredItem, ItemStatus, OutputItem, Phase, ProducedFile
 from fumehood.protocol.models import (
@@ -71,7 +73,7 @@ class Turn:
 
     most_hosted: how many hosted calls are still allowed; further ones are ignored.
     one_call: only the first call of the turn counts.
-    written, pieces: how many characters the model has written, and in how many pieces.
+    most_written: how many characters the model may write, and a quarter of that in pieces.
     """
 
     def __init__(
@@ -83,14 +85,16 @@ class Turn:
         *,
         most_hosted: int | None = None,
         one_call: bool = False,
+        most_written: int = sys.maxsize,
     ) -> None:
         self.number = number
         self.ended: TurnEnded | None = None
         self.hosted: list[HostedCall] = []
         self.client_calls = 0
         self.ignored_calls = 0
-        self.written = 0
-        self.pieces = 0
+        self._written = 0
+        self._pieces = 0
+        self._most_written = most_written
         self._output = output
         self._toolbox = toolbox
         self._context = context
@@ -106,8 +110,22 @@ class Turn:
 
     # --- while the model writes ---
 
+    def take(self, batch: Sequence[AnyModelEvent]) -> bool:
+        """As `feed`, at once, if all of it goes on with what is open; else nothing is done. Raises ModelError."""
+        message = self._message
+        in_text = message is not None and message.text is not None
+        for event in batch:
+            if not (in_text if isinstance(event, Text) else isinstance(event, CallArguments)):
+                return False
+        feeding = self.feed(batch)
+        try:
+            feeding.send(None)
+        except StopIteration:
+            return True
+        raise RuntimeError("What goes on has nothing to wait for.")
+
     async def feed(self, batch: Sequence[AnyModelEvent]) -> None:
-        """Everything that one read brought; its events enter the log together."""
+        """Everything that one read brought; its events enter the log together. Raises ModelError."""
         pending = self._pending
         written = 0
         for event in batch:
@@ -143,9 +161,11 @@ class Turn:
                 self.ended = event
             else:
                 written += await self._feed_rarer(event)
-        self.written += written
-        self.pieces += len(batch)
+        self._written += written
+        self._pieces += len(batch)
         self._flush()
+        if self._written > self._most_written or self._pieces > self._most_written // 4:
+            raise ModelError("The model wrote without end, and was cut off.")
 
     async def _feed_rarer(
         self,
@@ -201,7 +221,7 @@ class Turn:
         """One by one where much was written: every event that closes something says all of it once more, and others
         want to be served meanwhile.
         """
-        while self.written >= LARGE and self._pending:
+        while self._written >= LARGE and self._pending:
             self._output.emit([self._pending.pop(0)])
             await asyncio.sleep(0)
         self._flush()
@@ -273,7 +293,7 @@ class Turn:
         self._close_reasoning()
         await self._close_message("completed")
         self._close_whole_calls()
-        if self.written >= LARGE:
+        if self._written >= LARGE:
             await self._flush_in_turns()
         call = self._begin_call(event)
         self._calls[event.key] = call

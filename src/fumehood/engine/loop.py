@@ -24,7 +24,7 @@ from fumehood.engine.tokens import Tokens
 from fumehood.engine.truncation import fitted, room_for_input
 from fumehood.interfaces import CallContext, Clock, Fenced, Lease, ModelBackend, Store
 from fumehood.protocol.conversation import Entry, Segment
-from fumehood.protocol.errors import ApiError, ModelError, ModelUnreachable, ServerFault, to_detail
+from fumehood.protocol.errors import ApiError, ModelUnreachable, ServerFault, to_detail
 from fumehood.protocol.events import (
     Completed,
     Created,
@@ -218,6 +218,7 @@ class Loop:
             self._call_context,
             most_hosted=self._hosted_left(),
             one_call=not self._prepared.response.parallel_tool_calls,
+            most_written=self._limits.characters,
         )
         request = self._first or self._model_request(number, toolbox)
         self._first = None
@@ -227,11 +228,9 @@ class Loop:
             )
             request = msgspec.structs.replace(request, segments=segments)
         self._asked = request
-        async with contextlib.aclosing(self._backend.stream(request)) as batches:
+        async with contextlib.aclosing(self._backend.stream(request, turn.take)) as batches:
             async for batch in batches:
                 await turn.feed(batch)
-                if turn.written > self._limits.characters or turn.pieces > self._limits.characters // 4:
-                    raise ModelError("The model wrote without end, and was cut off.")
         if turn.ended is None:
             raise ModelUnreachable("The model server ended its answer in the middle.")
         if turn.ended.usage is not None:

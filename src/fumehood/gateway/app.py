@@ -10,7 +10,7 @@ from re import Pattern
 from starlette.routing import compile_path
 
 from fumehood.gateway.auth import Callers, Everybody, Forbidden, identified
-from fumehood.gateway.containers import ContainerFiles
+from fumehood.gateway.containers import ContainerFiles, ContainerRoutes
 from fumehood.gateway.exchange import Exchange, encode
 from fumehood.gateway.files import Uploads
 from fumehood.gateway.limits import Limits
@@ -104,7 +104,8 @@ class Gateway:
             tell=lambda exchange: self._tell(exchange, self._socket_place),
         )
         cards = ModelCards(models)
-        container_files = ContainerFiles(containers)
+        container = ContainerRoutes(containers, limits)
+        container_files = ContainerFiles(containers, limits, self.metrics, file_bytes)
         uploads = Uploads(files, limits, self.metrics, file_bytes)
         self._routes = _Routes(
             ("POST", "/v1/responses", responses.create),
@@ -117,8 +118,14 @@ class Gateway:
             ("GET", "/v1/responses/{response_id}/input_items", responses.input_items),
             ("GET", "/v1/models", cards.list),
             ("GET", "/v1/models/{model:path}", cards.get),
+            ("POST", "/v1/containers", container.create),
+            ("GET", "/v1/containers", container.list),
+            ("GET", "/v1/containers/{container_id}", container.get),
+            ("DELETE", "/v1/containers/{container_id}", container.delete),
+            ("POST", "/v1/containers/{container_id}/files", container_files.create),
             ("GET", "/v1/containers/{container_id}/files", container_files.list),
             ("GET", "/v1/containers/{container_id}/files/{file_id}", container_files.get),
+            ("DELETE", "/v1/containers/{container_id}/files/{file_id}", container_files.delete),
             ("GET", "/v1/containers/{container_id}/files/{file_id}/content", container_files.content),
             ("POST", "/v1/files", uploads.create),
             ("GET", "/v1/files", uploads.list),

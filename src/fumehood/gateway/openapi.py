@@ -11,7 +11,12 @@ from msgspec import UNSET
 from fumehood import __version__
 from fumehood.gateway.models import ModelList
 from fumehood.protocol import events
-from fumehood.protocol.containers import ContainerFile
+from fumehood.protocol.containers import (
+    ContainerFile,
+    ContainerObject,
+    CreateContainer,
+    CreateContainerFile,
+)
 from fumehood.protocol.errors import ErrorBody
 from fumehood.protocol.file_types import BINARY
 from fumehood.protocol.files import FileObject, UploadPurpose
@@ -56,7 +61,8 @@ class Operation:
     """What one route does.
 
     answer: a type, or the name of a media type.
-    form: the fields of a form; it must have those that are not part of another.
+    form: the fields of a form; it must have those that are not part of another and have no default. Where there is a
+        body as well, either can be sent.
     ranged: a part of the answer may be asked for.
     errors: statuses besides those that every route may have.
     streams: it makes a response, which may come as events and be asked for with an Idempotency-Key.
@@ -83,6 +89,10 @@ _FILE_FORM: Json = {
     "purpose": {"type": "string", "enum": [*get_args(UploadPurpose.__value__)]},
     "expires_after[anchor]": {"type": "string", "const": "created_at"},
     "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+}
+_CONTAINER_FILE_FORM: Json = {
+    "file": {"type": "string", "contentMediaType": BINARY},
+    "unpack": {"type": "string", "enum": ["true", "false"], "default": "false"},
 }
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/responses"): Operation(
@@ -121,11 +131,36 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/v1/models"): Operation(summary="The models that can be asked for.", answer=ModelList),
     ("GET", "/v1/models/{model:path}"): Operation(summary="One of them.", answer=ModelCard, errors=(404,)),
+    ("POST", "/v1/containers"): Operation(
+        summary="Make a container before it is used.",
+        body=CreateContainer,
+        answer=ContainerObject,
+        errors=(408, 413, 429),
+    ),
+    ("GET", "/v1/containers"): Operation(
+        summary="Containers, expired ones too.", answer=Page, query=(*_PAGE, "name")
+    ),
+    ("GET", "/v1/containers/{container_id}"): Operation(
+        summary="One of them.", answer=ContainerObject, errors=(404,)
+    ),
+    ("DELETE", "/v1/containers/{container_id}"): Operation(
+        summary="End a container, with its files and what runs in it.", answer=Deleted, errors=(404,)
+    ),
+    ("POST", "/v1/containers/{container_id}/files"): Operation(
+        summary="Put a file into a container: one that comes with the request, or one that was uploaded.",
+        body=CreateContainerFile,
+        form=_CONTAINER_FILE_FORM,
+        answer=ContainerFile,
+        errors=(404, 408, 413, 429),
+    ),
     ("GET", "/v1/containers/{container_id}/files"): Operation(
         summary="The files of a container.", answer=Page, query=_PAGE, errors=(404,)
     ),
     ("GET", "/v1/containers/{container_id}/files/{file_id}"): Operation(
         summary="One of them.", answer=ContainerFile, errors=(404,)
+    ),
+    ("DELETE", "/v1/containers/{container_id}/files/{file_id}"): Operation(
+        summary="Delete a file of a container.", answer=Deleted, errors=(404,)
     ),
     ("GET", "/v1/containers/{container_id}/files/{file_id}/content"): Operation(
         summary="The content of a file, as a download.", answer=BINARY, errors=(404, 416), ranged=True
@@ -160,6 +195,7 @@ _QUERIES: dict[str, tuple[str, Json]] = {
         "What to show besides the usual.",
         {"type": "array", "items": {"type": "string", "enum": sorted(INCLUDABLE)}},
     ),
+    "name": ("Only those of this name.", {"type": "string"}),
     "purpose": ("Only files for this.", {"type": "string"}),
     "stream": ("Only for responses that are made in the background.", {"type": "boolean"}),
 }
@@ -222,15 +258,17 @@ def _operation(path: str, operation: Operation, schemas: dict[Any, Json]) -> Jso
         "parameters": list(_parameters(path, operation)),
         "responses": {str(status): answer for status, answer in _answers(operation, schemas)},
     }
+    bodies: Json = {}
     if operation.body is not None:
-        described["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": schemas[operation.body]}},
-        }
+        bodies["application/json"] = {"schema": schemas[operation.body]}
     if operation.form is not None:
-        required = [name for name in operation.form if "[" not in name]
+        required = [
+            name for name, field in operation.form.items() if "[" not in name and "default" not in field
+        ]
         form = {"type": "object", "properties": operation.form, "required": required}
-        described["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+        bodies["multipart/form-data"] = {"schema": form}
+    if bodies:
+        described["requestBody"] = {"required": True, "content": bodies}
     if operation.public:
         described["security"] = []
     return described

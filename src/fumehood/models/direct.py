@@ -1,4 +1,4 @@
-"""The model `direct`, which is none: it runs the Python of the user's message; imports msgspec and `protocol`.
+"""The model `direct`, which is none: it runs the Python of the user's message; imports `protocol`, `interfaces`.
 
 For smoke tests, examples and the first minute after an installation: the whole way through the gateway and back, with
 code, output and files, and no model server anywhere.
@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 
 import msgspec
 
+from fumehood.interfaces import Take
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.models import (
@@ -60,7 +61,11 @@ class _Output(msgspec.Struct):
 class DirectModel:
     """A `ModelBackend` that calls `code_interpreter` with the user's own code and repeats what it printed."""
 
-    async def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+    async def stream(
+        self,
+        request: ModelRequest,
+        take: Take | None = None,  # noqa: ARG002 - everything is there at once
+    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         text, exchanges = _latest(request.segments)
         code = _code_of(text)
         if exchanges:

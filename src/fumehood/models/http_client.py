@@ -61,6 +61,10 @@ class Patience(NamedTuple):
     silence: float
 
 
+# Takes a piece of a body; whether it wants to hear more.
+type Listener = Callable[[bytes], bool]
+
+
 class Address(NamedTuple):
     """Where a server is, and what requests to it begin with."""
 
@@ -94,7 +98,8 @@ class _Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._size = 0
         self._paused = False
-        self._trouble: HttpTrouble | None = None
+        self._listener: Listener | None = None
+        self._trouble: Exception | None = None
         self._keeps_alive = False
         self.used = False
         self.idle_since = 0.0
@@ -146,6 +151,27 @@ class _Connection(asyncio.Protocol):
             if self.complete:
                 return b""
             await self._hear()
+        return self._taken()
+
+    async def tell(self, listener: Listener) -> bool:
+        """Give what comes of the body to the listener, at once and without waking anybody, until it has heard enough or
+        there is no more; whether there is no more. Raises HttpTrouble, and what the listener does.
+        """
+        while True:
+            while self._parts:
+                if not listener(self._taken()):
+                    return False
+            if self.complete and self._trouble is None:
+                return True
+            self._listener = listener
+            try:
+                await self._hear()
+            finally:
+                enough, self._listener = self._listener is None, None
+            if enough:
+                return False
+
+    def _taken(self) -> bytes:
         parts, self._parts = self._parts, []
         self._size = 0
         if self._paused and self._transport is not None:
@@ -209,10 +235,22 @@ class _Connection(asyncio.Protocol):
         if not self._in_body and self._head_bytes > _LONGEST_HEAD:
             self._fail(NotHttp())
             return
+        if self._listener is not None and self._parts and self._goes_on_listening(self._listener):
+            return
         self._news.ring()
         if self._size > _HIGH_WATER and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
+
+    def _goes_on_listening(self, listener: Listener) -> bool:
+        """Give it what has come; False if somebody has to be woken."""
+        try:
+            if not listener(self._taken()):
+                self._listener = None
+        except Exception as error:  # a mistake of the listener's, for whoever waits
+            self._trouble = error
+            return False
+        return self._listener is not None and not self.complete
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._in_body and self._by_end and exc is None:
@@ -271,6 +309,7 @@ class HttpAnswer:
         connection = self._connection = await self._asking
         self.status = connection.status
         self.read = connection.read
+        self.tell = connection.tell
         return self
 
     async def __aexit__(

@@ -1,4 +1,4 @@
-"""What all backends that ask a model server over HTTP have in common; imports siblings and `protocol`."""
+"""What all backends that ask a model server over HTTP have in common; imports `interfaces`, `protocol` and siblings."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from fumehood.aside import LARGE, aside
+from fumehood.interfaces import Take
 from fumehood.models.answers import Reading, in_pieces
 from fumehood.models.forced_calls import ForcedCall
 from fumehood.models.http_client import Address, Patience, header_lines
@@ -42,6 +43,45 @@ class _Count(msgspec.Struct):
 
     input_tokens: Annotated[int, Meta(ge=0)] | None = None
     count: Annotated[int, Meta(ge=0)] | None = None
+
+
+class _Turn:
+    """One turn as it is read.
+
+    events: what the last piece brought, unless it was taken. begun: whether any were given on.
+    unread: a piece that ends a long line or document.
+    """
+
+    __slots__ = ("_forced", "_take", "begun", "events", "parser", "unread")
+
+    def __init__(self, parser: Reading, forced: ForcedCall | None, take: Take | None) -> None:
+        self.parser = parser
+        self.events: Sequence[AnyModelEvent] = ()
+        self.begun = False
+        self.unread: bytes | None = None
+        self._forced = forced
+        self._take = take
+
+    def hear(self, piece: bytes) -> bool:
+        """Read a piece, nothing for the end; whether nobody needs to look at it."""
+        parser = self.parser
+        if parser.held >= LARGE and (not piece or b"\n" in piece):
+            self.unread, self.events = piece, ()
+            return False
+        events = self._read(piece)
+        if events and self.begun and self._take is not None and self._take(events):
+            events = ()
+        self.events = events
+        return not events and not parser.over and not parser.closing
+
+    async def read_aside(self) -> None:
+        """What was too much to be read on the event loop."""
+        piece, self.unread = self.unread or b"", None
+        self.events = await aside(self.parser.held, self._read, piece)
+
+    def _read(self, piece: bytes) -> list[AnyModelEvent]:
+        events = self.parser.feed(piece) if piece else self.parser.finish()
+        return events if self._forced is None else self._forced.sift(events)
 
 
 class ModelServer(ABC):
@@ -92,32 +132,34 @@ class ModelServer(ABC):
 
     # ---- ModelBackend -----------------------------------------------------------------------------------------
 
-    async def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+    async def stream(
+        self, request: ModelRequest, take: Take | None = None
+    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         errors = self._errors(request.model)
         body = self._body(request)
-        parser = self._reading(request, errors)
-        forced = ForcedCall.of(request)
+        turn = _Turn(self._reading(request, errors), ForcedCall.of(request), take)
         patience = self._patience if request.streamed else self._long_patience
         async with self._upstream.request(
             self._address, self.path, self._headers, patience, errors, body=body
         ) as answer:
             del body
+            parser = turn.parser
             while not parser.over:
-                piece = await (answer.read_rest(_USAGE_SECONDS) if parser.closing else answer.read())
-                large = parser.held >= LARGE
+                if parser.closing:
+                    turn.hear(await answer.read_rest(_USAGE_SECONDS))
+                elif await answer.tell(turn.hear):
+                    turn.hear(b"")
+                large = turn.unread is not None
                 if large:
-                    events = await aside(parser.held, _read, parser, piece)
-                else:
-                    events = _read(parser, piece)
+                    await turn.read_aside()
                 answer.response.complete = parser.ended
-                if forced is not None:
-                    events = forced.sift(events)
-                if large:
-                    for batch in in_pieces(events):
+                turn.begun = turn.begun or bool(turn.events)
+                if not large and turn.events:
+                    yield turn.events
+                elif large:
+                    for batch in in_pieces(turn.events):
                         yield batch
                         await asyncio.sleep(0)  # others have their turns
-                elif events:
-                    yield events
             if parser.failure is not None:
                 raise parser.failure
 
@@ -144,6 +186,7 @@ class ModelServer(ABC):
         return ModelProfile(
             context_window=self._settings.context_window,
             takes_images=self._settings.takes_images,
+            takes_files=self._settings.shows_files,
             counts=self._counter is not None,
         )
 
@@ -168,7 +211,3 @@ class ModelServer(ABC):
 
     def _errors(self, model: str) -> UpstreamErrors:
         return UpstreamErrors(model, self._secrets, api=self.api)
-
-
-def _read(parser: Reading, piece: bytes) -> list[AnyModelEvent]:
-    return parser.feed(piece) if piece else parser.finish()

@@ -4,7 +4,7 @@ import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from fumehood.interfaces import Clock, ModelBackend
+from fumehood.interfaces import Clock, ModelBackend, Take
 from fumehood.models.upstream_errors import NO_CREDIT_CODE
 from fumehood.protocol.errors import ModelError, ModelRateLimited, ModelUnreachable
 from fumehood.protocol.models import AnyModelEvent, ModelProfile, ModelRequest
@@ -34,12 +34,14 @@ class Retrying:
         self._clock = clock
         self._spread = spread
 
-    async def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+    async def stream(
+        self, request: ModelRequest, take: Take | None = None
+    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         attempt = 0
         while True:
             begun = False
             try:
-                async with aclosing(self._backend.stream(request)) as batches:
+                async with aclosing(self._backend.stream(request, take)) as batches:
                     async for batch in batches:
                         begun = True
                         yield batch

@@ -63,6 +63,7 @@ class Answer:
             raise _translated(trouble, self._patience, self._errors) from trouble
         try:
             self.read = response.read
+            self.tell = response.tell
             if response.status != 200:
                 raise await _refusal(self, self._errors)
             if response.header(b"content-encoding") not in ("", "identity"):

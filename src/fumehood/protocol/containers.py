@@ -1,6 +1,6 @@
 """Containers and their files as clients see them, and as they are kept; imports msgspec and siblings."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -145,6 +145,12 @@ class ContainerFile(msgspec.Struct, frozen=True, kw_only=True):
     source: FileSource
 
 
+class UnpackedFiles(ContainerFile, frozen=True, kw_only=True):
+    """What an archive left: the first file, as clients expect an answer to an upload, and with it all of them."""
+
+    unpacked: list[ContainerFile] = msgspec.field(name="fumehood:unpacked")
+
+
 def container_on_the_wire(record: ContainerRecord) -> ContainerObject:
     network = record.spec.network
     shown = ShownNetwork(type="disabled")
@@ -171,6 +177,12 @@ def file_on_the_wire(record: ContainerFileRecord) -> ContainerFile:
         path=clean_name(f"{DATA_DIRECTORY}/{record.path}", _LONGEST_PATH),
         source=record.source,
     )
+
+
+def unpacked_on_the_wire(records: Sequence[ContainerFileRecord]) -> UnpackedFiles:
+    """At least one."""
+    files = [file_on_the_wire(record) for record in records]
+    return UnpackedFiles(**msgspec.structs.asdict(files[0]), unpacked=files)
 
 
 # --- what clients ask for -----------------------------------------------------------------------------

@@ -25,7 +25,10 @@ import msgspec
 
 
 class SandboxError(Exception):
-    """`param` names the parameter at fault, where there is one."""
+    """`param` names the parameter at fault, where there is one.
+
+    refused: whether the server said so, or was never reached: then nothing of what it was asked for has begun.
+    """
 
     code: ClassVar[str] = "sandbox_error"
     status: ClassVar[int] = 500
@@ -34,6 +37,7 @@ class SandboxError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
+        self.refused = False
 
 
 class RequestRefused(SandboxError):

@@ -99,6 +99,7 @@ class Living:
         their order.
     filing: for whoever changes both the sandbox's files and what is recorded of them.
     users: calls and transfers that run or wait.
+    sandbox: the one that was used last, and most likely lives.
     passing: sandboxes that end with what they are used for.
     over: whether the store has said that there is no such container any more.
     """
@@ -108,6 +109,7 @@ class Living:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     filing: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
+    sandbox: Sandbox | None = None
     passing: set[SandboxRef] = field(default_factory=set[SandboxRef])
     over: bool = False
 
@@ -174,23 +176,41 @@ class SandboxContainer:
                 yield _over(_OVER)
                 return
             try:
-                sandbox, notes = await self._bound()
+                try:
+                    async with aclosing(self._in_bound(request, execution_id)) as events:
+                        async for event in events:
+                            yield event
+                except (SandboxGone, SandboxNotFound):
+                    if self._living.sandbox is None:
+                        raise
+                    self._living.sandbox = None  # it was taken to live
+                    async with aclosing(self._in_bound(request, execution_id)) as events:
+                        async for event in events:
+                            yield event
             except SandboxError as error:
                 yield _over(_OVER) if self._living.over else not_to_be_had(error)
-                return
-            for text in notes:
-                yield Note(text)
-            async with aclosing(followed(sandbox, request, execution_id, self._house.clock)) as events:
-                async for event in events:
-                    if isinstance(event, End):
-                        for text in await self._after(sandbox, event):
-                            yield Note(text)
-                        if not event.state_kept:
-                            event = _with(event, _OVER if self._living.over else _BEGINS_ANEW)
-                    yield event
+
+    async def _in_bound(self, request: ExecuteRequest, execution_id: str) -> AsyncGenerator[AnyOutput]:
+        """Raises SandboxError if the call could not begin."""
+        sandbox, notes = await self._bound()
+        for text in notes:
+            yield Note(text)
+        async with aclosing(followed(sandbox, request, execution_id, self._house.clock)) as events:
+            async for event in events:
+                if isinstance(event, End):
+                    for text in await self._after(sandbox, event):
+                        yield Note(text)
+                    if not event.state_kept:
+                        event = _with(event, _OVER if self._living.over else _BEGINS_ANEW)
+                yield event
 
     async def _bound(self) -> tuple[Sandbox, list[str]]:
-        """The container's sandbox, a new one if there is none; raises SandboxError."""
+        """The container's sandbox, a new one if there is none; raises SandboxError. One that was used before is not
+        asked whether it lives: that would cost as much as the call.
+        """
+        known = self._living.sandbox
+        if known is not None and known.id == self._living.record.sandbox:
+            return known, []
         try:
             async with asyncio.timeout(self._house.settings.claim_timeout):
                 living = await attached(self._house.provider, self._living.record)
@@ -218,6 +238,7 @@ class SandboxContainer:
     async def _after(self, sandbox: Sandbox, end: End) -> Sequence[str]:
         """Look for files, note how things stand; what there is to tell."""
         self._living.change(last_active_at=self._house.clock.now())
+        self._living.sandbox = sandbox if end.state_kept and end.status != "lost" else None
         if not end.state_kept:
             self._living.change(sandbox="", address="", mark="")
             await self._living.write(self._house.store)

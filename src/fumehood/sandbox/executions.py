@@ -27,6 +27,8 @@ async def followed(
 ) -> AsyncGenerator[AnyOutput]:
     """The events of a call, and an `End` in any case; nothing runs twice. Leaving it interrupts the code.
 
+    Only where the sandbox was gone before the call could begin it raises SandboxGone or SandboxNotFound.
+
     A provider may have mended broken connections already; one that gives up is asked again a few times.
     """
     seen = failures = 0
@@ -44,6 +46,11 @@ async def followed(
                 if ended:
                     return
                 trouble: SandboxError = Unreachable("The events of a call ended before their end.")
+            except (SandboxGone, SandboxNotFound) as error:
+                if error.refused and not failures and not seen:
+                    ended = True
+                    raise
+                trouble = error
             except SandboxError as error:
                 trouble = error
             failures += 1

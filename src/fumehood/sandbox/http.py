@@ -202,7 +202,9 @@ class Connection:
         try:
             self._check_version(response)
             if not 200 <= response.status < 300:
-                raise await self._error(response)
+                error = await self._error(response)
+                error.refused = True
+                raise error
             yield response
         finally:
             if response.content.at_eof():
@@ -224,7 +226,9 @@ class Connection:
             raise self.explained(unreachable) from cause
 
     def explained(self, error: Unreachable) -> SandboxError:
-        return error if self._explain is None else self._explain(error)
+        told = error if self._explain is None else self._explain(error)
+        told.refused = isinstance(error, NotConnected)
+        return told
 
     def _translated(self, error: Exception) -> Unreachable:
         where = f"The sandbox server at {self.url}"

@@ -190,9 +190,11 @@ class ScriptedSandboxes:
         self._ended[name] = reason
 
     def missing(self, name: str) -> SandboxError:
+        error: SandboxError = SandboxNotFound(f"There is no sandbox {name!r}.")
         if name in self._ended:
-            return SandboxGone(f"The sandbox {name!r} is gone: {self._ended[name]}.")
-        return SandboxNotFound(f"There is no sandbox {name!r}.")
+            error = SandboxGone(f"The sandbox {name!r} is gone: {self._ended[name]}.")
+        error.refused = True
+        return error
 
     def check(self) -> None:
         if self._closed:

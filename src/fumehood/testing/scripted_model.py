@@ -9,7 +9,7 @@ from typing import Self
 
 import msgspec
 
-from fumehood.interfaces import ModelBackend
+from fumehood.interfaces import ModelBackend, Take
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.models import (
     AnyModelEvent,
@@ -113,7 +113,11 @@ class ScriptedModel:
 
     # ---- ModelBackend -----------------------------------------------------------------------------------------
 
-    async def stream(self, request: ModelRequest) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+    async def stream(
+        self,
+        request: ModelRequest,
+        take: Take | None = None,  # noqa: ARG002 - nobody has to
+    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         self.requests.append(request)
         beats = self._take(request)
         finished = False

@@ -1,5 +1,6 @@
 """Prompts to OpenAI's Responses API, or to our gateway: what is asked for, checked; imports its siblings."""
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 Out = TypeVar("Out")
+
+# The stores that are searched where a prompt names none.
+STORES_VARIABLE = "OPENAI_VECTOR_STORE_IDS"
 
 _OUTPUTS = {
     "code_interpreter": "code_interpreter_call.outputs",
@@ -207,12 +211,17 @@ class OpenAIAdapter:
         asked = [*rendered.native_tools, *self._hosted_tools.envelopes()]
         found = {str(tool.get("name")): tool for tool in merge_native_tools(asked, prompt_name=name)}
         check_model(self.model, found, self._native_tools, strict=self._strict, prompt_name=name)
-        search = found.get("file_search")
-        require(
-            search is None or search.get("vector_store_ids"),
-            "file_search has no vector_store_ids: name at least one store to search in.",
-            prompt_name=name,
-        )
+        if search := found.get("file_search"):
+            stores = (
+                search.get("vector_store_ids")
+                or os.environ.get(STORES_VARIABLE, "").replace(",", " ").split()
+            )
+            require(
+                stores,
+                f"file_search has no vector_store_ids: name a store to search in, or set {STORES_VARIABLE}.",
+                prompt_name=name,
+            )
+            found["file_search"] = {**search, "vector_store_ids": stores}
         if workspace is not None:
             interpreter = found.get("code_interpreter")
             require(

@@ -68,7 +68,12 @@ class ContainerManager:
 
     def create(self, name: str = "fumehood-workspace") -> str:
         """A new container's id."""
-        return self._ask(self._sdk.containers.create, name=name, memory_limit=self.config.memory_limit).id
+        import openai
+
+        try:
+            return self._sdk.containers.create(name=name, memory_limit=self.config.memory_limit).id
+        except openai.OpenAIError as error:
+            raise _unusable(error) from error
 
     def is_alive(self, container_id: str) -> bool:
         import openai
@@ -141,8 +146,10 @@ class ContainerManager:
 
 
 def _normalised(error: Exception) -> Exception:
-    if is_container_gone(error):
-        return error
+    return error if is_container_gone(error) else _unusable(error)
+
+
+def _unusable(error: Exception) -> PromptEvaluationError:
     return PromptEvaluationError(
         f"The container could not be used: {error}",
         phase="request",

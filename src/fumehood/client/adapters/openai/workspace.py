@@ -59,7 +59,8 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         )
         self._container_config = container_config or ContainerConfig()
         self._client = client
-        self._tarball = _packed(self.temp_dir) if mounts else None
+        holds_files = any(preview.file_count for preview in self.mount_previews)
+        self._tarball = _packed(self.temp_dir) if holds_files else None
         self._filesystem = ContainerFilesystem(
             client=self._bound_client,
             container_config=self._container_config,

@@ -1,0 +1,189 @@
+"""Conversations that outlive a context window, through the adapter and by hand; imports the support."""
+
+from typing import Any
+
+import pytest
+
+from fumehood.client import CompactionError, MarkdownSection, Prompt, Session, Tool, ToolContext, ToolResult
+from fumehood.client.adapters.openai import (
+    CompactionConfig,
+    CompactionManager,
+    CompactionState,
+    OpenAIHostedToolsConfig,
+)
+from fumehood.client.adapters.openai.compaction import ModelUsed, Transcript
+from fumehood.client.prompt import AnyTool, NoParams
+from tests.client.conftest import Elsewhere, House
+from tests.support.openai_server import error, message, response
+from tests.support.thinking import Thinker
+
+THRESHOLD = 2500
+TURNS = 60
+
+
+def asks(text: str, *tools: AnyTool) -> Prompt[None]:
+    return Prompt(
+        ns="tests",
+        key="talk",
+        sections=[MarkdownSection(title="Turn", key="turn", template=text, tools=tools)],
+    )
+
+
+def test_sixty_turns_through_compactions_and_the_model_still_knows(house_without_code: House) -> None:
+    house = house_without_code
+    thinker = Thinker()
+    house.model.script(*[thinker.answer] * 400)
+    adapter = house.adapter(compaction=CompactionConfig(threshold_tokens=THRESHOLD))
+    session = Session()
+    adapter.evaluate(asks("Remember: the code word is heliotrope."), session=session)
+    for number in range(TURNS - 1):
+        adapter.evaluate(asks(f"{number}. " + "something else entirely " * 12), session=session)
+    last = adapter.evaluate(asks("Which word did I tell you first?"), session=session)
+    assert last.text == "heliotrope"
+    state = session[CompactionState].latest()
+    assert state is not None
+    assert state.compaction_count == len(thinker.summaries) >= 3
+    assert state.last_compaction_tokens > THRESHOLD
+    assert len(session[CompactionState].all()) == 1
+    assert max(thinker.turns) < 2 * THRESHOLD
+
+
+def test_without_compaction_every_evaluation_starts_afresh(house_without_code: House) -> None:
+    house = house_without_code
+    thinker = Thinker()
+    house.model.script(*[thinker.answer] * 3)
+    session = Session()
+    house.adapter().evaluate(asks("Remember: the code word is heliotrope."), session=session)
+    assert house.adapter().evaluate(asks("Which word was it?"), session=session).text == "I do not know."
+    kept = house.adapter(compaction=CompactionConfig(enabled=False))
+    for text in ("Remember: the code word is heliotrope.", "Which word was it?"):
+        house.model.script(*[thinker.answer] * 3)
+        found = kept.evaluate(asks(text), session=session)
+    assert found.text == "heliotrope"
+
+
+WINDOW: list[dict[str, Any]] = [
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "kept"}]},
+    {"type": "compaction", "id": "cmp_1", "encrypted_content": "sealed"},
+]
+
+
+def big(text: str, tokens: int = 999) -> Any:
+    return response(message(text), usage={"input_tokens": tokens, "output_tokens": 0, "total_tokens": tokens})
+
+
+def test_the_whole_window_is_replayed_before_what_comes_later(elsewhere: Elsewhere) -> None:
+    adapter = elsewhere.adapter(compaction=CompactionConfig(threshold_tokens=100))
+    session = Session()
+    elsewhere.server.script(big("one", 50), big("two"), response(*WINDOW), big("three", 50), big("four", 50))
+    for text in ("1", "2", "3", "4"):
+        adapter.evaluate(asks(text), session=session)
+    first, second, compact, third, fourth = elsewhere.server.asked
+    assert len(second["input"]) == 3
+    assert compact == {"model": "gpt-4.1", "input": [*second["input"], message("two")]}
+    assert third["input"] == [*WINDOW, {"role": "system", "content": "## 1. Turn\n\n3"}]
+    assert fourth["input"][:4] == [*third["input"], message("three")]
+    assert "/v1/responses/compact" in elsewhere.server.calls[2]
+    assert first["input"] == [{"role": "system", "content": "## 1. Turn\n\n1"}]
+    state = session[CompactionState].latest()
+    assert state == CompactionState(tuple(WINDOW), 999, 1)
+
+
+def test_a_long_turn_is_compacted_on_its_way_and_keeps_its_task(elsewhere: Elsewhere) -> None:
+    def look(params: NoParams, *, context: ToolContext) -> ToolResult[NoParams]:
+        return ToolResult.ok(params)
+
+    tool = Tool[NoParams, NoParams](name="look", description="Look.", handler=look)
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+    used = {"input_tokens": 999, "output_tokens": 0, "total_tokens": 999}
+    elsewhere.server.script(response(call, usage=used), response(*WINDOW), big("done", 5))
+    adapter = elsewhere.adapter(compaction=CompactionConfig(threshold_tokens=100))
+    found = adapter.evaluate(asks("Look.", tool), session=Session())
+    _, compact, after = elsewhere.server.asked
+    assert compact["input"][-1]["type"] == "function_call_output"
+    assert after["input"] == [*WINDOW, {"role": "system", "content": "## 1. Turn\n\nLook."}]
+    assert [item.get("type", "system") for item in found.transcript] == [
+        "system",
+        "function_call",
+        "function_call_output",
+        "message",
+    ]
+
+
+def test_a_failed_compaction_leaves_everything_as_it_was(elsewhere: Elsewhere) -> None:
+    adapter = elsewhere.adapter(compaction=CompactionConfig(threshold_tokens=100))
+    session = Session()
+    elsewhere.server.script(big("one"), error(400, "Too long"))
+    with pytest.raises(CompactionError, match=r"999 tokens could not be compacted: .*Too long") as failed:
+        adapter.evaluate(asks("1"), session=session)
+    assert failed.value.token_count == 999
+    assert isinstance(failed.value.original_error, Exception)
+    answer: Any = failed.value.response
+    assert answer.text == "one"
+    assert session[CompactionState].all() == ()
+    kept = session[Transcript].latest()
+    assert kept is not None
+    assert len(kept.items) == 2
+    elsewhere.server.script(big("two", 5))
+    adapter.evaluate(asks("2"), session=session)
+    assert len(elsewhere.server.asked[0]["input"]) == 3
+
+
+def test_a_failed_evaluation_is_not_part_of_the_conversation(elsewhere: Elsewhere) -> None:
+    adapter = elsewhere.adapter(compaction=CompactionConfig())
+    session = Session()
+    elsewhere.server.script(error(400, "No"), big("fine", 5))
+    with pytest.raises(Exception, match="No"):
+        adapter.evaluate(asks("1"), session=session)
+    adapter.evaluate(asks("2"), session=session)
+    assert len(elsewhere.server.asked[1]["input"]) == 1
+
+
+def test_nothing_is_kept_there_in_zdr_mode(elsewhere: Elsewhere) -> None:
+    config = CompactionConfig(threshold_tokens=100, zdr_mode=True)
+    adapter = elsewhere.adapter(
+        compaction=config, hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True)
+    )
+    session = Session()
+    elsewhere.server.script(big("one"), response(*WINDOW), big("two", 5))
+    adapter.evaluate(asks("1"), session=session)
+    adapter.evaluate(asks("2"), session=session)
+    one, compact, two = elsewhere.server.asked
+    for request in (one, two):
+        assert request["store"] is False
+        assert "reasoning.encrypted_content" in request["include"]
+        assert "previous_response_id" not in request
+    assert "store" not in compact
+    assert two["input"][:2] == WINDOW
+
+
+# --- by hand ------------------------------------------------------------------------------------------
+
+
+def test_a_manager_alone(elsewhere: Elsewhere) -> None:
+    session = Session()
+    manager = CompactionManager(elsewhere.client, CompactionConfig(threshold_tokens=100), session)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    assert manager.inject_encrypted_items(messages) == messages
+    assert not manager.should_compact(100)
+    assert manager.should_compact(101)
+    with pytest.raises(CompactionError, match="no model is known: pass model="):
+        manager.compact(messages)
+    session[ModelUsed].append(ModelUsed("gpt-4o"))
+    elsewhere.server.script(response(*WINDOW), response(*WINDOW))
+    compacted = manager.compact(messages)
+    assert compacted == WINDOW
+    assert elsewhere.server.asked[0] == {"model": "gpt-4o", "input": messages}
+    assert manager.inject_encrypted_items(compacted) == WINDOW  # not twice
+    assert manager.inject_encrypted_items(messages) == [*WINDOW, *messages]
+    manager.compact([*compacted, *messages])
+    assert elsewhere.server.asked[1]["input"] == [*WINDOW, *messages]
+    assert manager.state.compaction_count == 2
+
+
+def test_compaction_can_be_off(elsewhere: Elsewhere) -> None:
+    manager = CompactionManager(elsewhere.client, CompactionConfig(enabled=False), Session(), model="m")
+    assert not manager.should_compact(10**9)
+    elsewhere.server.script(response())
+    with pytest.raises(CompactionError, match="empty window"):
+        manager.compact([])
