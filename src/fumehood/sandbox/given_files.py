@@ -97,7 +97,7 @@ class GivenFiles:
                 paths = [file.path for file in listing.files]
                 room = await self._room(living, paths)
                 if listing.truncated or unpacked.files > self._limits.files or unpacked.bytes > room:
-                    raise TooLarge("")
+                    raise self._too_large()
                 kept = [
                     await keeping.enter_async_context(
                         self._blobs.keep(self._bounded(sandbox.read(path), room))
@@ -219,7 +219,7 @@ class GivenFiles:
     def _refusal(self, error: SandboxError) -> ApiError:
         """What a client is told of what a sandbox said."""
         if isinstance(error, TooLarge):
-            return self._too_large()
+            return BodyTooLarge(f"The container has no room for this: {error.message}")
         if isinstance(error, RequestRefused):
             return InvalidRequest(f"The container refused the file: {error.message}", param="file")
         if isinstance(error, TryLater):
