@@ -89,13 +89,8 @@ class Server:
         while True:
             limit = min(_PAGE, most - len(found))
             page = self.get(path, limit=limit, order="desc", after=after, **query)
-            data = page.get("data")
-            rows = (
-                [row for row in cast("list[object]", data) if isinstance(row, dict)]
-                if isinstance(data, list)
-                else []
-            )
-            found += cast("list[Object]", rows)
+            rows = _rows(page)
+            found += rows
             more = page.get("has_more") is True and bool(rows)
             if not more or len(found) >= most:
                 return found[:most], more or len(found) > most
@@ -207,6 +202,12 @@ def _object(answer: http.client.HTTPResponse) -> Object:
     if not isinstance(value, dict):
         raise Refused("The server's answer cannot be read; is this the address of its API?")
     return cast("Object", value)
+
+
+def _rows(page: Object) -> list[Object]:
+    data = page.get("data")
+    listed = cast("list[object]", data) if isinstance(data, list) else []
+    return [cast("Object", row) for row in listed if isinstance(row, dict)]
 
 
 def _sentence(answer: http.client.HTTPResponse) -> str:
