@@ -85,3 +85,32 @@ def test_hosted_tools(house: House) -> None:
     assert isinstance(value, CodeInterpreterResult)
     assert "ZeroDivisionError" in value.stderr
     assert value.exit_code == 1
+
+
+def test_python_and_a_function_in_one_evaluation(house: House) -> None:
+    house.model.script(
+        runs("x = 20"),
+        calls(call("echo", {"text": "22"}, call_id="call_2")),
+        calls(call("code_interpreter", {"code": "print(x + 22)"}, call_id="call_3")),
+        answer("42"),
+    )
+    session = Session()
+    heard = listen(session)
+    prompt = Prompt(ns="tests", key="both", sections=(task(echo_tool, OpenAICodeInterpreterTool()),))
+    response = house.adapter().evaluate(prompt, Topic("sums"), session=session)
+    assert response.text == "42"
+    assert [event.name for event in heard] == ["code_interpreter", "echo", "code_interpreter"]
+    first, _, last = (event.result.value for event in heard)
+    assert isinstance(first, CodeInterpreterResult)
+    assert isinstance(last, CodeInterpreterResult)
+    assert last.stdout == "42\n"
+    assert last.container_id == first.container_id  # an auto container is the same one all along
+    kinds = [item.get("type", item.get("role")) for item in response.transcript]
+    assert kinds == [
+        "system",
+        "code_interpreter_call",
+        "function_call",
+        "function_call_output",
+        "code_interpreter_call",
+        "message",
+    ]

@@ -1,7 +1,10 @@
 """The typed client: prompts made of sections, tools, sessions, workspaces; imports its own modules, and no SDK.
 
-The adapter for OpenAI, and for our gateway, is `fumehood.client.adapters.openai`.
+The adapter for OpenAI, and for our gateway, is `fumehood.client.adapters.openai`. What has to do with files is loaded
+when it is first asked for: it takes as long as all the rest.
 """
+
+from typing import TYPE_CHECKING
 
 from fumehood.client.adapters import PromptResponse, ProviderAdapter, ToolChoice
 from fumehood.client.budget import Budget, BudgetTracker, TokenUsage
@@ -16,7 +19,6 @@ from fumehood.client.errors import (
     WorkspaceBudgetError,
     WorkspaceSecurityError,
 )
-from fumehood.client.filesystem import Filesystem, HostFilesystem, InMemoryFilesystem
 from fumehood.client.prompt import (
     MarkdownSection,
     Prompt,
@@ -28,7 +30,6 @@ from fumehood.client.prompt import (
     Tool,
     ToolContext,
     ToolResult,
-    VfsToolsSection,
     parse_structured_output,
 )
 from fumehood.client.resources import ResourceRegistry
@@ -43,7 +44,27 @@ from fumehood.client.runtime import (
     ToolInvoked,
 )
 from fumehood.client.throttle import ThrottlePolicy
-from fumehood.client.workspace import HostMount, HostMountPreview, HostWorkspaceSection
+
+if TYPE_CHECKING:
+    from fumehood.client.filesystem import Filesystem, HostFilesystem, InMemoryFilesystem
+    from fumehood.client.prompt.vfs import VfsToolsSection
+    from fumehood.client.workspace import HostMount, HostMountPreview, HostWorkspaceSection
+else:
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        for place, names in _LATER.items():
+            if name in names:
+                return getattr(import_module(place), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_LATER = {
+    "fumehood.client.filesystem": ("Filesystem", "HostFilesystem", "InMemoryFilesystem"),
+    "fumehood.client.prompt.vfs": ("VfsToolsSection",),
+    "fumehood.client.workspace": ("HostMount", "HostMountPreview", "HostWorkspaceSection"),
+}
 
 __all__ = [
     "Budget",

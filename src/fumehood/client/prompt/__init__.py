@@ -1,11 +1,24 @@
-"""Prompts, sections, tools and typed answers; imports its own modules."""
+"""Prompts, sections, tools and typed answers; imports its own modules, that of file tools when it is asked for."""
+
+from typing import TYPE_CHECKING
 
 from fumehood.client.prompt._types import NoParams, SupportsDataclass
 from fumehood.client.prompt.prompt import Prompt, PromptTemplate, RenderedPrompt, ToolChoice
 from fumehood.client.prompt.section import MarkdownSection, PromptSection, Section
 from fumehood.client.prompt.structured_output import parse_structured_output
 from fumehood.client.prompt.tool import AnyTool, ProviderTool, Tool, ToolContext, ToolPolicy, ToolResult
-from fumehood.client.prompt.vfs import VfsToolsSection
+
+if TYPE_CHECKING:
+    from fumehood.client.prompt.vfs import VfsToolsSection
+else:
+
+    def __getattr__(name: str) -> object:
+        if name == "VfsToolsSection":
+            from fumehood.client.prompt.vfs import VfsToolsSection
+
+            return VfsToolsSection
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AnyTool",

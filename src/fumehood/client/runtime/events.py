@@ -1,11 +1,11 @@
 """What happens while a prompt is evaluated, and who is told; imports `budget` and the standard library."""
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
-from uuid import UUID, uuid4
 
 from fumehood.client.budget import TokenUsage
 
@@ -18,6 +18,11 @@ def _now() -> datetime:
     return datetime.now(UTC)
 
 
+def new_id() -> str:
+    """128 random bits."""
+    return os.urandom(16).hex()
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptRendered:
     """A prompt is about to be sent."""
@@ -28,7 +33,7 @@ class PromptRendered:
     rendered_prompt: str
     tool_choice: "ToolChoice"
     created_at: datetime = field(default_factory=_now)
-    event_id: UUID = field(default_factory=uuid4)
+    event_id: str = field(default_factory=new_id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +54,7 @@ class ToolInvoked:
     usage: TokenUsage | None = None
     rendered_output: str = ""
     created_at: datetime = field(default_factory=_now)
-    event_id: UUID = field(default_factory=uuid4)
+    event_id: str = field(default_factory=new_id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +67,7 @@ class PromptExecuted:
     result: Any
     usage: TokenUsage | None = None
     created_at: datetime = field(default_factory=_now)
-    event_id: UUID = field(default_factory=uuid4)
+    event_id: str = field(default_factory=new_id)
 
 
 EVENTS = (PromptRendered, ToolInvoked, PromptExecuted)

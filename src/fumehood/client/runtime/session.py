@@ -3,9 +3,8 @@
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, overload
-from uuid import uuid4
 
-from fumehood.client.runtime.events import EVENTS, EventBus, InProcessDispatcher
+from fumehood.client.runtime.events import EVENTS, EventBus, InProcessDispatcher, new_id
 
 # Makes the new values of a slice of the old ones and of what happened.
 type Reducer[T, E] = Callable[[tuple[T, ...], E], tuple[T, ...]]
@@ -79,7 +78,7 @@ class Session:
         if bus is not None and dispatcher is not None and bus is not dispatcher:
             raise ValueError("bus and dispatcher are two names for one thing; give one of them")
         self._bus: EventBus = bus or dispatcher or InProcessDispatcher()
-        self._id = str(uuid4())
+        self._id = new_id()
         self._slices: dict[type[Any], tuple[Any, ...]] = {}
         self._reducers: dict[type[Any], list[tuple[type[Any], Reducer[Any, Any]]]] = {}
         self._lock = threading.RLock()

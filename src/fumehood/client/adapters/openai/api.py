@@ -93,13 +93,14 @@ def is_fumehood(client: "OpenAI") -> bool:
             import openai
 
             try:
-                answer: Any = client.models.with_raw_response.list()
-                headers: Mapping[str, str] = answer.headers
-            except openai.APIStatusError as error:
-                headers = error.response.headers
+                client.with_options(max_retries=0).get(
+                    "/fumehood", cast_to=object
+                )  # what it answers does not matter
+                _fumehood[client] = False
+            except openai.APIStatusError as error:  # nobody has such a page
+                _fumehood[client] = VERSION_HEADER in error.response.headers
             except openai.OpenAIError:
                 return False  # nobody there now; whoever asks next looks again
-            _fumehood[client] = VERSION_HEADER in headers
     return _fumehood[client]
 
 
