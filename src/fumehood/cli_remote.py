@@ -120,7 +120,7 @@ class Server:
     def download(self, path: str) -> Generator[tuple[int | None, Iterator[bytes]]]:
         """Its size, if the server says it, and its content, of which nothing is missing when it ends."""
         with self._exchange("GET", path) as answer:
-            yield answer.length, _pieces(answer)
+            yield answer.length, self._pieces(answer)
 
     # ---- exchanges ------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Server:
         headers: Mapping[str, str] | None = None,
         query: Mapping[str, object] | None = None,
     ) -> Object:
-        with self._exchange(method, path, body, headers, query) as answer:
+        with self._exchange(method, path, body, headers, query) as answer, self._reached():
             return _object(answer)
 
     @contextmanager
@@ -149,16 +149,33 @@ class Server:
         asked = urlencode({name: value for name, value in (query or {}).items() if value is not None})
         target = f"{self._path}{path}{f'?{asked}' if asked else ''}"
         try:
-            answer = _answered(connection, method, target, body, {**self._headers, **(headers or {})})
-            if answer.status >= 300:
-                raise Refused(_sentence(answer))
+            with self._reached():
+                answer = _answered(connection, method, target, body, {**self._headers, **(headers or {})})
+                if answer.status >= 300:
+                    raise Refused(_sentence(answer))
             yield answer
-        except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(
-                f"{self._where} does not answer: {cleaned(str(error)) or type(error).__name__}."
-            ) from error
         finally:
             connection.close()
+
+    @contextmanager
+    def _reached(self) -> Generator[None]:
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            why = cleaned(str(error)) or type(error).__name__
+            raise Unreachable(f"{self._where} does not answer: {why}.") from error
+
+    def _pieces(self, answer: http.client.HTTPResponse) -> Iterator[bytes]:
+        wanted, size = answer.length, 0
+        while True:
+            with self._reached():
+                piece = answer.read(_PIECE)
+                size += len(piece)
+                if not piece and wanted is not None and size != wanted:
+                    raise http.client.IncompleteRead(b"", wanted - size)
+            if not piece:
+                return
+            yield piece
 
 
 def part(name: str) -> str:
@@ -222,15 +239,6 @@ def _sentence(answer: http.client.HTTPResponse) -> str:
     return text if text[-1] in ".!?" else f"{text}."
 
 
-def _pieces(answer: http.client.HTTPResponse) -> Iterator[bytes]:
-    wanted, size = answer.length, 0
-    while piece := answer.read(_PIECE):
-        size += len(piece)
-        yield piece
-    if wanted is not None and size != wanted:
-        raise http.client.IncompleteRead(b"", wanted - size)
-
-
 # ---- forms -------------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +257,10 @@ def _form(head: bytes, source: BinaryIO, size: int, tail: bytes, advance: "Advan
     yield head
     left = size
     while left:
-        piece = source.read(min(_PIECE, left))
+        try:
+            piece = source.read(min(_PIECE, left))
+        except OSError as error:
+            raise Refused(f"The file cannot be read: {error.strerror}.") from None
         if not piece:
             raise Refused("The file became shorter while it was sent.")
         left -= len(piece)
@@ -432,19 +443,15 @@ def _write(target: Path, pieces: Iterable[bytes], advance: Advance, *, force: bo
                 file.write(piece)
                 written += len(piece)
                 advance(len(piece))
-        if force:
-            partial.replace(target)
-        else:
-            os.link(partial, target)  # fails if something is there by now
+        if not force:
+            # So that whatever has come there meanwhile is not replaced; links would not do on every disk.
+            os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        partial.replace(target)
     except FileExistsError:
         raise
-    except http.client.HTTPException:
-        raise
     except OSError as error:
-        if isinstance(error, ConnectionError | TimeoutError):
-            raise
         raise Refused(f"{cleaned(str(target))} cannot be written: {error.strerror}.") from None
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             partial.unlink()
     return written
