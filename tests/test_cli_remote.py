@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fumehood import cli_remote
 from tests.support.command_line import forget_servers, run
 
 
@@ -162,3 +164,14 @@ def test_a_refusal_in_the_middle_of_an_upload_is_told(tmp_path: Path) -> None:
     with server(refuse) as (url, _):
         done = run("files", "upload", "big", url=url)
     assert (done.code, done.err) == (1, "That is too large.")
+
+
+def test_progress_is_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with cli_remote.progress("Sending [red]x", 100) as advance:
+        advance(100)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with cli_remote.progress("Sending [red]x", 100) as advance:
+        advance(50)
+        advance(50)
+    assert "Sending [red]x" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +30,8 @@ _PAGE = 100
 _SECONDS = 60.0  # of silence
 
 type Object = dict[str, object]
+type Columns = Mapping[str, Callable[[Object], str]]
+"""What a table shows of an object, by the heads of its columns."""
 
 BaseUrlOption = Annotated[
     str,
@@ -324,7 +326,7 @@ def time_of(row: Object, name: str) -> str:
     return ""
 
 
-def size_of(row: Object, name: str = "bytes") -> str:
+def size_of(row: Object, name: str) -> str:
     value = row.get(name)
     return f"{value:,}" if isinstance(value, int) else ""
 
@@ -335,16 +337,28 @@ def print_json(rows: Iterable[Object]) -> None:
         print(json.dumps(row).replace("\x7f", "\\u007f"))
 
 
-def print_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_list(found: Sequence[Object], more: bool, columns: Columns, *, as_json: bool, none: str) -> None:
+    """`more`: whether the server has others. `none` is said where there is nothing."""
+    if as_json:
+        print_json(found)
+    elif found:
+        _print_table(found, columns)
+    else:
+        note(none)
+    if more:
+        note(f"There are more than {len(found)}; --limit shows them.")
+
+
+def _print_table(found: Sequence[Object], columns: Columns) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for head in heads:
+    for head in columns:
         table.add_column(head, no_wrap=True, justify="right" if head == "BYTES" else "left")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+    for row in found:
+        table.add_row(*(Text(cell(row)) for cell in columns.values()))
     wide = None if sys.stdout.isatty() else 10_000
     Console(width=wide, highlight=False).print(table, soft_wrap=True)
 
