@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError as error:  # the base install is the client library
     raise SystemExit("The command line needs an extra: pip install 'fumehood[server]'") from error
 
-from fumehood import cli_keys, cli_parts, cli_sandbox, cli_serve
+from fumehood import cli_containers, cli_keys, cli_parts, cli_sandbox, cli_serve, cli_uploads
 from fumehood.cli_options import (
     ConfigOption,
     GuestSocketOption,
@@ -104,6 +104,8 @@ def fumehood(
 
 app.command("serve", epilog=cli_serve.EPILOG)(cli_serve.serve)
 app.add_typer(cli_keys.app, name="keys")
+app.add_typer(cli_containers.app, name="containers")
+app.add_typer(cli_uploads.app, name="files")
 app.add_typer(cli_parts.app, name="parts")
 app.command("sandbox", epilog=cli_sandbox.EPILOG)(cli_sandbox.sandbox)
 

@@ -59,6 +59,8 @@ def convert(
     except Malformed as error:
         print(error, file=sys.stderr)
         raise typer.Exit(MALFORMED) from error
+    except RecursionError as error:
+        raise typer.BadParameter(f"{file} is nested too deeply", param_hint="FILE") from error
     print(json.dumps(written, indent=2))
 
 

@@ -84,6 +84,22 @@ class CompactionSettings(_Section, frozen=True):
     keys_env: str | None = None
 
 
+class InputSettings(_Section, frozen=True):
+    """What of the files and pictures in requests the models are shown.
+
+    picture_bytes: the largest picture; file_bytes: the largest other file, for models that take such.
+    fetch_urls: whether those that are given by their address are fetched; fetch_bytes, fetch_seconds: how large they
+        may be, and how long that may take. fetch_networks: private networks that may be reached for it.
+    """
+
+    picture_bytes: Positive = 20 << 20
+    file_bytes: Positive = 32 << 20
+    fetch_urls: bool = False
+    fetch_bytes: Positive = 20 << 20
+    fetch_seconds: Seconds = 20.0
+    fetch_networks: tuple[str, ...] = ()
+
+
 class AuthSettings(_Section, frozen=True):
     required: bool = True
 
@@ -239,6 +255,7 @@ class Config(_Section, frozen=True):
     models: tuple[ModelSettings, ...] = ()
     storage: StorageSettings = StorageSettings()
     compaction: CompactionSettings = CompactionSettings()
+    inputs: InputSettings = InputSettings()
     auth: AuthSettings = AuthSettings()
     providers: Providers = Providers()
     files: FileSettings = FileSettings()
@@ -375,6 +392,7 @@ def _problems(config: Config) -> Iterator[str]:
     if interpreter.enabled:
         for problem in _interpreter_problems(interpreter.settings):
             yield f"providers.code_interpreter.settings.{problem}"
+    yield from _input_problems(config.inputs)
     for problem in _variable_problems("keys_env", config.compaction.keys_env):
         yield f"compaction.{problem}"
     if config.compaction.keys_env is not None and config.compaction.keys_file is not None:
@@ -388,6 +406,14 @@ def _problems(config: Config) -> Iterator[str]:
     ):
         if asked:
             yield f"{name}: this version cannot do that yet; leave it out."
+
+
+def _input_problems(settings: InputSettings) -> Iterator[str]:
+    for network in settings.fetch_networks:
+        try:
+            ipaddress.ip_network(network)
+        except ValueError:
+            yield "inputs.fetch_networks: a network is written as 10.1.0.0/16."
 
 
 def _interpreter_problems(settings: CodeInterpreterSettings) -> Iterator[str]:

@@ -25,7 +25,7 @@ class Doorbell:
         self._loop = loop
         self._resume: _Resume | None = None
         self._context: Context | None = None
-        self._cancelled = False
+        self._cancelled: asyncio.CancelledError | None = None
 
     @property
     def waiting(self) -> bool:
@@ -45,7 +45,7 @@ class Doorbell:
     def __await__(self) -> Generator["Doorbell"]:
         if self._resume is not None:
             raise RuntimeError("Somebody else is waiting here.")
-        self._cancelled = False
+        self._cancelled = None
         self._asyncio_future_blocking = True
         yield self
 
@@ -58,14 +58,14 @@ class Doorbell:
         self._resume, self._context = resume, context
 
     def result(self) -> None:
-        if self._cancelled:
-            raise asyncio.CancelledError
+        if self._cancelled is not None:
+            raise self._cancelled
 
-    def cancel(self, msg: object = None) -> bool:  # noqa: ARG002 - tasks tell it, and know it themselves
+    def cancel(self, msg: object = None) -> bool:
         """By whoever cancels the task: another one, mostly, in whose place it cannot go on."""
         resume, self._resume = self._resume, None
         if resume is None:
             return False
-        self._cancelled = True
+        self._cancelled = asyncio.CancelledError() if msg is None else asyncio.CancelledError(msg)
         self._loop.call_soon(resume, self, context=self._context)
         return True

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from fumehood.protocol.attachments import Attachment, FilePart
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.events import StreamEvent
@@ -308,6 +309,11 @@ class HostedTool(Protocol):
         """The types of the items that it makes."""
         ...
 
+    @property
+    def finds_files(self) -> bool:
+        """Whether its calls find the files of the conversation."""
+        ...
+
     async def offer(
         self, spec: ToolSpec, caller: Caller, past: Sequence[Segment], beside: Sequence[OfferedTool] = ()
     ) -> OfferedTool | None:
@@ -493,6 +499,15 @@ class Files(Protocol):
 
     async def delete(self, caller: Caller, file_id: str) -> None:
         """Copies that containers hold stay: they have records of their own. Raises NotFound."""
+        ...
+
+
+class Attachments(Protocol):
+    async def find(self, caller: Caller, part: FilePart, *, whole: bool) -> Attachment:
+        """What a part of an input holds or names, under a name that other files may have too. `whole`: with the content
+        of files that are no text. Raises NotFound for what the caller cannot have, InvalidRequest for what cannot be
+        taken; `param` names the field of the part.
+        """
         ...
 
 

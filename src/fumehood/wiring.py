@@ -16,6 +16,8 @@ from fumehood.config import CodeInterpreterSettings, Config, FileSettings, Misco
 from fumehood.engine.log import LagLimits
 from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRuns
+from fumehood.files.fetching import Fetcher, FetchLimits
+from fumehood.files.inputs import InputFiles, InputLimits
 from fumehood.files.uploads import UploadedFiles, UploadSettings
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.auth import Callers, Everybody, KeyHolders
@@ -28,6 +30,7 @@ from fumehood.interfaces import (
     Amount,
     Clock,
     Containers,
+    Files,
     HostedTool,
     ModelBackend,
     Models,
@@ -47,6 +50,7 @@ from fumehood.sandbox.containers import SandboxContainers
 from fumehood.sandbox.kept_files import FileLimits
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings
 from fumehood.sandbox.remote import RemoteSandboxes
+from fumehood.serving.addresses import networks
 from fumehood.store.blobs import DiskBlobs
 from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.store.sealing import KeyedSealer, KeysRefused, own_keys, read_keys, read_keys_file
@@ -142,7 +146,7 @@ async def assembled(
                 sandboxes, store, blobs, clock, _container_settings(config), sealer=sealer, uploads=files
             )
         )
-        tools = _tools(config, containers, clock)
+        tools = _tools(config, containers, files, clock)
         limits = config.limits
         runs = EngineRuns(
             _CountedModels(models, metrics),
@@ -155,6 +159,7 @@ async def assembled(
             lag=LagLimits(events=limits.behind_events, seconds=limits.behind_seconds),
             disabled_tools=frozenset() if chosen.enabled else frozenset({CODE_INTERPRETER}),
             sealer=sealer,
+            attachments=_attachments(config, files, stack),
         )
         always = chosen.settings.always_include_outputs
         gateway = Gateway(
@@ -333,7 +338,20 @@ def _container_settings(config: Config) -> ContainerSettings:
     )
 
 
-def _tools(config: Config, containers: Containers, clock: Clock) -> list[HostedTool]:
+def _attachments(config: Config, files: Files, stack: AsyncExitStack) -> InputFiles:
+    """Who finds the files of requests; nothing is fetched from anywhere unless the operator says so."""
+    settings = config.inputs
+    fetcher: Fetcher | None = None
+    if settings.fetch_urls:
+        limits = FetchLimits(bytes=settings.fetch_bytes, seconds=settings.fetch_seconds)
+        fetcher = Fetcher(limits, networks(settings.fetch_networks))
+        stack.callback(fetcher.close)
+    return InputFiles(
+        files, fetcher, InputLimits(picture_bytes=settings.picture_bytes, file_bytes=settings.file_bytes)
+    )
+
+
+def _tools(config: Config, containers: Containers, files: Files, clock: Clock) -> list[HostedTool]:
     """The shell is there in any case: it knows which shells are the client's own."""
     interpreter, shell = config.providers.code_interpreter, config.providers.shell
     settings = interpreter.settings
@@ -349,6 +367,7 @@ def _tools(config: Config, containers: Containers, clock: Clock) -> list[HostedT
                 kept_characters=shell.settings.kept_characters,
             ),
         ),
+        files,
         enabled=shell.enabled and interpreter.enabled,
     )
     if not interpreter.enabled:
@@ -364,6 +383,7 @@ def _tools(config: Config, containers: Containers, clock: Clock) -> list[HostedT
                 model_characters=settings.model_characters, kept_characters=settings.kept_characters
             ),
         ),
+        files,
     )
     return [hosted_interpreter, hosted_shell]
 

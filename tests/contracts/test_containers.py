@@ -10,7 +10,9 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
+from fumehood.files.uploads import UploadedFiles
 from fumehood.interfaces import BlobStore, SandboxProvider, SandboxRef, Store
+from fumehood.protocol.files import NewFile
 from fumehood.protocol.sandbox import OutputEvent, Raised, Stdout
 from fumehood.sandbox.container import ContainerSettings, Isolation
 from fumehood.sandbox.containers import SandboxContainers
@@ -29,7 +31,7 @@ from fumehood.testing import (
     Step,
     WriteFile,
 )
-from fumehood.testing.containers_kit import PYTHON_PROGRAMS, ContainersKit, Program, Subject
+from fumehood.testing.containers_kit import PYTHON_PROGRAMS, SOMEBODY, ContainersKit, Program, Subject
 from tests.support.sandboxes import has_cgroups
 
 
@@ -49,13 +51,19 @@ def over(
     clock = FakeClock()
     settings = ContainerSettings(isolation=isolation, containers_per_tenant=1000)
     kept = store or MemoryStore(clock)
-    containers = SandboxContainers(
-        provider, kept, ReferredBlobs(blobs or MemoryBlobs(), kept), clock, settings
-    )
+    shared = ReferredBlobs(blobs or MemoryBlobs(), kept)
+    uploads = UploadedFiles(kept, shared, clock)
+    containers = SandboxContainers(provider, kept, shared, clock, settings, uploads=uploads)
 
     async def end_sandbox(container_id: str) -> None:
         (name,) = [one.id for one in await provider.sandboxes() if one.id.startswith(container_id)]
         await provider.destroy(SandboxRef(name))
+
+    async def upload(name: str, content: bytes) -> str:
+        async def pieces() -> AsyncGenerator[bytes]:
+            yield content
+
+        return (await uploads.create(SOMEBODY, NewFile(filename=name, purpose="user_data"), pieces())).id
 
     async def let_pass(seconds: float) -> None:
         clock.advance(seconds)
@@ -65,6 +73,7 @@ def over(
         keeps_variables=isolation == "container",
         end_sandbox=end_sandbox,
         let_pass=let_pass,
+        upload=upload,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
+from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import Entry
 from fumehood.protocol.responses import Response
 from tests.support.gateway import Served, raw_items
@@ -133,7 +134,7 @@ async def test_input_items_in_short_forms_are_shown_in_long_ones(gateway: Served
             {
                 "type": "message",
                 "role": "developer",
-                "content": [{"type": "input_image", "image_url": "data:,", "detail": "auto"}, 5],
+                "content": [{"type": "input_image", "image_url": None, "detail": "auto"}, 5],
                 "status": "completed",
             },
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "status": "completed"},
@@ -154,6 +155,34 @@ async def test_input_items_in_short_forms_are_shown_in_long_ones(gateway: Served
             },
         ]
     )
+
+
+async def test_pictures_are_listed_for_those_who_ask(gateway: Served) -> None:
+    parts = [
+        {"type": "input_file", "file_id": "file-1"},
+        {"type": "input_image", "file_id": "file-2", "detail": "low"},
+        {"type": "input_image", "image_url": "data:,x"},
+    ]
+    attached = (Attachment(name="t.csv", text="a"), Attachment(name="p.png", data="data:,p"), Attachment())
+    raw = json.dumps({"role": "user", "content": parts}).encode()
+    entry = Entry(type="message", id="msg_1", turn=0, raw=raw, attachments=attached)
+    await gateway.store.delete_response("", "resp_1")
+    await gateway.store.commit(
+        None, "", Response(id="resp_1", created_at=1, model="m", status="completed"), [entry]
+    )
+
+    async def listed(query: str) -> list[Any]:
+        answer = await gateway.ask("GET", f"/v1/responses/resp_1/input_items{query}")
+        return answer.json["data"][0]["content"][1:]
+
+    assert await listed("") == [
+        {"type": "input_image", "file_id": "file-2", "detail": "low", "image_url": None},
+        {"type": "input_image", "image_url": None, "detail": "auto"},
+    ]
+    assert await listed("?include=message.input_image.image_url") == [
+        {"type": "input_image", "file_id": "file-2", "detail": "low", "image_url": "data:,p"},
+        {"type": "input_image", "image_url": "data:,x", "detail": "auto"},
+    ]
 
 
 async def test_input_items_of_nothing(gateway: Served) -> None:

@@ -39,7 +39,7 @@ NAMELESS = {
 }
 
 # Lists of what a tenant has; that they hold nothing else is tested below.
-LISTS = {("GET", "/v1/files")}
+LISTS = {("GET", "/v1/files"), ("GET", "/v1/containers")}
 # Forms, which name nothing that there is.
 FORMS = {("POST", "/v1/files")}
 
@@ -62,6 +62,8 @@ BODIES: dict[tuple[str, str], dict[str, Body]] = {
     ("GET", "/v1/responses"): _REQUESTS,  # over WebSocket
     ("POST", "/v1/responses/input_tokens"): _REQUESTS,
     ("POST", "/v1/responses/compact"): _REQUESTS,
+    ("POST", "/v1/containers"): {"file_ids": lambda own: {"name": "x", "file_ids": [own.upload_id]}},
+    ("POST", "/v1/containers/{container_id}/files"): {"file_id": lambda own: {"file_id": own.upload_id}},
 }
 # Fields of a request that can name what is kept; the others cannot.
 NAMING = {"previous_response_id", "input", "tools"}
@@ -104,6 +106,13 @@ async def ben(house: House) -> Objects:
 
 def filled(path: str, objects: Objects) -> str:
     return _PARAMETER.sub(lambda found: str(asdict(objects)[found[1]]), path)
+
+
+def posted(route: tuple[str, str], own: Objects) -> dict[str, Any] | None:
+    """A body that names what is one's own."""
+    if route[0] != "POST":
+        return None
+    return next((make(own) for make in BODIES.get(route, {}).values()), {})
 
 
 def invented(objects: Objects) -> Objects:
@@ -153,7 +162,7 @@ async def test_a_path_of_another_tenant_leads_nowhere(
     house: House, ann: Objects, ben: Objects, route: tuple[str, str]
 ) -> None:
     method, path = route
-    body: dict[str, Any] | None = {} if method == "POST" else None
+    body = posted(route, ben)
     foreign = await house.ben.ask(method, filled(path, ann), body)
     nowhere = await house.ben.ask(method, filled(path, invented(ann)), body)
     assert foreign.status == 404
@@ -171,7 +180,7 @@ async def test_a_path_of_another_tenant_leads_nowhere(
 @pytest.mark.parametrize("route", with_parameters, ids=" ".join)
 async def test_the_same_path_leads_its_owner_somewhere(house: House, route: tuple[str, str]) -> None:
     own = await objects_of(house.ann)  # of its own: some routes delete it
-    answer = await house.ann.ask(route[0], filled(route[1], own), {} if route[0] == "POST" else None)
+    answer = await house.ann.ask(route[0], filled(route[1], own), posted(route, own))
     # Only background responses can be cancelled, and there are none; but it was found.
     assert answer.status == (400 if route[1].endswith("/cancel") else 200)
 
@@ -191,14 +200,16 @@ async def test_without_a_key_there_is_nothing(house: House, ann: Objects) -> Non
 
 @pytest.mark.parametrize(("route", "name"), bodies)
 async def test_a_body_that_names_what_is_anothers(
-    house: House, ann: Objects, route: tuple[str, str], name: str
+    house: House, ann: Objects, ben: Objects, route: tuple[str, str], name: str
 ) -> None:
     method, path = route
     make = BODIES[route][name]
 
     async def ask(party: Any, objects: Objects) -> Answer:
         body = {"model": "scripted", "input": "hi", **make(objects)}
-        return await (over_websocket(party, body) if method == "GET" else party.ask(method, path, body))
+        if method == "GET":
+            return await over_websocket(party, body)
+        return await party.ask(method, filled(path, ann if party is house.ann else ben), body)
 
     before = house.rows()
     foreign, nowhere = await ask(house.ben, ann), await ask(house.ben, invented(ann))
@@ -292,7 +303,7 @@ async def test_lists_hold_only_what_is_ones_own(house: House, ann: Objects, ben:
 
 
 async def test_a_place_in_a_list_of_anothers(house: House, ann: Objects) -> None:
-    for route, name in ((("GET", "/v1/files"), "upload_id"),):
+    for route, name in ((("GET", "/v1/files"), "upload_id"), (("GET", "/v1/containers"), "container_id")):
         assert route in LISTS
         for cursor in ("after", "before"):
             paths = [f"{route[1]}?{cursor}={getattr(objects, name)}" for objects in (ann, invented(ann))]

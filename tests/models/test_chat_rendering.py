@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
 from fumehood.models.chat_rendering import ChatRenderer, Dialect
+from fumehood.protocol.attachments import LONGEST_TEXT, Attachment
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import InvalidRequest
 from tests.support.conversations import (
@@ -131,11 +132,70 @@ def test_files_of_text_are_text(data: str) -> None:
     ("content", "mime"),
     [(b"%PDF-1.4", None), (b"%PDF-1.4", "application/pdf"), (b"\xff\xfe\x00", None), (b"a\0b", "text/plain")],
 )
-def test_other_files_are_files(content: bytes, mime: str | None) -> None:
+def test_other_files_are_files_to_models_that_take_them(content: bytes, mime: str | None) -> None:
     part = {"type": "input_file", "filename": "x", "file_data": inline(content, mime)}
-    (rendered,) = render(segment(message([part])))
+    given = segment(message([part]))
+    (rendered,) = render(given, dialect=Dialect(takes_files=True))
     data = inline(content, mime or "application/octet-stream")
     assert rendered["content"] == [{"type": "file", "file": {"filename": "x", "file_data": data}}]
+    (told,) = render(given)
+    assert told["content"] == (
+        f"The file x ({mime or 'of unknown type'}, {len(content)} bytes) cannot be shown here. "
+        "A code interpreter finds it as /mnt/data/x."
+    )
+
+
+def test_what_an_id_stands_for_was_found_before() -> None:
+    """One attachment for each part, wherever text stands between."""
+    parts = [
+        {"type": "input_file", "file_id": "file-1"},
+        {"type": "input_text", "text": "between"},
+        {"type": "input_image", "file_id": "file-2", "detail": "low"},
+        {"type": "input_file", "file_id": "file-3"},
+        {"type": "input_file", "file_id": "file-4"},
+        {"type": "input_image", "file_id": "file-5"},
+        {"type": "input_image", "image_url": "https://example.org/x.png"},
+    ]
+    found = (
+        Attachment(name="t-2.csv", kind="text", text="a,b\n", left_out=1234),
+        Attachment(name="x.png", kind="picture", data=PICTURE),
+        Attachment(name="x.pdf", media_type="application/pdf", bytes=12345),
+        Attachment(name="y.pdf", media_type="application/pdf", data=inline(b"%PDF", "application/pdf")),
+        Attachment(name="z.png", kind="picture", gone=True),
+        Attachment(),
+    )
+    given = Segment((msgspec.structs.replace(message(parts), attachments=found),))
+    (rendered,) = render(given, dialect=Dialect(takes_files=True))
+    assert rendered["content"] == [
+        {
+            "type": "text",
+            "text": "The file t-2.csv:\na,b\n\n[About 1,234 more characters are left out here. "
+            "A code interpreter finds it as /mnt/data/t-2.csv.]",
+        },
+        {"type": "text", "text": "between"},
+        {"type": "image_url", "image_url": {"url": PICTURE, "detail": "low"}},
+        {
+            "type": "text",
+            "text": "The file x.pdf (application/pdf, 12,345 bytes) cannot be shown here. "
+            "A code interpreter finds it as /mnt/data/x.pdf.",
+        },
+        {
+            "type": "file",
+            "file": {"filename": "y.pdf", "file_data": inline(b"%PDF", "application/pdf")},
+        },
+        {"type": "text", "text": "The picture z.png is not there any more."},
+        {"type": "image_url", "image_url": {"url": "https://example.org/x.png"}},
+    ]
+
+
+def test_of_a_long_text_the_beginning_is_shown() -> None:
+    text = "x" * (LONGEST_TEXT + 1000)
+    part = {"type": "input_file", "filename": "x.txt", "file_data": inline(text.encode(), "text/plain")}
+    (rendered,) = render(segment(message([part])))
+    assert rendered["content"] == (
+        "The file x.txt:\n" + "x" * LONGEST_TEXT + "\n[About 1,000 more characters are left out here. "
+        "A code interpreter finds it as /mnt/data/x.txt.]"
+    )
 
 
 @pytest.mark.parametrize(

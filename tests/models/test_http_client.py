@@ -170,7 +170,8 @@ async def test_bodies(head_and_body: bytes) -> None:
     assert await outcome(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + whole) == (200, b"hello")
 
 
-CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(
+IN_CHUNKS = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+CHUNKED = IN_CHUNKS + b"".join(
     b"%x\r\n%b\r\n" % (len(part), part) for part in (b"data: one\n\n", b"data: two\n\n", b"x" * 300)
 )  # fmt: skip
 
@@ -278,6 +279,67 @@ async def test_a_slow_reader_holds_the_server_up() -> None:
             while piece := await answer.read():
                 size += len(piece)
     assert size == 64 << 20
+
+
+async def test_a_listener_hears_at_once_and_nobody_is_woken() -> None:
+    go = asyncio.Event()
+    heard: list[bytes] = []
+    woken = 0
+
+    async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(IN_CHUNKS)
+        for number in range(5):
+            go.clear()
+            writer.write(b"1\r\n%d\r\n" % number)
+            await go.wait()
+        writer.write(b"0\r\n\r\n")
+
+    def listen(piece: bytes) -> bool:
+        heard.append(piece)
+        go.set()
+        return piece != b"2"
+
+    async with site(behave) as where, client() as http:
+        assert where.address is not None
+        async with http.request(where.address, "", b"", PATIENCE) as answer:
+            over = False
+            while not over:
+                over = await answer.tell(listen)
+                woken += 1
+    assert heard == [b"0", b"1", b"2", b"3", b"4"]
+    assert woken == 2  # when it had heard enough, and at the end
+
+
+async def test_what_a_listener_raises() -> None:
+    def listen(piece: bytes) -> bool:
+        raise KeyError(piece)
+
+    async with site(answers(IN_CHUNKS, b"1\r\na\r\n", stay=True)) as where, client() as http:
+        assert where.address is not None
+        async with http.request(where.address, "", b"", PATIENCE) as answer:
+            with pytest.raises(KeyError):
+                await answer.tell(listen)
+
+
+@pytest.mark.parametrize("trouble", [Broken, Silent])
+async def test_a_listener_does_not_wait_for_ever(trouble: type[HttpTrouble]) -> None:
+    heard: list[bytes] = []
+
+    def listen(piece: bytes) -> bool:
+        heard.append(piece)
+        return True
+
+    stay = trouble is Silent
+    async with (
+        site(answers(OK + b"Content-Length: 9\r\n\r\n", b"hello", stay=stay)) as where,
+        client() as http,
+    ):
+        assert where.address is not None
+        async with http.request(where.address, "", b"", Patience(10.0, 0.1 if stay else 10.0)) as answer:
+            with pytest.raises(trouble):
+                await answer.tell(listen)
+    assert b"".join(heard) == b"hello"
 
 
 async def test_nobody_there() -> None:
@@ -452,6 +514,8 @@ async def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         test_what_came_before_the_break_is_read_first,
         test_a_slow_reader_is_not_silence_of_the_server,
         test_a_slow_reader_holds_the_server_up,
+        test_a_listener_hears_at_once_and_nobody_is_woken,
+        test_what_a_listener_raises,
         test_nobody_there,
         test_connections_are_kept,
         test_an_idle_connection_that_the_server_closed,

@@ -13,6 +13,7 @@ from msgspec import Raw
 from fumehood.models.responses_api import ResponsesApi
 from fumehood.models.settings import ModelSettings, Secret
 from fumehood.models.upstream import Upstream
+from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import InvalidRequest, ModelError
 from fumehood.protocol.models import (
@@ -280,6 +281,48 @@ async def test_the_conversation_without_ids() -> None:
             },
         ]
     )
+
+
+async def test_files_that_are_known_here_are_sent_by_what_they_are() -> None:
+    picture = "data:image/png;base64,AA=="
+    pdf = "data:application/pdf;base64,JVBERi0="
+    parts = [
+        {"type": "input_image", "file_id": "file-1", "detail": "low"},
+        {"type": "input_file", "file_id": "file-2"},
+        {"type": "input_file", "file_id": "file-3"},
+        {"type": "input_file", "filename": "inline.pdf", "file_data": pdf, "file_id": None},
+        {"type": "input_file", "file_id": "file-4"},
+        {"type": "input_image", "file_id": "file-5"},
+        {"type": "input_file", "file_url": "https://example.org/x.pdf"},
+    ]
+    found = (
+        Attachment(name="a.png", kind="picture", data=picture),
+        Attachment(name="b.csv", kind="text", text="1,2"),
+        Attachment(name="c.pdf", media_type="application/pdf", bytes=5, data=pdf),
+        Attachment(name="inline.pdf", media_type="application/pdf", bytes=5),
+        Attachment(name="d.zip", media_type="application/zip", bytes=7),
+        Attachment(name="e.png", kind="picture", gone=True),
+        Attachment(),
+    )
+    given = segment(msgspec.structs.replace(message(parts), attachments=found))
+    cannot = "cannot be shown here. A code interpreter finds it as /mnt/data/"
+    seen = [
+        {"type": "input_image", "detail": "low", "image_url": picture},
+        {"type": "input_text", "text": "The file b.csv:\n1,2"},
+        {"type": "input_file", "filename": "c.pdf", "file_data": pdf},
+        {"type": "input_file", "filename": "inline.pdf", "file_data": pdf},
+        {"type": "input_text", "text": f"The file d.zip (application/zip, 7 bytes) {cannot}d.zip."},
+        {"type": "input_text", "text": "The picture e.png is not there any more."},
+        {"type": "input_file", "file_url": "https://example.org/x.pdf"},
+    ]
+    ((asked,), (without,)) = (await sent(given), await sent(given, takes_files=False))
+    assert asked["content"] == seen
+    for place, name in ((2, "c.pdf"), (3, "inline.pdf")):
+        seen[place] = {
+            "type": "input_text",
+            "text": f"The file {name} (application/pdf, 5 bytes) {cannot}{name}.",
+        }
+    assert without["content"] == seen
 
 
 async def test_custom_calls_are_functions_unless_the_server_knows_them() -> None:

@@ -20,7 +20,7 @@ from fumehood.parts.payloads import KINDS, required_in
 from fumehood.parts.schemas import published
 from fumehood.parts.views import to_view, upgrade
 from tests.support.part_samples import SAMPLES
-from tools.build_part_schemas import PUBLISHED, text_of
+from tools.build_parts import PUBLISHED, text_of
 
 OTEL = Path(__file__).parents[3] / "shared" / "reference" / "otel" / "gen-ai-output-messages.json"
 

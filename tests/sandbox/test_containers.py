@@ -7,7 +7,7 @@ from contextlib import aclosing
 import pytest
 from inline_snapshot import snapshot
 
-from fumehood.interfaces import Caller
+from fumehood.interfaces import Caller, SandboxRef
 from fumehood.protocol.containers import ContainerSpec
 from fumehood.protocol.errors import NotFound, RateLimited
 from fumehood.protocol.sandbox import End, ExecuteRequest, NetworkAllowlist, SandboxSpec, Stdout
@@ -72,6 +72,34 @@ async def test_after_a_kill_the_next_call_has_another_one() -> None:
         assert ran.paths == []
         assert list(here.scripted.specs) == [f"{container.id}-2"]
         assert [file.path for file in (await here.sandbox(container)).files.listing().files] == ["a.txt"]
+
+
+async def test_a_sandbox_that_ended_between_calls_is_replaced() -> None:
+    async with host(Step("a", [WriteFile("a.txt", b"a")]), Step("b"), Step("c")) as here:
+        container = await here.open()
+        await here.run(container, "a")
+        assert (await here.run(container, "b")).notes == []
+        await here.scripted.end(f"{container.id}-1", "it was killed")
+        ran = await here.run(container, "c")
+        assert [note.partition(":")[0] for note in ran.notes] == ["A new sandbox"]
+        assert (ran.end.status, list(here.scripted.specs)) == ("ok", [f"{container.id}-2"])
+        assert [file.path for file in (await here.sandbox(container)).files.listing().files] == ["a.txt"]
+
+
+async def test_a_sandbox_in_use_is_not_asked_whether_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with host(Step("a"), Step("b"), Step("c")) as here:
+        asked: list[str] = []
+        attach = here.scripted.attach
+
+        async def counted(ref: SandboxRef) -> ScriptedSandbox:
+            asked.append(ref.id)
+            return await attach(ref)
+
+        monkeypatch.setattr(here.scripted, "attach", counted)
+        container = await here.open()
+        for code in ("a", "b", "c"):
+            assert (await here.run(await here.open(container.id), code)).notes == []
+        assert asked == [f"{container.id}-1"]
 
 
 async def test_another_process_goes_on_with_the_same_sandbox() -> None:

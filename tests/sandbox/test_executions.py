@@ -133,3 +133,16 @@ async def test_leaving_interrupts() -> None:
         last = [event async for event in sandbox.follow("e1")][-1]
         assert isinstance(last, End)
         assert last.status == "interrupted"
+
+
+async def test_only_what_has_surely_not_begun_may_begin_elsewhere() -> None:
+    clock = FakeClock()
+    gone = SandboxGone("it is gone")
+    gone.refused = True
+    refusing = Restless(ScriptedSandboxes(), (-1, gone))
+    with pytest.raises(SandboxGone):
+        await run(clock, refusing)
+    assert refusing.openings == ["execute"]
+    unsure = Restless(ScriptedSandboxes(), (-1, SandboxGone("its server died")))
+    (end,) = await run(clock, unsure)
+    assert isinstance(end, End) and (end.status, end.state_kept) == ("lost", False)

@@ -10,7 +10,7 @@ import msgspec
 from fumehood.engine.log import LagLimits
 from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRun, EngineRuns
-from fumehood.interfaces import Caller, HostedTool, Sealer
+from fumehood.interfaces import Attachments, Caller, HostedTool, Sealer
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.items import Message, OutputText, ProducedFile
 from fumehood.protocol.responses import CreateResponse, Response, Usage
@@ -33,6 +33,7 @@ class Engine:
     disabled: frozenset[str] = frozenset()
     clock: FakeClock = field(default_factory=FakeClock)
     sealer: Sealer = field(default_factory=PlainSealer)
+    attachments: Attachments | None = None
     before: MemoryStore | None = None  # what another engine has kept
 
     def __post_init__(self) -> None:
@@ -46,6 +47,7 @@ class Engine:
             lag=self.lag,
             disabled_tools=self.disabled,
             sealer=self.sealer,
+            attachments=self.attachments,
         )
 
     async def start(self, tenant: str = "", **body: Any) -> EngineRun:

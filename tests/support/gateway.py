@@ -39,11 +39,14 @@ from fumehood.protocol.events import (
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.items import CodeInterpreterCall, Execution, Logs, Message, OutputText
 from fumehood.protocol.keys import KeyLimits
+from fumehood.protocol.listing import Window
 from fumehood.protocol.models import ModelCard
 from fumehood.protocol.responses import CreateResponse, Response, Usage
+from fumehood.sandbox.containers import SandboxContainers
 from fumehood.serving.sockets import Address, listen
 from fumehood.store.referred_blobs import ReferredBlobs
-from fumehood.testing import FakeClock, MemoryBlobs, MemoryStore
+from fumehood.testing import FakeClock, MemoryBlobs, MemoryStore, ScriptedSandboxes
+from fumehood.testing.memory_store import windowed
 from tests.support.forms import form, form_type, part, quoted
 
 PATIENCE = 30
@@ -258,10 +261,12 @@ class ScriptedRuns:
                 run.cancel("the server stops")
 
 
-class KeptFiles:
-    """The part of containers that the gateway reads."""
+class KeptFiles(SandboxContainers):
+    """Containers, of which `cntr_1` has the files that a test says."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: MemoryStore, clock: FakeClock) -> None:
+        blobs = ReferredBlobs(MemoryBlobs(), store)
+        super().__init__(ScriptedSandboxes(), store, blobs, clock, uploads=UploadedFiles(store, blobs, clock))
         self.reset()
 
     def reset(self) -> None:
@@ -283,17 +288,30 @@ class KeptFiles:
         )
 
     async def file(self, caller: Caller, container_id: str, file_id: str) -> ContainerFileRecord:
-        for record in await self.files(caller, container_id):
+        if container_id != "cntr_1":
+            return await super().file(caller, container_id, file_id)
+        for record in self.records:
             if record.id == file_id:
                 return record
         raise NotFound("No such file.", param="file_id")
 
-    async def files(self, caller: Caller, container_id: str) -> Sequence[ContainerFileRecord]:
+    async def files(
+        self, caller: Caller, container_id: str, window: Window | None = None
+    ) -> Sequence[ContainerFileRecord]:
         if container_id != "cntr_1":
-            raise NotFound("No such container.", param="container_id")
-        return self.records
+            return await super().files(caller, container_id, window)
+        if window is None:
+            return self.records
+        return windowed(self.records[::-1] if window.newest_first else self.records, window)
 
-    async def read(self, caller: Caller, container_id: str, file_id: str) -> AsyncGenerator[bytes]:
+    def read(
+        self, caller: Caller, container_id: str, file_id: str, start: int = 0, end: int | None = None
+    ) -> AsyncGenerator[bytes]:
+        if container_id != "cntr_1":
+            return super().read(caller, container_id, file_id, start, end)
+        return self._told(file_id)
+
+    async def _told(self, file_id: str) -> AsyncGenerator[bytes]:
         for piece in self.contents[file_id]:
             yield piece
 
@@ -410,7 +428,9 @@ async def serving_gateway(
     *, body_bytes: int | None = None, total: int = 512, **options: Any
 ) -> AsyncGenerator[Served]:
     """A gateway on a free port until the block is left; `options` are those of `Gateway`."""
-    runs, store, files = ScriptedRuns(), MemoryStore(FakeClock()), KeptFiles()
+    runs, clock = ScriptedRuns(), FakeClock()
+    store = MemoryStore(clock)
+    files = KeptFiles(store, clock)
     behind: dict[str, Any] = {
         "runs": runs,
         "store": store,

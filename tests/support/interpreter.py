@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from fumehood.interfaces import BlobStore, CallContext, Caller, SandboxProvider, ToolResult
+from fumehood.interfaces import BlobStore, CallContext, Caller, Files, SandboxProvider, ToolResult
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.items import CodeInterpreterCall, Execution, Logs, OutputItem
@@ -67,6 +67,7 @@ class Interpreter:
     clock: FakeClock = field(default_factory=FakeClock)
     blobs: BlobStore = field(default_factory=MemoryBlobs)
     segments: list[Segment] = field(default_factory=list[Segment])
+    uploads: Files | None = None
 
     def __post_init__(self) -> None:
         self.store = MemoryStore(self.clock)
@@ -76,8 +77,9 @@ class Interpreter:
             ReferredBlobs(self.blobs, self.store),
             self.clock,
             self.containers_settings,
+            uploads=self.uploads,
         )
-        self.tool = CodeInterpreter(self.containers, self.clock, self.settings)
+        self.tool = CodeInterpreter(self.containers, self.clock, self.settings, self.uploads)
 
     def context(self, number: int = 0, seconds: float = 600, *, takes_images: bool = False) -> CallContext:
         return CallContext(

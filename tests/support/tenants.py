@@ -15,6 +15,7 @@ from fumehood.interfaces import Store
 from fumehood.protocol.keys import USUAL, ApiKey, KeyLimits, digest_of, hint_of, new_key_id, new_secret
 from fumehood.protocol.models import ModelRequest
 from fumehood.protocol.sandbox import Stdout
+from fumehood.sandbox.container import ContainerSettings
 from fumehood.sandbox.containers import SandboxContainers
 from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.store.sealing import KeyedSealer, own_keys
@@ -31,6 +32,7 @@ from fumehood.testing import (
     calls,
     says,
 )
+from fumehood.testing.sealing import PlainSealer
 from fumehood.tools.code_interpreter import CodeInterpreter
 from tests.support.gateway import Answer, Served, serving_gateway
 
@@ -94,6 +96,8 @@ class House:
     runs: EngineRuns
     containers: SandboxContainers
     files: UploadedFiles
+    sandboxes: ScriptedSandboxes
+    blobs: MemoryBlobs
 
     @asynccontextmanager
     async def restarted(self) -> AsyncGenerator[Party]:
@@ -139,9 +143,18 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[House]:
     store = await SqliteStore.open(database)
     steps = [Step(None, [Stdout(text="made\n"), WriteFile("made.txt", b"content")])] * _MANY
     sandboxes = ScriptedSandboxes(*steps)
-    blobs = ReferredBlobs(MemoryBlobs(), store)
-    containers = SandboxContainers(sandboxes, store, blobs, clock)
+    contents = MemoryBlobs()
+    blobs = ReferredBlobs(contents, store)
     files = UploadedFiles(store, blobs, clock)
+    containers = SandboxContainers(
+        sandboxes,
+        store,
+        blobs,
+        clock,
+        ContainerSettings(containers_per_tenant=_MANY),
+        sealer=PlainSealer(),
+        uploads=files,
+    )
     model = ScriptedModel(*[_turn] * _MANY)
     tools = [CodeInterpreter(containers, clock)]
     sealer = KeyedSealer(own_keys(directory / "keys"))
@@ -166,6 +179,8 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[House]:
                 runs,
                 containers,
                 files,
+                sandboxes,
+                contents,
             )
     finally:
         await containers.close()

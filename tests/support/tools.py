@@ -34,6 +34,7 @@ class Echo:
 
     types: frozenset[str] = frozenset({"echo"})
     item_types: frozenset[str] = frozenset({"code_interpreter_call"})
+    finds_files: bool = False
     files: Sequence[ProducedFile] = ()
     known: Sequence[ProducedFile] = ()
     gate: Callable[[str], asyncio.Event] | None = None

@@ -18,6 +18,9 @@ _LONGEST_TARGET = (
     1_024  # what goes on for longer is no link, and must not be searched for one again and again
 )
 _TRAILING = ".,;:!?*_`"
+_TITLE = re.compile(r""" ["']""")
+# What few names hold, and often comes after one: the edge of a table's cell, the punctuation of other scripts.
+_BREAK = re.compile("[|<>\uff0c\u3002\u3001\uff1b\uff1a\uff01\uff1f\u300d\u300f\u3011\u300b\uff09]")
 _CLOSING = {"(": ")", "<": ">", "[": "]", '"': '"', "'": "'", "`": "`"}
 # What may end a link, or begin another bracket in it, by the character before it.
 _ENDS = {"": re.compile(r"\s")} | {
@@ -64,11 +67,11 @@ def _target(text: str, start: int, opening: str) -> str:
 
 
 def _candidates(target: str) -> tuple[str, ...]:
-    shorter = target.rstrip(_TRAILING)
-    bare = shorter.rstrip(")]>\"'")
     # A title may follow the address: (sandbox:/mnt/data/a.csv "The table").
-    address = target.split(' "', 1)[0]
-    return tuple(dict.fromkeys(path for path in (target, address, shorter, bare) if path))
+    addresses = [target, _TITLE.split(target, 1)[0], _BREAK.split(target, 1)[0]]
+    shorter = [address.rstrip(_TRAILING) for address in addresses]
+    bare = [address.rstrip(")]>\"'") for address in shorter]
+    return tuple(dict.fromkeys(path for path in (*addresses, *shorter, *bare) if path))
 
 
 def paths_of(links: Sequence[Link]) -> list[str]:

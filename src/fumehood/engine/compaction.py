@@ -7,7 +7,7 @@ sees the item; it is shown what the item stands for, as ordinary messages.
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,7 @@ from fumehood.aside import aside
 from fumehood.engine.tokens import BYTES_A_TOKEN, Tokens, effort, estimate, tokens_of_all
 from fumehood.engine.truncation import fitted, is_instruction, role_of
 from fumehood.interfaces import Caller, HostedTool, ModelBackend, Sealer, Unsealable
+from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import COMPACTION, Entry, Segment
 from fumehood.protocol.errors import InvalidRequest, ModelError
 from fumehood.protocol.ids import new_id
@@ -54,6 +55,7 @@ class _State(msgspec.Struct, kw_only=True):
     messages: instructions and what the user said, as it came, oldest first.
     tools: items that hosted tools find in place of their calls; notes: what the model is told of them.
     open: messages that are not answered yet.
+    attached: what the files of messages are, by the place of the message among `messages` and `open`.
     """
 
     version: Literal[1] = 1
@@ -62,6 +64,7 @@ class _State(msgspec.Struct, kw_only=True):
     tools: list[Raw] = []
     notes: list[str] = []
     open: list[Raw] = []
+    attached: dict[int, tuple[Attachment, ...]] = {}
 
 
 class _Item(msgspec.Struct):
@@ -95,6 +98,7 @@ _contents = msgspec.json.Decoder(_Content)
 _encode = msgspec.json.Encoder().encode
 _GO_ON_RAW = _encode(_Message("user", [_Asked(_GO_ON)]))
 _NOTHING = Segment(())
+_NO_FILES: Mapping[int, tuple[Attachment, ...]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +253,13 @@ class Compactor:
         segments = request.segments
         open_messages = await aside(effort(segments[-1:]), _unanswered, segments, limit)
         summary, usage = await self._summarise(backend, caller, request, window.opened, limit)
-        messages = await aside(effort(segments), _kept, segments, len(open_messages), limit)
-        state = _State(messages=messages, summary=summary)
+        kept = await aside(effort(segments), _kept, segments, len(open_messages), limit)
+        state = _State(messages=[Raw(entry.raw) for entry in kept], summary=summary)
+        state.attached = {
+            place: entry.attachments
+            for place, entry in enumerate([*kept, *open_messages])
+            if entry.attachments
+        }
         for tool in self._tools:
             memory = await tool.remember(caller, (window.remembered, *segments))
             if memory is not None:
@@ -328,7 +337,11 @@ def _message(role: str, part: _Written | _Asked) -> Entry:
 
 def _opened(state: _State, weight: int) -> Opened:
     """Raises InvalidRequest for what is no item."""
-    messages, unanswered = _entries(state.messages), _entries(state.open)
+    attached = state.attached
+    messages, unanswered = (
+        _entries(state.messages, attached),
+        _entries(state.open, attached, len(state.messages)),
+    )
     summary = "\n\n".join([_HEADING, state.summary, *state.notes])
     return Opened(
         Segment((*messages, _message("assistant", _Written(summary)), *unanswered)),
@@ -338,9 +351,14 @@ def _opened(state: _State, weight: int) -> Opened:
     )
 
 
-def _entries(raws: Sequence[Raw]) -> tuple[Entry, ...]:
+def _entries(
+    raws: Sequence[Raw], attached: Mapping[int, tuple[Attachment, ...]] = _NO_FILES, first: int = 0
+) -> tuple[Entry, ...]:
     items = [peek(raw, "compaction") for raw in raws]
-    return tuple(Entry(type=item.type, id=item.id, turn=0, raw=item.raw) for item in items)
+    return tuple(
+        Entry(type=item.type, id=item.id, turn=0, raw=item.raw, attachments=attached.get(place, ()))
+        for place, item in enumerate(items, first)
+    )
 
 
 def _said(entry: Entry) -> bytes:
@@ -372,19 +390,19 @@ def _room(limit: int) -> int:
     return min(_MOST_KEPT_TOKENS, limit // _SHARE)
 
 
-def _kept(segments: Sequence[Segment], unanswered: int, limit: int) -> list[Raw]:
+def _kept(segments: Sequence[Segment], unanswered: int, limit: int) -> list[Entry]:
     """All instructions, and of the user's messages the latest that there is room for; without those at the end."""
     entries = [entry for segment in segments for entry in segment.entries]
     answered = entries[: len(entries) - unanswered]
     room = _room(limit) - sum(map(estimate, entries[len(answered) :]))
     bytes_left = _LARGEST_STATE // 2
-    kept: list[Raw] = []
+    kept: list[Entry] = []
     for entry in reversed(answered):
         if is_instruction(entry):
-            kept.append(Raw(entry.raw))
+            kept.append(entry)
         elif role_of(entry) == "user" and entry.raw != _GO_ON_RAW:
             room -= estimate(entry)
-            bytes_left -= len(entry.raw)
+            bytes_left -= entry.size
             if room >= 0 and bytes_left >= 0:
-                kept.append(Raw(entry.raw))
+                kept.append(entry)
     return kept[::-1]

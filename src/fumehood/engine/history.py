@@ -58,7 +58,7 @@ class History:
             )
         if isinstance(request.input, str):
             message = await aside(len(request.input), _user_message, request.input)
-            _check_size((message,), past)
+            check_size((message,), past)
             return (message,)
         raws = request.input or []
         if len(raws) > _MOST_ITEMS:
@@ -77,7 +77,7 @@ class History:
         self, items: Sequence[Item], kept: Mapping[str, Entry], past: Sequence[Segment]
     ) -> tuple[Entry, ...]:
         entries = tuple([self._entry(item, kept, f"input[{number}]") for number, item in enumerate(items)])
-        _check_size(entries, past)
+        check_size(entries, past)
         cut = max((n for n, entry in enumerate(entries, 1) if entry.type == COMPACTION), default=0)
         _check_calls(entries, () if cut else past, cut)
         return entries
@@ -120,8 +120,8 @@ def _user_message(text: str) -> Entry:
     return Entry(type="message", id=message.id, turn=0, raw=msgspec.json.encode(message))
 
 
-def _check_size(entries: Sequence[Entry], past: Sequence[Segment]) -> None:
-    """An item counts as often as it is referred to: the model is shown it as often."""
+def check_size(entries: Sequence[Entry], past: Sequence[Segment]) -> None:
+    """Raises InvalidRequest. An item counts as often as it is referred to: the model is shown it as often."""
     size = sum([entry.size for entry in entries]) + sum([segment.size for segment in past])
     if size > _MOST_BYTES:
         raise InvalidRequest(

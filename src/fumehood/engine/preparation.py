@@ -13,9 +13,11 @@ from msgspec import UNSET, Raw
 
 from fumehood.aside import aside
 from fumehood.engine.assembler import Toolbox
+from fumehood.engine.attached import Attached, Attacher
 from fumehood.engine.compaction import Compactor, Window
-from fumehood.engine.history import History
-from fumehood.interfaces import Caller, Clock, HostedTool, OfferedTool
+from fumehood.engine.history import History, check_size
+from fumehood.interfaces import Caller, Clock, HostedTool, Models, OfferedTool
+from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.folding import LOGPROBS
@@ -58,6 +60,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     unkept: whether the store does not have that conversation.
     window: the conversation with what this request adds to it, as far as the model is shown it.
     input: what this request adds.
+    hidden: files in there that the model is not shown, and where they stand.
     compaction: what the request says of it, if it asks for any.
     functions: what the model is told that it may call.
     others: tools that nobody here knows, and the model's server may.
@@ -73,12 +76,23 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     unkept: bool
     window: Window
     input: Segment
+    hidden: Sequence[tuple[str, Attachment]]
     compaction: CompactionConfig | None
     toolbox: Toolbox
     functions: Sequence[FunctionSpec]
     others: Sequence[ToolSpec]
     choice: Choice
     sampling: Sampling
+
+    def check_files(self) -> None:
+        """Raises InvalidRequest for a file that neither the model nor any code could look at."""
+        for where, file in self.hidden:
+            raise InvalidRequest(
+                f"The file {file.name} cannot be shown to this model, which takes no such files, and the request has "
+                "no code interpreter that could open it.",
+                param=where,
+                code="unsupported_file",
+            )
 
     def first_request(self) -> ModelRequest:
         """What the model is asked first."""
@@ -113,12 +127,16 @@ class Preparation:
     def __init__(
         self,
         history: History,
+        attacher: Attacher,
+        models: Models,
         compactor: Compactor,
         tools: Mapping[str, HostedTool],
         disabled: frozenset[str],
         clock: Clock,
     ) -> None:
         self._history = history
+        self._attacher = attacher
+        self._models = models
         self._compactor = compactor
         self._tools = tools
         self._disabled = disabled
@@ -136,12 +154,15 @@ class Preparation:
         specs = _read_tools(request)
         compaction = self._read_compaction(request)
         past = await self._history.past(request, caller) if held is None else held
-        added = Segment(await self._history.input(request, caller, past))
+        attached = await self._attached(request, request.model, caller, past)
+        added = Segment(attached.entries)
         window = await aside(_sealed(past, added), self._compactor.window, caller, past, added)
-        tools = _NO_TOOLS
+        tools, hidden = _NO_TOOLS, attached.hidden
         if specs:
             offered = await self._offer(specs, caller, (window.remembered, *window.segments))
             tools = _Tools.gather(specs, offered)
+            if any(self._tools[spec.type].finds_files for spec, _ in offered):
+                hidden = ()
         choice = _NO_CHOICE if request.tool_choice is None else read_choice(request.tool_choice)
         functions, chosen = tools.choose(choice)
         return Prepared(
@@ -155,6 +176,7 @@ class Preparation:
             unkept=held is not None,
             window=window,
             input=added,
+            hidden=hidden,
             compaction=compaction,
             toolbox=tools.toolbox(functions),
             functions=functions,
@@ -162,6 +184,17 @@ class Preparation:
             choice=chosen,
             sampling=_sampling(request),
         )
+
+    async def _attached(
+        self, request: CreateResponse, model: str, caller: Caller, past: Sequence[Segment]
+    ) -> Attached:
+        entries = await self._history.input(request, caller, past)
+        attached = await self._attacher.attach(
+            entries, caller, past, lambda: self._models.backend(model).profile(model).takes_files
+        )
+        if attached.entries is not entries:
+            check_size(attached.entries, past)
+        return attached
 
     def _read_compaction(self, request: CreateResponse) -> CompactionConfig | None:
         found: CompactionConfig | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 from fumehood.aside import aside
 from fumehood.doorbell import Doorbell
+from fumehood.engine.attached import Attacher
 from fumehood.engine.compaction import USUAL_LIMIT, Compactor
 from fumehood.engine.history import History
 from fumehood.engine.log import EventLog, LagLimits
@@ -16,6 +17,7 @@ from fumehood.engine.preparation import Preparation, Prepared
 from fumehood.engine.tokens import Tokens, effort, is_rendered
 from fumehood.engine.truncation import check_length
 from fumehood.interfaces import (
+    Attachments,
     Caller,
     Clock,
     HostedTool,
@@ -98,6 +100,7 @@ class EngineRuns:
         lag: LagLimits | None = None,
         disabled_tools: frozenset[str] = frozenset(),
         sealer: Sealer | None = None,
+        attachments: Attachments | None = None,
     ) -> None:
         self._models = models
         self._store = store
@@ -112,7 +115,9 @@ class EngineRuns:
         self._tokens = Tokens()
         self._compactor = Compactor(sealer, tools, self._tokens)
         self._compacting: set[asyncio.Task[CompactedResponse]] = set()
-        self._preparation = Preparation(history, self._compactor, by_type, disabled_tools, clock)
+        self._preparation = Preparation(
+            history, Attacher(attachments), models, self._compactor, by_type, disabled_tools, clock
+        )
 
     async def start(
         self,
@@ -123,6 +128,7 @@ class EngineRuns:
         past: Sequence[Segment] | None = None,
     ) -> EngineRun:
         prepared = await self._preparation.prepare(request, caller, past)
+        prepared.check_files()
         if response_id is not None:
             prepared.response.id = response_id
         backend = self._models.backend(prepared.response.model)

@@ -108,6 +108,8 @@ def estimate(entry: Entry) -> int:
         for part in content or ():
             size += _size(part.text or "") + _size(part.refusal or "") + len(part.file_data or "") * 3 // 4
             pictures += part.type == "input_image"
+    size += sum([len(one.text or "") for one in entry.attachments])
+    size += sum([len(one.data or "") * 3 // 4 for one in entry.attachments if one.kind != "picture"])
     if not size and entry.type != "message":  # an item of a kind that says it otherwise
         size = len(entry.raw)
     return _A_MESSAGE + _A_PICTURE * pictures + -(-size // BYTES_A_TOKEN)

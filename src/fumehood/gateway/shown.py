@@ -4,13 +4,14 @@ Clients write items in short forms, without ids and states, and with plain strin
 came; but whoever lists them expects OpenAI's long form, and finds the next page by the last id.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import msgspec
 from msgspec import Raw
 
+from fumehood.protocol.attachments import Attachment, is_file
 from fumehood.protocol.conversation import Entry
-from fumehood.protocol.folding import ENCRYPTED_REASONING, EXECUTION, OUTPUTS
+from fumehood.protocol.folding import ENCRYPTED_REASONING, EXECUTION, IMAGE_URLS, OUTPUTS
 
 type Fields = dict[str, Raw]
 
@@ -55,7 +56,8 @@ def shown(entry: Entry, include: Collection[str]) -> Raw:
         fields["id"] = Raw(_encode(entry.id))
     _complete(fields, entry.type)
     if entry.type == "message":
-        fields["content"] = _content(fields["content"], bytes(fields["role"]) == b'"assistant"')
+        by_assistant = bytes(fields["role"]) == b'"assistant"'
+        fields["content"] = _content(fields["content"], by_assistant, entry, IMAGE_URLS in include)
     for field, name in _ON_REQUEST.get(entry.type, {}).items():
         if field in fields and name not in include:
             fields[field] = _NULL
@@ -70,7 +72,7 @@ def _complete(fields: Fields, kind: str) -> None:
             fields[name] = usual
 
 
-def _content(content: Raw, by_assistant: bool) -> Raw:
+def _content(content: Raw, by_assistant: bool, entry: Entry, with_images: bool) -> Raw:
     """The parts of a message; a text alone is one."""
     start = bytes(content)[:1]
     if start == b'"':
@@ -79,17 +81,26 @@ def _content(content: Raw, by_assistant: bool) -> Raw:
         if by_assistant:
             _complete(part, "output_text")
         return Raw(_encode([part]))
-    return Raw(_encode([_part(part) for part in _lists.decode(content)])) if start == b"[" else content
+    if start != b"[":
+        return content
+    files = iter(entry.attachments)
+    return Raw(_encode([_part(part, files, with_images) for part in _lists.decode(content)]))
 
 
-def _part(part: Raw) -> Raw:
+def _part(part: Raw, files: Iterator[Attachment], with_images: bool) -> Raw:
     if bytes(part)[:1] != b"{":
         return part
     kind = _tags.decode(part).type
+    found = next(files, None) if is_file(kind) else None
     if kind not in _USUAL:
         return part
     fields = _objects.decode(part)
     _complete(fields, kind)
+    if kind == "input_image":
+        if not with_images:
+            fields["image_url"] = _NULL
+        elif found is not None and found.data is not None:
+            fields["image_url"] = Raw(_encode(found.data))
     return Raw(_encode(fields))
 
 

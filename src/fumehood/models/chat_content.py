@@ -1,31 +1,29 @@
 """Contents of messages and results, in the words of chat completions; imports msgspec, a sibling and `protocol`."""
 
-import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
-from urllib.parse import unquote_to_bytes
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from fumehood.models.item_content import Content, ImageAddress, Part, text_of
+from fumehood.models.item_content import Content, Part, text_of
+from fumehood.protocol.attachments import (
+    Attachment,
+    ImageAddress,
+    as_text,
+    data_url,
+    decode_inline,
+    is_file,
+    note,
+    shown_text,
+)
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
 
-_MIME_TYPES_OF_TEXT = frozenset(
-    {
-        "application/json",
-        "application/xml",
-        "application/yaml",
-        "application/x-yaml",
-        "application/toml",
-        "application/javascript",
-        "application/sql",
-        "application/x-ndjson",
-        "image/svg+xml",
-    }
-)
-_UNKNOWN_MIME_TYPES = frozenset({"", "application/octet-stream"})
+type Attached = Sequence[Attachment]
+"""What the files and pictures of a content are, one for each; nothing where nobody has looked."""
+
+_UNKNOWN = Attachment()
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text"):
@@ -60,16 +58,18 @@ class Results:
     PICTURES: ClassVar[str] = "What the calls above showed:"
 
 
-def render(content: Content) -> str | list[ChatPart]:
+def render(content: Content, attached: Attached = (), *, takes_files: bool = False) -> str | list[ChatPart]:
     """A message's content: text alone is a string, which every server takes; raises InvalidRequest."""
-    parts = _rendered(content)
+    parts = _rendered(content, attached, takes_files)
     texts = [part.text for part in parts if isinstance(part, TextPart)]
     return "\n".join(texts) if len(texts) == len(parts) else parts
 
 
-def split(content: Content) -> tuple[str, list[ChatPart]]:
+def split(
+    content: Content, attached: Attached = (), *, takes_files: bool = False
+) -> tuple[str, list[ChatPart]]:
     """A result's text, and what only a message of the user's can hold; raises InvalidRequest."""
-    parts = _rendered(content)
+    parts = _rendered(content, attached, takes_files)
     others: list[ChatPart] = [part for part in parts if not isinstance(part, TextPart)]
     text = "\n".join(part.text for part in parts if isinstance(part, TextPart))
     return (text or Results.ELSEWHERE if others else text), others
@@ -79,25 +79,27 @@ def pictures(urls: Sequence[str]) -> list[ChatPart]:
     return [ImagePart(ImageUrl(url)) for url in urls]
 
 
-def _rendered(content: Content) -> list[ChatPart]:
+def _rendered(content: Content, attached: Attached, takes_files: bool) -> list[ChatPart]:
     if content is None or isinstance(content, str):
         return [TextPart(content or "")]
-    return [_render_part(part) for part in content]
+    files = iter(attached)
+    return [_render_part(part, files, takes_files) for part in content]
 
 
-def _render_part(part: Part) -> ChatPart:
-    match part.type:
-        case "input_image":
-            return _image(part)
-        case "input_file":
-            return _file(part)
-        case _:
-            return TextPart(text_of(part))
+def _render_part(part: Part, files: Iterator[Attachment], takes_files: bool) -> ChatPart:
+    if not is_file(part.type):
+        return TextPart(text_of(part))
+    found = next(files, _UNKNOWN)
+    if found.gone:
+        return TextPart(note(found))
+    if part.type == "input_image":
+        return _image(part, found)
+    return file_part(part, found, takes_files=takes_files)
 
 
-def _image(part: Part) -> ImagePart:
+def _image(part: Part, found: Attachment) -> ImagePart:
     address = part.image_url
-    url = address.url if isinstance(address, ImageAddress) else address
+    url = found.data or (address.url if isinstance(address, ImageAddress) else address)
     detail = part.detail or (address.detail if isinstance(address, ImageAddress) else None)
     if not url or not url.startswith(("data:image/", "https://", "http://")):
         raise InvalidRequest(
@@ -107,44 +109,32 @@ def _image(part: Part) -> ImagePart:
     return ImagePart(ImageUrl(url, detail or UNSET))
 
 
-def _file(part: Part) -> ChatPart:
+def file_part(part: Part, found: Attachment, *, takes_files: bool) -> ChatPart:
     """Text is given as text, since that is what every model reads."""
-    name = clean_name(part.filename or "file")
-    if part.file_data is None:
+    name = found.name or clean_name(part.filename or "file")
+    if found.text is not None:
+        return TextPart(shown_text(name, found.text, found.left_out))
+    inline = found.data or part.file_data
+    if inline is None and found.name:
+        return TextPart(note(found))
+    if inline is None:
         raise InvalidRequest(
             f"The input_file {name!r} has no file_data: this model's server takes files inline only.",
             param="input",
         )
-    mime, content = _inline(part.file_data, name)
-    text = _as_text(mime, content)
+    media_type, content = _read_inline(inline, name)
+    text = as_text(media_type, content)
     if text is not None:
-        return TextPart(f"The file {name}:\n{text}")
-    encoded = base64.b64encode(content).decode()
-    return FilePart(FileContent(name, f"data:{mime or 'application/octet-stream'};base64,{encoded}"))
+        return TextPart(shown_text(name, text))
+    if not takes_files:
+        size = len(content)
+        return TextPart(note(Attachment(name=name, media_type=found.media_type or media_type, bytes=size)))
+    return FilePart(FileContent(name, data_url(found.media_type or media_type, content)))
 
 
-def _inline(data: str, name: str) -> tuple[str, bytes]:
-    """The type and the bytes of a data: URL, or of plain base64."""
-    header, _, payload = data.partition(",") if data.startswith("data:") else ("", "", data)
-    mime, *parameters = header.removeprefix("data:").split(";")
+def _read_inline(data: str, name: str) -> tuple[str, bytes]:
+    """Raises InvalidRequest."""
     try:
-        if header and "base64" not in parameters:
-            content = unquote_to_bytes(payload)
-        else:
-            content = base64.b64decode(payload, validate=True)
-    except ValueError:
-        raise InvalidRequest(
-            f"The file_data of the input_file {name!r} is not base64.", param="input"
-        ) from None
-    return clean_name(mime.lower(), 100), content
-
-
-def _as_text(mime: str, content: bytes) -> str | None:
-    named_so = mime.startswith("text/") or mime in _MIME_TYPES_OF_TEXT
-    if not named_so and (mime not in _UNKNOWN_MIME_TYPES or content.startswith(b"%PDF")):
-        return None
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return content.decode("utf-8", "replace") if named_so else None
-    return None if "\0" in text else text
+        return decode_inline(data)
+    except ValueError as error:
+        raise InvalidRequest(f"The file_data of the input_file {name!r} {error}.", param="input") from None

@@ -20,7 +20,7 @@ from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
 
-VERSION = 2  # of these rules: what an earlier one rendered is not used
+VERSION = 3  # of these rules: what an earlier one rendered is not used
 _MOST_RENDERINGS = 8  # of one segment
 
 
@@ -109,10 +109,11 @@ class Dialect:
     takes_images: bool = False
     developer_role: bool = False
     replay_reasoning: bool = False
+    takes_files: bool = False
 
     @property
     def name(self) -> str:
-        flags = (self.takes_images, self.developer_role, self.replay_reasoning)
+        flags = (self.takes_images, self.developer_role, self.replay_reasoning, self.takes_files)
         return f"chat/{VERSION}/" + "".join("y" if flag else "n" for flag in flags)
 
 
@@ -234,12 +235,15 @@ class _Rendering:
                     turn = self._begin(0)
                 turn.texts.append(spoken(message.content))
             case "user" | "system":
-                self._pieces.append(_ChatMessage(message.role, render(message.content)))
+                self._pieces.append(_ChatMessage(message.role, self._said(message, entry)))
             case "developer":
                 role = "developer" if self._dialect.developer_role else "system"
-                self._pieces.append(_ChatMessage(role, render(message.content)))
+                self._pieces.append(_ChatMessage(role, self._said(message, entry)))
             case other:
                 raise InvalidRequest(f"A message cannot have the role {clean_name(other)!r}.", param="input")
+
+    def _said(self, message: _Message, entry: Entry) -> str | list[ChatPart]:
+        return render(message.content, entry.attachments, takes_files=self._dialect.takes_files)
 
     def _take_reasoning(self, entry: Entry) -> None:
         reasoning = msgspec.json.decode(entry.raw, type=_Reasoning)
@@ -263,7 +267,7 @@ class _Rendering:
     def _take_output(self, entry: Entry) -> None:
         """The result of a call of this segment, wherever between them it stands, or of one that was left open."""
         output = msgspec.json.decode(entry.raw, type=_Output)
-        text, shown = split(output.output)
+        text, shown = split(output.output, entry.attachments, takes_files=self._dialect.takes_files)
         if self._answer(output.call_id, text, shown):
             return
         result = self._pending.get(output.call_id)

@@ -48,6 +48,7 @@ class RequestWriter:
                 takes_images=settings.takes_images,
                 developer_role=settings.developer_role,
                 replay_reasoning=settings.replay_reasoning,
+                takes_files=settings.shows_files,
             )
         )
 

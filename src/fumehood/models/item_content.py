@@ -2,15 +2,11 @@
 
 import msgspec
 
+from fumehood.protocol.attachments import ImageAddress
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
 
 _TEXT_TYPES = frozenset({"input_text", "output_text", "text"})
-
-
-class ImageAddress(msgspec.Struct):
-    url: str
-    detail: str | None = None
 
 
 class Part(msgspec.Struct):

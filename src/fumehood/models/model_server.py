@@ -165,6 +165,7 @@ class ModelServer(ABC):
         return ModelProfile(
             context_window=self._settings.context_window,
             takes_images=self._settings.takes_images,
+            takes_files=self._settings.shows_files,
             counts=self._counter is not None,
         )
 

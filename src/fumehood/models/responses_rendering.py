@@ -4,21 +4,23 @@ Nothing is sent with an id but reasoning, which its server will not take back wi
 a server that keeps nothing cannot know them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from fumehood.models.chat_content import FilePart, TextPart, file_part
 from fumehood.models.foreign_items import Call, Result
 from fumehood.models.foreign_items import read as read_foreign
-from fumehood.models.item_content import Content, shown_arguments, spoken
+from fumehood.models.item_content import Content, Part, shown_arguments, spoken
 from fumehood.models.sealed import Origin
+from fumehood.protocol.attachments import Attachment, is_file, note
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
 
-VERSION = 1  # of these rules: what an earlier one rendered is not used
+VERSION = 2  # of these rules: what an earlier one rendered is not used
 _MOST_RENDERINGS = 8  # of one segment
 _NO_ID = "rs_0"  # where some servers want one and none of them looks
 _CUT_OFF = ("in_progress", "incomplete")
@@ -43,6 +45,7 @@ class _Asked(msgspec.Struct):
 class _Part(msgspec.Struct):
     type: str = ""
     file_id: str | None = None
+    file_data: str | None = None
 
 
 class _Call(msgspec.Struct):
@@ -129,9 +132,16 @@ class _InputImage(msgspec.Struct, tag_field="type", tag="input_image"):
     image_url: str
 
 
+class _InputFile(msgspec.Struct, tag_field="type", tag="input_file"):
+    filename: str
+    file_data: str
+
+
 _encode = msgspec.json.Encoder().encode
 _roles = msgspec.json.Decoder(_Role)
 _parts = msgspec.json.Decoder(_Part)
+_files = msgspec.json.Decoder(Part)
+_objects = msgspec.json.Decoder(dict[str, Raw])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +155,7 @@ class Dialect:
     replay_reasoning: bool = False
     customs: bool = False
     foreign: bool = False
+    takes_files: bool = True
 
     @property
     def name(self) -> str:
@@ -154,6 +165,7 @@ class Dialect:
             self.replay_reasoning,
             self.customs,
             self.foreign,
+            self.takes_files,
         )
         return f"responses/{VERSION}/" + "".join("y" if flag else "n" for flag in flags)
 
@@ -260,7 +272,7 @@ class _Rendering:
                 raise InvalidRequest(f"A message cannot have the role {clean_name(other)!r}.", param="input")
         content = msgspec.json.decode(entry.raw, type=_Asked).content
         self._reasoning.clear()
-        self._items.append(_encode(_InputMessage(role, _checked(content))))
+        self._items.append(_encode(_InputMessage(role, self._shown(content, entry))))
 
     def _take_reasoning(self, entry: Entry) -> None:
         """Under seal to the model that made it; as text where the operator says so; else it is not sent."""
@@ -294,7 +306,7 @@ class _Rendering:
         told = msgspec.json.decode(entry.raw, type=_Output)
         custom = entry.type == "custom_tool_call_output" and self._dialect.customs
         kind = _CustomOutput if custom else _FunctionOutput
-        self._items.append(_encode(kind(told.call_id, _checked(told.output))))
+        self._items.append(_encode(kind(told.call_id, self._shown(told.output, entry))))
 
     def _take_foreign(self, entry: Entry, answered: set[str | None]) -> None:
         match read_foreign(entry):
@@ -308,6 +320,32 @@ class _Rendering:
                 self._take_exchange(exchange, answered)
             case _:
                 pass
+
+    def _shown(self, content: str | list[Raw] | None, entry: Entry) -> str | list[Raw]:
+        """The parts as they are, but for files that are known here; raises InvalidRequest."""
+        if content is None or isinstance(content, str):
+            return content or ""
+        files = iter(entry.attachments)
+        return [self._part(raw, files) for raw in content]
+
+    def _part(self, raw: Raw, files: Iterator[Attachment]) -> Raw:
+        part = _parts.decode(raw)
+        found = next(files, None) if is_file(part.type) else None
+        if found is None or not found.name:
+            return _checked(raw, part)
+        if found.gone:
+            return Raw(_encode(_InputText(note(found))))
+        if part.type == "input_image":
+            return _without_id(raw) if found.data is None else _without_id(raw, image_url=found.data)
+        if part.file_data and self._dialect.takes_files:
+            return _without_id(raw)
+        match file_part(_files.decode(raw), found, takes_files=self._dialect.takes_files):
+            case TextPart(text):
+                return Raw(_encode(_InputText(text)))
+            case FilePart(file):
+                return Raw(_encode(_InputFile(file.filename, file.file_data)))
+            case _:
+                return raw
 
     def _is_told(self, exchange: Exchange) -> bool:
         """A result alone is told if its call was: as a function, that is, and not as its server's own."""
@@ -334,16 +372,18 @@ def _answered(entry: Entry) -> str | None:
     return answer.call_id or answer.id
 
 
-def _checked(content: str | list[Raw] | None) -> str | list[Raw]:
-    """The parts as they are; raises InvalidRequest for a file that only this server could know."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for raw in content:
-        part = _parts.decode(raw)
-        if part.file_id:
-            raise InvalidRequest(
-                f"The {clean_name(part.type)} with the file_id {clean_name(part.file_id)!r} cannot be shown to this "
-                "model: its server takes files inline or by their address.",
-                param="input",
-            )
-    return content
+def _checked(raw: Raw, part: _Part) -> Raw:
+    """The part as it is; raises InvalidRequest for a file that only this server could know."""
+    if part.file_id:
+        raise InvalidRequest(
+            f"The {clean_name(part.type)} with the file_id {clean_name(part.file_id)!r} cannot be shown to this "
+            "model: its server takes files inline or by their address.",
+            param="input",
+        )
+    return raw
+
+
+def _without_id(raw: Raw, **instead: str) -> Raw:
+    """The part with its content in place of an id that the server could not know."""
+    fields = {name: value for name, value in _objects.decode(raw).items() if name != "file_id"}
+    return Raw(_encode(fields | instead))

@@ -54,6 +54,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tokenize_url: where the server counts tokens: as vLLM's /tokenize does, or for `responses` as
         /v1/responses/input_tokens does. Without it they are estimated.
     takes_images: whether pictures that code made are shown to it. Those in a user's message always are.
+    takes_files: whether PDFs and the like are sent to it, as `file` parts or `input_file`. Without a word, to a
+        `responses` server they are and to others they are not; text is sent as text in any case.
     developer_role: whether it knows that role; else developers' messages are sent as the system's.
     replay_reasoning: whether it is shown the text of its earlier reasoning.
     max_tokens_field: by which name a chat completions server knows a limit of tokens.
@@ -75,6 +77,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     context_window: Annotated[int, Meta(gt=0)] | None = None
     tokenize_url: str | None = None
     takes_images: bool = False
+    takes_files: bool | None = None
     developer_role: bool = False
     replay_reasoning: bool = False
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
@@ -120,6 +123,10 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 fields.pop(name, None)
             else:
                 fields[name] = value
+
+    @property
+    def shows_files(self) -> bool:
+        return self.backend == "responses" if self.takes_files is None else self.takes_files
 
     @property
     def is_pattern(self) -> bool:

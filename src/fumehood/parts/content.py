@@ -33,22 +33,9 @@ from fumehood.parts.views import SOURCE
 CUT = "fumehood.cut"
 CUT_PART = "fumehood:cut"
 
-# Members that say what something is, or which one: not content, and nothing could be read without them.
-_STRUCTURE = frozenset(
-    {
-        "type",
-        "id",
-        "call_id",
-        "item_id",
-        "tool_use_id",
-        "toolUseId",
-        "tool_call_id",
-        "traceId",
-        "status",
-        "role",
-    }
-    | {"name", "mime_type", "media_type", "modality", "toolType", "tool_type", "outcome", "object", "digest"}
-)
+# Members of an item that say what it is, or which one. Further inside, such names may be anybody's, and hold content.
+_STRUCTURE = frozenset({"type", "id", "call_id", "tool_use_id", "tool_call_id", "status", "role", "object"})
+_HEAD = frozenset({"type", "id", "name"})
 _DATA_URL = re.compile(r"data:(?P<mime>[\w.+-]+/[\w.+-]+)?(?:;[\w.=+-]+)*;base64,")
 _LONGEST = (1 << 16, 1 << 14, 1 << 12, 1 << 10, 1 << 8, 1 << 6)
 
@@ -75,7 +62,12 @@ def _changed(part: Part, change: Change) -> Part:
 def _changed_source(source: Source | None, change: Change) -> Source | None:
     if source is None:
         return None
-    item = source.item if source.item is msgspec.UNSET else change(source.item)
+    item = source.item
+    if isinstance(item, dict):
+        kept = {key: value for key, value in item.items() if key in _STRUCTURE and isinstance(value, str)}
+        item = {**_object(change(item)), **kept}
+    elif item is not msgspec.UNSET:
+        item = change(item)
     envelope = source.envelope
     if envelope is not None:
         envelope = Envelope(document=change(envelope.document), places=envelope.places)
@@ -94,7 +86,7 @@ def _string(value: Json) -> str:
 
 
 def redacted(parts: list[Part], redact: Callable[[str], str]) -> list[Part]:
-    """The parts with every text of their content as `redact` gives it back; what names and ties parts stays."""
+    """The parts with every text of their content as `redact` gives it back; names of tools, types and ids stay."""
 
     def change(value: Json) -> Json:
         if isinstance(value, str):
@@ -102,10 +94,7 @@ def redacted(parts: list[Part], redact: Callable[[str], str]) -> list[Part]:
         if isinstance(value, list):
             return [change(inner) for inner in value]
         if isinstance(value, dict):
-            return {
-                key: inner if key in _STRUCTURE and isinstance(inner, str) else change(inner)
-                for key, inner in value.items()
-            }
+            return {key: change(inner) for key, inner in value.items()}
         return value
 
     return [_changed(part, change) for part in parts]
@@ -256,13 +245,15 @@ def _shortened(part: JsonObject, longest: int) -> JsonObject:
         if isinstance(value, list):
             return [shorten(inner, f"{place}[{number}]") for number, inner in enumerate(value)]
         if isinstance(value, dict):
-            return {
-                key: inner if key in _STRUCTURE else shorten(inner, f"{place}.{key}" if place else key)
-                for key, inner in value.items()
-            }
+            return {key: shorten(inner, f"{place}.{key}") for key, inner in value.items()}
         return value
 
-    made = _object(shorten({key: value for key, value in part.items() if key != CUT}, ""))
+    made: JsonObject = {}
+    for key, value in part.items():
+        if key != CUT:
+            made[key] = value if key in _HEAD else shorten(value, key)
+        if isinstance(value, dict) and "type" in value:
+            made[key] = {**_object(made[key]), "type": value["type"]}
     told: JsonObject = {**earlier, **cuts}
     return {**made, CUT: told} if told else made
 

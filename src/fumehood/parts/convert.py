@@ -188,7 +188,7 @@ def _said(saying: Saying | None, text: str) -> Json | None:
 
 
 def _built(shape: Shape, parts: list[ToolCall | ToolResult]) -> Json:
-    item = copied(shape.begins)
+    item = copied(shape.begins or {"type": shape.type})
     for part in parts:
         shared = part.call_id if part.call_id is not None else part.id
         item = _filled(item, shape.call_id, shared)

@@ -3,6 +3,7 @@
 Fields that no vendor leaves out are required, and null where the value is not known; others may always be there.
 """
 
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -219,17 +220,20 @@ KINDS = {
 RESERVED_NAMES = frozenset(kind.name for kind in KINDS.values() if not kind.named)
 
 
+@cache
 def fields_of(kind: Kind, *, call: bool) -> frozenset[str]:
     return frozenset(field.name for field in msgspec.structs.fields(kind.type_of(call=call)))
 
 
+@cache
 def forbidden_in(kind: Kind, *, call: bool) -> frozenset[str]:
     """Fields of the other half: a call that holds its outcome is no call."""
     return fields_of(kind, call=not call) - fields_of(kind, call=call)
 
 
-def required_in(kind: Kind, *, call: bool) -> list[str]:
-    return [field.name for field in msgspec.structs.fields(kind.type_of(call=call)) if field.required]
+@cache
+def required_in(kind: Kind, *, call: bool) -> tuple[str, ...]:
+    return tuple(field.name for field in msgspec.structs.fields(kind.type_of(call=call)) if field.required)
 
 
 def problem_with(kind: str, payload: JsonObject, *, call: bool) -> str:

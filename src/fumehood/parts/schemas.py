@@ -1,6 +1,6 @@
 """JSON Schemas (2020-12) of the views, made from the types; imports its siblings.
 
-What is published is in `published/`, one file for each view; `python -m tools.build_part_schemas` writes them anew.
+What is published is in `published/`, one file for each view; `python -m tools.build_parts` writes them anew.
 """
 
 from importlib import resources

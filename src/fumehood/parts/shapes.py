@@ -81,7 +81,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     name: where the tool's own name is, for kinds that have them.
     failed: where something is said only if it went wrong.
     execution: who runs it, or how the item tells.
-    begins: an item of this type before anything is put into it.
+    begins: an item of this type before anything is put into it, if there must be more than the type.
     """
 
     type: str
@@ -149,7 +149,11 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """A part with the values that it would take out of its item. For parts that are no calls, names are attributes."""
+    """A part, yet empty, with the values that it would take out of its item. Names are of the payload of a call or
+    result, and attributes of any other part.
+
+    needed: it is there even if it has nothing to say.
+    """
 
     part: Part
     fields: tuple[Field, ...]
@@ -173,13 +177,10 @@ def lift(vendor: str, item: Json, claims: list[Claim], place: int = 0) -> list[P
     left = copied(item)
     parts: list[Part] = []
     for claim in claims:
-        taken = _take(left, claim)
-        if taken is None:
-            continue
-        part, moved, rest = taken
-        left = rest
-        part.source = Source(vendor=vendor, follows=bool(parts), moved=moved, place=place)
-        parts.append(part)
+        moved = _take(left, claim)
+        if moved is not None:
+            claim.part.source = Source(vendor=vendor, follows=bool(parts), moved=moved, place=place)
+            parts.append(claim.part)
     if not parts:
         return [whole(vendor, item, place)]
     parts[0].source = msgspec.structs.replace(cast(Source, parts[0].source), item=left)
@@ -192,33 +193,41 @@ def whole(vendor: str, item: Json, place: int = 0) -> Other:
     return Other(type=kind if isinstance(kind, str) else "", source=source)
 
 
-def _take(item: Json, claim: Claim) -> tuple[Part, list[Move], Json] | None:
-    """The part with its values, how they moved, and the item without them; None if that would be no part."""
-    part, moved, left = claim.part, list[Move](), copied(item)
-    called = isinstance(part, ToolCall | ToolResult)
-    if called:
+def _take(item: Json, claim: Claim) -> list[Move] | None:
+    """Moves what is claimed out of the item and into the part, or nothing if that would be no part."""
+    part = claim.part
+    if isinstance(part, ToolCall | ToolResult):
         part.payload = dict.fromkeys(_required(part.kind, call=isinstance(part, ToolCall)))
+    moved: list[Move] = []
+    before: list[Json] = []
     for field in claim.fields:
-        value = at(left, field.path)
+        value = at(item, field.path)
         if value is MISSING or any(move.field == field.name for move in moved):
             continue
         taken = take(value, field.lens)
         if taken is None or not _accepts(part, field.name, taken[0]):
             continue
         moved.append(Move(field.name, field.path, field.lens))
-        left = put_at(left, field.path, taken[1])
-    if not claim.needed and not any(at(item, move.path) is not None for move in moved):
-        return None
-    if called and payloads.problem_with(part.kind, part.payload, call=isinstance(part, ToolCall)):
-        return None
-    if not called and len(moved) < len(claim.fields):
-        return None
-    return part, moved, left
+        before.append(value)
+        put_at(item, field.path, taken[1])
+    if _is_part(claim, len(moved), any(value is not None for value in before)):
+        return moved
+    for move, value in zip(reversed(moved), reversed(before), strict=True):
+        put_at(item, move.path, value)
+    return None
 
 
-def _required(kind: str, *, call: bool) -> list[str]:
+def _is_part(claim: Claim, count: int, anything: bool) -> bool:
+    part = claim.part
+    if not isinstance(part, ToolCall | ToolResult):
+        return count == len(claim.fields)
+    fits = not payloads.problem_with(part.kind, part.payload, call=isinstance(part, ToolCall))
+    return fits and (claim.needed or anything)
+
+
+def _required(kind: str, *, call: bool) -> tuple[str, ...]:
     known = payloads.KINDS.get(kind)
-    return [] if known is None else payloads.required_in(known, call=call)
+    return () if known is None else payloads.required_in(known, call=call)
 
 
 def _accepts(part: Part, name: str, value: Json) -> bool:

@@ -1,9 +1,11 @@
-"""A conversation as it is kept and as a model is shown it; imports msgspec and the standard library."""
+"""A conversation as it is kept and as a model is shown it; imports msgspec and siblings."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
+
+from fumehood.protocol.attachments import Attachment
 
 _ENTRY_OVERHEAD = 512
 COMPACTION = "compaction"
@@ -32,6 +34,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         turn made is one message of the model's.
     raw: the canonical item, as JSON.
     exchange: what the model saw of a hosted call.
+    attachments: what its files and pictures are, one for each, in their order.
     """
 
     type: str
@@ -39,13 +42,14 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     turn: int
     raw: bytes
     exchange: Exchange | None = None
+    attachments: tuple[Attachment, ...] = ()
 
     @property
     def size(self) -> int:
         """Of all that it says, about in bytes."""
         seen = self.exchange
         shown = len(seen.arguments) + len(seen.output) + sum(map(len, seen.images)) if seen is not None else 0
-        return len(self.raw) + shown
+        return len(self.raw) + shown + sum([one.size for one in self.attachments])
 
     @property
     def weight(self) -> int:

@@ -52,6 +52,7 @@ OUTPUTS = "code_interpreter_call.outputs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 EXECUTION = "fumehood:execution"
+IMAGE_URLS = "message.input_image.image_url"
 OPENAIS_EVENTS = "fumehood:openais_events"
 """Not for clients to ask for: this one breaks off at events that are not OpenAI's."""
 
@@ -64,7 +65,7 @@ INCLUDABLE = frozenset(
         "file_search_call.results",
         "web_search_call.results",
         "web_search_call.action.sources",
-        "message.input_image.image_url",
+        IMAGE_URLS,
         "computer_call_output.output.image_url",
     }
 )

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeAliasType, get_args, get_origin, get_type_h
 
 import msgspec
 
-from fumehood.sandboxd.egress.addresses import networks
 from fumehood.sandboxd.egress.names import normalised
 from fumehood.sandboxd.settings import Settings
+from fumehood.serving.addresses import networks
 
 PREFIX = "FUMEHOOD_SANDBOX_"
 FIELDS = tuple(field.name for field in fields(Settings))

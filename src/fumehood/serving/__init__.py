@@ -1,1 +1,1 @@
-"""What the gateway and the sandbox server have in common as HTTP servers; imports nothing else of Fumehood."""
+"""What the gateway and the sandbox server have in common on the network; imports nothing else of Fumehood."""

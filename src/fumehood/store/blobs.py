@@ -5,16 +5,18 @@ so whoever deletes one must know that nobody else needs it.
 """
 
 import asyncio
+import errno
 import fcntl
 import hashlib
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fumehood.protocol.errors import Unavailable
 from fumehood.store.migrations import StoreRefused
@@ -45,7 +47,7 @@ class DiskBlobs:
         named: Callable[[str], Awaitable[None]] | None = None,
     ) -> str:
         """Raises Unavailable where the disk does not take it; then nothing of it is left."""
-        incoming = await _on_disk(_Incoming, self._incoming)
+        incoming = _Incoming(self._incoming)
         try:
             rest = content if isinstance(content, bytes) else await _write(incoming, content)
             name = await _on_disk(incoming.complete, rest)
@@ -53,7 +55,7 @@ class DiskBlobs:
                 await named(name)
             await _uninterrupted(_on_disk(self._move, incoming, name))
         except BaseException:
-            # Not here: a thread may still be writing, and this waits for it.
+            # Not here: it may have to wait.
             asyncio.get_running_loop().run_in_executor(None, incoming.discard)
             raise
         return name
@@ -94,39 +96,65 @@ class DiskBlobs:
 
 
 class _Incoming:
-    """A blob that is not yet whole. Its file is locked, so that nobody takes it for what a dead process left."""
+    """A blob that is not yet whole, written by one thread after another. Its file is locked, so that nobody takes it
+    for what a dead process left.
+    """
 
     def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._hash = hashlib.sha256()
-        while True:
-            self._path = directory / os.urandom(16).hex()
-            self._file = open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")  # noqa: SIM115
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            if os.fstat(self._file.fileno()).st_nlink:
-                return
-            self._file.close()  # swept between its making and its locking
+        self._busy = threading.Lock()
+        self._path = self._new_path()
+        self._file: BinaryIO | None = None
+        self._discarded = False
 
     def write(self, content: bytes) -> None:
-        self._hash.update(content)
-        self._file.write(content)
+        with self._busy:
+            file = self._opened()
+            self._hash.update(content)
+            file.write(content)
 
     def complete(self, rest: bytes) -> str:
         """All of it is on the disk; its name, which it does not have yet."""
         self.write(rest)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._busy:
+            file = self._opened()
+            file.flush()
+            os.fsync(file.fileno())
         return self._hash.hexdigest()
 
     def move(self, path: Path) -> None:
         """There by name; equal content that is there already is replaced."""
-        self._path.rename(path)
-        _sync_directory(path.parent)
-        self._file.close()
+        with self._busy:
+            file = self._opened()
+            self._path.rename(path)
+            _sync_directory(path.parent)
+            file.close()
 
     def discard(self) -> None:
-        self._path.unlink(missing_ok=True)
-        with suppress(OSError):  # what could not be written cannot be flushed either
-            self._file.close()
+        """For whoever was cancelled, too, while a thread still writes: that is waited for."""
+        with self._busy:
+            self._discarded = True
+            self._path.unlink(missing_ok=True)
+            if self._file is not None:
+                with suppress(OSError):  # what could not be written cannot be flushed either
+                    self._file.close()
+
+    def _opened(self) -> BinaryIO:
+        if self._discarded:
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+        while self._file is None:
+            opened = open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")  # noqa: SIM115
+            fcntl.flock(opened, fcntl.LOCK_EX)
+            if os.fstat(opened.fileno()).st_nlink:
+                self._file = opened
+            else:
+                opened.close()  # swept between its making and its locking
+                self._path = self._new_path()
+        return self._file
+
+    def _new_path(self) -> Path:
+        return self._directory / os.urandom(16).hex()
 
 
 class _Reading:

@@ -174,6 +174,12 @@ MIGRATIONS: Sequence[Migration] = (
         CREATE INDEX containers_retaining ON containers (tenant, ended_at, id) WHERE retained > 0;
         """,
     ),
+    Migration(
+        """
+        -- What the files and pictures of an input were when its response began.
+        ALTER TABLE items ADD COLUMN attachments BLOB;
+        """
+    ),
 )
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from fumehood.interfaces import IdempotencyClaim
+from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import Entry, Exchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.items import AuthoredItem, OutputItem
@@ -29,6 +30,7 @@ LARGEST_READ = 256 << 20
 
 _responses = msgspec.json.Decoder(Response)
 _exchanges = msgspec.json.Decoder(Exchange)
+_attachments = msgspec.json.Decoder(tuple[Attachment, ...])
 _authored: msgspec.json.Decoder[AuthoredItem] = msgspec.json.Decoder(AuthoredItem)
 _keys = msgspec.json.Decoder(ApiKey)
 _encode = msgspec.json.Encoder().encode
@@ -177,8 +179,8 @@ def _append(db: sqlite3.Connection, ending: Ending, base: Base) -> Place | None:
         return None
     place = Place(_thread(db, ending.head.tenant, base, base.end + len(ending.entries)), base.end)
     db.executemany(
-        "INSERT INTO items (tenant, thread, pos, start, turn, ours, type, id, raw, exchange)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO items (tenant, thread, pos, start, turn, ours, type, id, raw, exchange, attachments)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         _item_rows(place, ending),
     )
     return place
@@ -191,7 +193,8 @@ def _item_rows(place: Place, ending: Ending) -> list[tuple[object, ...]]:
         ours = entry.turn > 0 and made not in ending.foreign
         made += entry.turn > 0
         seen = _encode(entry.exchange) if entry.exchange is not None else None
-        item = (entry.turn, ours, entry.type, entry.id, entry.raw, seen)
+        files = _encode(entry.attachments) if entry.attachments else None
+        item = (entry.turn, ours, entry.type, entry.id, entry.raw, seen, files)
         rows.append((ending.head.tenant, place.thread, pos, place.start, *item))
     return rows
 
@@ -213,8 +216,8 @@ def _thread(db: sqlite3.Connection, tenant: str, base: Base, tip: int) -> int:
     copy = _new_thread(db, tenant, Base(None, 0), 0, tip)
     for part in _path(db, base):
         db.execute(
-            "INSERT INTO items (tenant, thread, pos, start, turn, ours, type, id, raw, exchange)"
-            " SELECT tenant, ?, pos, start, turn, ours, type, id, raw, exchange FROM items"
+            "INSERT INTO items (tenant, thread, pos, start, turn, ours, type, id, raw, exchange, attachments)"
+            " SELECT tenant, ?, pos, start, turn, ours, type, id, raw, exchange, attachments FROM items"
             " WHERE thread = ? AND pos < ?",
             (copy, *part),
         )
@@ -283,9 +286,9 @@ class _Budget:
         self._param = param
         self._left = LARGEST_READ
 
-    def spend(self, raw: bytes, exchange: bytes | None) -> None:
+    def spend(self, *columns: bytes | None) -> None:
         """Raises InvalidRequest."""
-        self._left -= len(raw) + len(exchange or b"")
+        self._left -= sum([len(column or b"") for column in columns])
         if self._left < 0:
             raise InvalidRequest(
                 f"The items that are asked for are more than {LARGEST_READ:,} bytes, which cannot be read at once."
@@ -299,16 +302,20 @@ def _kept(db: sqlite3.Connection, base: Base) -> Iterator[_Kept]:
     budget = _Budget("previous_response_id")
     for thread, end in _path(db, base):
         for start, pos, *entry in db.execute(
-            "SELECT start, pos, turn, type, id, raw, exchange FROM items WHERE thread = ? AND pos < ? ORDER BY pos",
+            "SELECT start, pos, turn, type, id, raw, exchange, attachments FROM items"
+            " WHERE thread = ? AND pos < ? ORDER BY pos",
             (thread, end),
         ):
-            budget.spend(*entry[-2:])
+            budget.spend(*entry[-3:])
             yield _Kept(Place(thread, start), pos, _entry(*entry))
 
 
-def _entry(turn: int, kind: str, item_id: str | None, raw: bytes, exchange: bytes | None) -> Entry:
+def _entry(
+    turn: int, kind: str, item_id: str | None, raw: bytes, exchange: bytes | None, attachments: bytes | None
+) -> Entry:
     seen = _exchanges.decode(exchange) if exchange is not None else None
-    return Entry(type=kind, id=item_id, turn=turn, raw=raw, exchange=seen)
+    files = _attachments.decode(attachments) if attachments is not None else ()
+    return Entry(type=kind, id=item_id, turn=turn, raw=raw, exchange=seen, attachments=files)
 
 
 def _item(ours: int, raw: bytes) -> OutputItem:
@@ -359,7 +366,7 @@ def input_entries(db: sqlite3.Connection, tenant: str, response_id: str) -> list
 
 
 _BY_ID = """
-    SELECT turn, type, id, raw, exchange FROM items
+    SELECT turn, type, id, raw, exchange, attachments FROM items
     WHERE tenant = ? AND id = ? ORDER BY turn = 0, thread, pos LIMIT 1
 """
 
@@ -371,7 +378,7 @@ def entries(db: sqlite3.Connection, tenant: str, item_ids: Collection[str]) -> d
     for item_id in item_ids:
         row = db.execute(_BY_ID, (tenant, item_id)).fetchone()
         if row is not None:
-            budget.spend(*row[-2:])
+            budget.spend(*row[-3:])
             found[item_id] = _entry(*row)
     return found
 

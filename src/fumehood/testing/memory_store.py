@@ -208,7 +208,7 @@ class MemoryStore:
             for one in await self.containers(tenant)
             if one.status != "deleted" and name in (None, one.spec.name)
         ]
-        return _windowed(found[::-1] if window.newest_first else found, window)
+        return windowed(found[::-1] if window.newest_first else found, window)
 
     async def retaining_containers(self, tenant: str) -> Sequence[ContainerRecord]:
         found = [one for one in await self.containers(tenant) if one.retained]
@@ -244,7 +244,7 @@ class MemoryStore:
         found.sort(key=lambda record: (record.created_at, record.id))
         if window is None:
             return found
-        return _windowed(found[::-1] if window.newest_first else found, window)
+        return windowed(found[::-1] if window.newest_first else found, window)
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
         data = self._open()
@@ -275,7 +275,7 @@ class MemoryStore:
             and (record.expires_at is None or record.expires_at > now)
         ]
         found.sort(key=lambda record: (record.created_at, record.id), reverse=window.newest_first)
-        return _windowed(found, window)
+        return windowed(found, window)
 
     async def uploaded(self, tenant: str) -> Amount:
         sizes = [record.bytes for record in self._open().uploads.values() if record.tenant == tenant]
@@ -353,9 +353,10 @@ def _holds(lease: Lease, row: _Row | None) -> bool:
     return row is not None and row.expires is not None and row.epoch == lease.epoch
 
 
-def _windowed[T: (FileRecord, ContainerRecord, ContainerFileRecord)](
+def windowed[T: (FileRecord, ContainerRecord, ContainerFileRecord)](
     ordered: Sequence[T], window: Window
 ) -> Sequence[T]:
+    """The window of a list that is in its order; raises InvalidRequest."""
     ids = [record.id for record in ordered]
     for param, cursor in (("after", window.after), ("before", window.before)):
         if cursor and cursor not in ids:

@@ -64,6 +64,10 @@ class ScriptedTool:
         return frozenset({self.name})
 
     @property
+    def finds_files(self) -> bool:
+        return False
+
+    @property
     def item_types(self) -> frozenset[str]:
         return frozenset({f"{self.name}_call"})
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from fumehood.interfaces import Fenced, IdempotencyClaim
+from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import Entry, Exchange
 from fumehood.protocol.errors import Unavailable
 from fumehood.protocol.folding import OUTPUTS, project_response
@@ -120,11 +121,16 @@ class ResponsesKit:
         odd = Entry(
             type="message", id=None, turn=0, raw=b'{"role":"user", "content" : "\xf0\x9f\xa7\xaa \\u0000"}'
         )
-        one.entries = [odd, made(call, 1, exchange), made(one.response.output[1], 2)]
+        attached = (Attachment(name="é.csv", kind="text", file_id="file-1", text="a\n"), Attachment())
+        parts = b'{"role":"user","content":[{"type":"input_file","file_id":"file-1"},{"type":"input_image"}]}'
+        files = Entry(type="message", id="msg_1", turn=0, raw=parts, attachments=attached)
+        one.entries = [odd, files, made(call, 1, exchange), made(one.response.output[1], 2)]
         await one.end(await one.begin())
         (segment,) = await segments(subject.store, one.response)
         assert list(segment.entries) == one.entries
-        assert segment.entries[1].exchange == exchange
+        assert segment.entries[1].attachments == attached
+        assert segment.entries[2].exchange == exchange
+        assert (await subject.store.entries("tenant", ["msg_1"]))["msg_1"] == files
 
     async def test_many_and_large_entries(self, subject: StoreSubject) -> None:
         large = said("x" * (5 << 20))

@@ -9,16 +9,24 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Raw
 
-from fumehood.interfaces import CallContext, Caller, Clock, Containers, Memory, OfferedTool
+from fumehood.interfaces import CallContext, Caller, Clock, Containers, Files, Memory, OfferedTool
+from fumehood.protocol.containers import DATA_DIRECTORY
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.errors import NotFound
 from fumehood.protocol.items import ProducedFile
 from fumehood.protocol.names import clean_name
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
+from fumehood.tools.carried import Known, files_of, memory_of
 from fumehood.tools.code_session import NAME, NOTHING, CodeSession, InterpreterSettings
 from fumehood.tools.container_config import echoed, read_container
 from fumehood.tools.produced import produced_file
-from fumehood.tools.workplace import OfferedInContainer, Workplace, find_workplace, used_containers
+from fumehood.tools.workplace import (
+    OfferedInContainer,
+    Workplace,
+    container_of,
+    find_workplace,
+    used_containers,
+)
 
 _ITEM = "code_interpreter_call"
 _PARAMETERS = Raw(
@@ -72,19 +80,25 @@ class CodeInterpreter:
 
     types = frozenset({NAME})
     item_types = frozenset({_ITEM})
+    finds_files = True
 
     def __init__(
-        self, containers: Containers, clock: Clock, settings: InterpreterSettings | None = None
+        self,
+        containers: Containers,
+        clock: Clock,
+        settings: InterpreterSettings | None = None,
+        uploads: Files | None = None,
     ) -> None:
         self._containers = containers
         self._clock = clock
         self._settings = settings or InterpreterSettings()
+        self._uploads = uploads
 
     async def offer(
         self, spec: ToolSpec, caller: Caller, past: Sequence[Segment], beside: Sequence[OfferedTool] = ()
     ) -> "OfferedInterpreter":
         choice = read_container(spec)
-        place = await find_workplace(self._containers, caller, choice, past, beside)
+        place = await find_workplace(self._containers, self._uploads, caller, choice, past, beside)
         return OfferedInterpreter(place, self._settings, self._clock)
 
     def echo(self, spec: ToolSpec) -> bytes:
@@ -108,14 +122,18 @@ class CodeInterpreter:
         """The containers that were used, by any tool, the latest last, each with its files."""
         ids = used_containers(past)[-_MOST_REMEMBERED:]
         remembered = [await self._remembered(caller, container_id) for container_id in ids]
-        if not remembered:
-            return None
         items = [msgspec.json.encode(one) for one in remembered]
-        *earlier, last = remembered
+        files = files_of(past, container_of)
+        if (kept := memory_of(files)) is not None:
+            items.append(kept)
+        if not items:
+            return None
         notes = [
-            f"The code interpreter was used in an earlier container, {one.container_id}." for one in earlier
+            f"The code interpreter was used in an earlier container, {one.container_id}."
+            for one in remembered[:-1]
         ]
-        return Memory(items, "\n".join([*notes, _told(last)]))
+        notes += [_told(one) for one in remembered[-1:]]
+        return Memory(items, "\n".join([*notes, *_given(files)]))
 
     async def _remembered(self, caller: Caller, container_id: str) -> _Remembered:
         try:
@@ -159,6 +177,13 @@ class OfferedInterpreter(OfferedInContainer):
             f"- {network}\n"
             f"- Code may run for {settings.execution_timeout:g} seconds."
         )
+
+
+def _given(files: Sequence[Known]) -> list[str]:
+    if not files:
+        return []
+    names = ", ".join(one.file.name for one in files[-_MOST_TOLD:])
+    return [f"The user has given these files, which code finds in {DATA_DIRECTORY}: {names}."]
 
 
 def _told(container: _Remembered) -> str:

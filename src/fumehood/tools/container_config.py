@@ -97,13 +97,12 @@ def _chosen(container: _Automatic, where: str) -> ContainerSpec:
     memory = _memory(container, where)
     if container.skills:
         raise _refused(f"{where}.skills is not served by this server.")
-    if container.file_ids:
-        raise _refused(f"{where}.file_ids is not served yet: this server has no files to put there.")
     try:
         network = network_policy(container.network_policy, f"{where}.network_policy")
     except InvalidRequest as error:
         raise _refused(error.message) from None
-    return ContainerSpec(memory=memory, network=network)
+    file_ids = tuple(dict.fromkeys(container.file_ids or ()))
+    return ContainerSpec(memory=memory, network=network, file_ids=file_ids)
 
 
 def echoed(spec: ToolSpec) -> bytes:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Raw
 
-from fumehood.interfaces import CallContext, Caller, Clock, Containers, Memory, OfferedTool
+from fumehood.interfaces import CallContext, Caller, Clock, Containers, Files, Memory, OfferedTool
 from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
@@ -82,18 +82,21 @@ class Shell:
 
     types = frozenset({NAME})
     item_types = frozenset({_CALL, _OUTPUT})
+    finds_files = True
 
     def __init__(
         self,
         containers: Containers,
         clock: Clock,
         settings: ShellSettings | None = None,
+        uploads: Files | None = None,
         *,
         enabled: bool = True,
     ) -> None:
         self._containers = containers
         self._clock = clock
         self._settings = settings or ShellSettings()
+        self._uploads = uploads
         self._enabled = enabled
 
     async def offer(
@@ -104,7 +107,7 @@ class Shell:
             return None
         if not self._enabled:
             raise InvalidRequest(f"{NAME} is not enabled on this server.", param="tools")
-        place = await find_workplace(self._containers, caller, choice, past, beside)
+        place = await find_workplace(self._containers, self._uploads, caller, choice, past, beside)
         return OfferedShell(place, self._settings, self._clock)
 
     def echo(self, spec: ToolSpec) -> bytes:

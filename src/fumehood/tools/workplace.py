@@ -4,17 +4,18 @@ A conversation has one container at a time, whichever tool has used it: what one
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from fumehood.interfaces import Caller, Container, Containers, OfferedTool
+from fumehood.interfaces import Caller, Container, Containers, Files, OfferedTool
 from fumehood.protocol.containers import DATA_DIRECTORY, ContainerSpec
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import ContainerExpired, InvalidRequest, NotFound
 from fumehood.protocol.items import ProducedFile
 from fumehood.protocol.names import clean_name
 from fumehood.protocol.sandbox import NetworkAllowlist
+from fumehood.tools.carried import Carried, chosen_files, files_of
 from fumehood.tools.container_config import ContainerChoice
 from fumehood.tools.produced import produced_file
 
@@ -25,6 +26,7 @@ _EXPIRED = (
     "began in a new one, with the files that the user had put there."
 )
 USUAL = ContainerSpec()
+_MOST_NAMED = 50
 
 
 @dataclass(slots=True)
@@ -34,6 +36,8 @@ class Workplace:
     spec: what it is to be like, if it is a new one.
     news: what the model should know first; told with the first result, and then not again.
     heir_of: the container that this one replaces, see `Containers.open`.
+    earlier: the container that the conversation has used last; had: the uploads that it was given.
+    carried: files that it has to be given before the first call; names: of those among them that the tools name.
     """
 
     containers: Containers
@@ -42,14 +46,36 @@ class Workplace:
     spec: ContainerSpec
     news: str = ""
     heir_of: str | None = None
+    earlier: str | None = None
+    had: frozenset[str] = frozenset()
+    names: list[str] = field(default_factory=list[str])
+    carried: Carried = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.carried = Carried(self.containers, self.caller, self.container_id)
 
     def take_news(self) -> str:
         news, self.news = self.news, ""
         return news
 
     async def open(self) -> Container:
-        """Raises ApiError."""
-        return await self.containers.open(self.caller, self.container_id, self.spec, self.heir_of)
+        """The container, with the files that belong there. Raises ApiError."""
+        container = await self.containers.open(self.caller, self.container_id, self.spec, self.heir_of)
+        told = await self.carried.bring()
+        self.news = "\n".join(filter(None, [self.news, told]))
+        return container
+
+    async def give(self, uploads: Files | None, choice: ContainerChoice) -> None:
+        """Have the uploads brought that a tool names; raises InvalidRequest for one that is not there."""
+        wanted = choice.spec.file_ids
+        try:
+            chosen = await chosen_files(uploads, self.caller, wanted, self.earlier, self.had)
+        except NotFound as error:
+            raise InvalidRequest(
+                f"{choice.where}.file_ids: {error.message}", param="tools", code="file_not_found"
+            ) from None
+        self.carried.add(chosen)
+        self.names = list(dict.fromkeys([*self.names, *(one.file.name for one in chosen)]))
 
     async def files(self) -> Sequence[ProducedFile]:
         """All that are there; none before it has begun, and once it is over."""
@@ -65,9 +91,11 @@ class Workplace:
         if isinstance(self.spec.network, NetworkAllowlist):
             domains = ", ".join(clean_name(domain) for domain in self.spec.network.allowed_domains)
             network = f"There is no network but HTTP and HTTPS to {domains}."
+        named = ", ".join(self.names[:_MOST_NAMED]) + (", …" if self.names[_MOST_NAMED:] else "")
         directory = (
-            f"The working directory is {DATA_DIRECTORY}. Files of the user are there. Files that you write there can "
-            f"be downloaded: link them in your answer as [name](sandbox:{DATA_DIRECTORY}/name)."
+            f"The working directory is {DATA_DIRECTORY}. Files of the user are there{f': {named}' if named else ''}. "
+            "Files that you write there can be downloaded: link them in your answer as "
+            f"[name](sandbox:{DATA_DIRECTORY}/name)."
         )
         return directory, network
 
@@ -85,36 +113,53 @@ class OfferedInContainer:
 
 async def find_workplace(
     containers: Containers,
+    uploads: Files | None,
     caller: Caller,
     choice: ContainerChoice,
     past: Sequence[Segment],
     beside: Sequence[OfferedTool],
 ) -> Workplace:
     """The container that is named; else that of another tool of the request, else the one which the conversation used
-    last, else a new one. Raises ApiError, with `tools` for its parameter.
+    last, else a new one; with the files of the conversation. Raises ApiError, with `tools` for its parameter.
     """
     _approve(containers, choice)
-    named = choice.container_id
-    if named is not None:
-        try:
-            await containers.check(caller, named)
-        except (NotFound, ContainerExpired) as error:
-            raise type(error)(error.message, param="tools") from None
-        return Workplace(containers, caller, named, choice.spec)
-    for tool in beside:
-        if isinstance(tool, OfferedInContainer):
-            tool.place.spec = _joined(tool.place.spec, choice.spec)
-            return tool.place
+    shared = next((tool.place for tool in beside if isinstance(tool, OfferedInContainer)), None)
+    if choice.container_id is not None:
+        place = await _named(containers, caller, choice.container_id, choice.spec)
+    elif shared is not None:
+        shared.spec = _joined(shared.spec, choice.spec)
+        await shared.give(uploads, choice)
+        return shared
+    else:
+        place = await _automatic(containers, caller, choice.spec, past)
+    await place.give(uploads, choice)
+    place.carried.add(files_of(past, container_of))
+    return place
+
+
+async def _named(containers: Containers, caller: Caller, container_id: str, spec: ContainerSpec) -> Workplace:
+    try:
+        await containers.check(caller, container_id)
+    except (NotFound, ContainerExpired) as error:
+        raise type(error)(error.message, param="tools") from None
+    return Workplace(containers, caller, container_id, spec)
+
+
+async def _automatic(
+    containers: Containers, caller: Caller, spec: ContainerSpec, past: Sequence[Segment]
+) -> Workplace:
     earlier = _newest_container(past)
     if earlier is None:
-        return Workplace(containers, caller, containers.reserve(), choice.spec)
+        return Workplace(containers, caller, containers.reserve(), spec)
     try:
-        await containers.check(caller, earlier)
+        record = await containers.check(caller, earlier)
     except NotFound:
-        return Workplace(containers, caller, containers.reserve(), choice.spec, _GONE)
+        return Workplace(containers, caller, containers.reserve(), spec, _GONE, earlier=earlier)
     except ContainerExpired:
-        return Workplace(containers, caller, containers.reserve(), choice.spec, _EXPIRED, earlier)
-    return Workplace(containers, caller, earlier, choice.spec)
+        record = await containers.container(caller, earlier)
+        had = frozenset(record.spec.file_ids)
+        return Workplace(containers, caller, containers.reserve(), spec, _EXPIRED, earlier, earlier, had)
+    return Workplace(containers, caller, earlier, spec, earlier=earlier, had=frozenset(record.spec.file_ids))
 
 
 def _approve(containers: Containers, choice: ContainerChoice) -> None:
@@ -127,17 +172,17 @@ def _approve(containers: Containers, choice: ContainerChoice) -> None:
 def _joined(one: ContainerSpec, other: ContainerSpec) -> ContainerSpec:
     """What both ask for, where they share a container: who says nothing takes what the other says."""
     chosen: dict[str, object] = {}
-    for field in msgspec.structs.fields(ContainerSpec):
-        usual, mine, theirs = (getattr(spec, field.name) for spec in (USUAL, one, other))
-        if field.name == "file_ids":
-            chosen[field.name] = tuple(dict.fromkeys((*mine, *theirs)))
+    for setting in msgspec.structs.fields(ContainerSpec):
+        usual, mine, theirs = (getattr(spec, setting.name) for spec in (USUAL, one, other))
+        if setting.name == "file_ids":
+            chosen[setting.name] = tuple(dict.fromkeys((*mine, *theirs)))
         elif mine != theirs and usual not in (mine, theirs):
             raise InvalidRequest(
-                f"code_interpreter and shell share one container, and ask for another {field.name} of it each.",
+                f"code_interpreter and shell share one container, and ask for another {setting.name} of it each.",
                 param="tools",
             )
         else:
-            chosen[field.name] = theirs if mine == usual else mine
+            chosen[setting.name] = theirs if mine == usual else mine
     return msgspec.convert(chosen, ContainerSpec)
 
 

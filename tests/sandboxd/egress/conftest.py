@@ -9,10 +9,10 @@ import pytest
 import pytest_asyncio
 
 from fumehood.protocol.sandbox import DomainSecret, NetworkAllowlist, SandboxSpec
-from fumehood.sandboxd.egress.resolver import ResolveFailed, Resolver
 from fumehood.sandboxd.egress.session import Event
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.supervisor import Supervisor
+from fumehood.serving.resolver import ResolveFailed, Resolver
 from tests.support.sandboxes import run, settings
 from tests.support.websites import Authority, Website
 

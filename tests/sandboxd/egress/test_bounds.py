@@ -321,7 +321,7 @@ async def test_a_name_server_that_hangs(net: Net, monkeypatch: pytest.MonkeyPatc
     """A look-up that takes too long is given up; who asks meanwhile shares the one that is under way."""
     import threading
 
-    from fumehood.sandboxd.egress import resolver
+    from fumehood.serving import resolver
 
     answer = threading.Event()
     asked: list[str] = []
@@ -345,7 +345,7 @@ async def test_a_name_server_that_hangs(net: Net, monkeypatch: pytest.MonkeyPatc
 
 async def test_names_are_looked_up_whole() -> None:
     """With the dot: no search domain of this host is tried."""
-    from fumehood.sandboxd.egress import resolver
+    from fumehood.serving import resolver
 
     names = resolver.Resolver({}, timeout=20)
     with pytest.raises(resolver.ResolveFailed):

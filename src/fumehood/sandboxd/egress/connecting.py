@@ -6,11 +6,11 @@ import ipaddress
 import socket
 from http import HTTPStatus
 
-from fumehood.sandboxd.egress.addresses import Addresses
 from fumehood.sandboxd.egress.bounds import Bounds
 from fumehood.sandboxd.egress.messages import Refused
 from fumehood.sandboxd.egress.names import Authority
-from fumehood.sandboxd.egress.resolver import ResolveFailed, Resolver
+from fumehood.serving.addresses import Addresses
+from fumehood.serving.resolver import ResolveFailed, Resolver
 
 
 class Connector:

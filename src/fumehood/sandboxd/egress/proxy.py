@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 
 from fumehood.protocol.sandbox import NetworkPolicy
 from fumehood.protocol.sandbox_errors import SandboxStartFailed
-from fumehood.sandboxd.egress.addresses import Addresses, networks
 from fumehood.sandboxd.egress.bounds import Bounds
 from fumehood.sandboxd.egress.connecting import Connector
 from fumehood.sandboxd.egress.names import normalised
 from fumehood.sandboxd.egress.placeholders import Placeholders
 from fumehood.sandboxd.egress.policy import TRUST_ENVIRONMENT, Policy, allowed
-from fumehood.sandboxd.egress.resolver import Resolver
 from fumehood.sandboxd.egress.session import Event, Gate, Session
 from fumehood.sandboxd.egress.streams import SocketStream
 from fumehood.sandboxd.settings import Settings
+from fumehood.serving.addresses import Addresses, networks
+from fumehood.serving.resolver import Resolver
 
 if TYPE_CHECKING:
     from fumehood.sandboxd.egress.certificates import SandboxAuthority

@@ -1,4 +1,4 @@
-"""Which addresses a sandbox may be connected to; imports only the standard library."""
+"""Which addresses others may have us connect to; imports only the standard library."""
 
 import ipaddress
 import socket

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.sandboxd.egress.addresses import Addresses, is_own, is_public, networks
+from fumehood.serving.addresses import Addresses, is_own, is_public, networks
 
 PRIVATE_4 = (
     *("0.0.0.0", "0.1.2.3", "10.0.0.1", "100.64.0.1", "100.100.100.200", "127.0.0.1", "127.255.0.1"),

@@ -1,0 +1,150 @@
+"""Finds out what the files and pictures of an input are, before anything begins; imports `interfaces` and siblings.
+
+What was found is kept with the item: whoever continues the conversation finds it as it was, whatever has become of an
+upload or an address meanwhile.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from fumehood.aside import aside
+from fumehood.engine.truncation import role_of
+from fumehood.interfaces import Attachments, Caller
+from fumehood.protocol.attachments import (
+    Attachment,
+    FilePart,
+    Placed,
+    file_name,
+    file_parts,
+    free_name,
+    may_hold_files,
+)
+from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.errors import InvalidRequest, NotFound
+
+_MOST_FILES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The items of a request with what was found of their files.
+
+    hidden: those that the model will not be shown, and where they stand; without what it has answered already.
+    """
+
+    entries: tuple[Entry, ...]
+    hidden: Sequence[tuple[str, Attachment]] = ()
+
+
+class Attacher:
+    def __init__(self, attachments: Attachments | None) -> None:
+        self._attachments = attachments
+
+    async def attach(
+        self,
+        entries: tuple[Entry, ...],
+        caller: Caller,
+        past: Sequence[Segment],
+        takes_files: Callable[[], bool],
+    ) -> Attached:
+        """Raises InvalidRequest that names the part.
+
+        takes_files: whether the model is shown files that are no text.
+        """
+        holding = [
+            number
+            for number, entry in enumerate(entries)
+            if not entry.attachments and may_hold_files(entry.type, entry.raw)
+        ]
+        if self._attachments is None or not holding:
+            return Attached(entries)
+        read = await aside(
+            sum([len(entries[number].raw) for number in holding]),
+            _read,
+            [entries[number] for number in holding],
+        )
+        if sum(map(len, read)) > _MOST_FILES:
+            raise InvalidRequest(
+                f"At most {_MOST_FILES} files and pictures can be given at once.", param="input"
+            )
+        whole, answered = takes_files(), _answered(entries)
+        names = _Names(past, entries)
+        attached = list(entries)
+        hidden: list[tuple[str, Attachment]] = []
+        for number, parts in zip(holding, read, strict=True):
+            found: list[Attachment] = []
+            for place, part in parts:
+                where = f"input[{number}].{place}"
+                one = await self._find(self._attachments, caller, part, where, whole, number < answered)
+                found.append(names.given_to(one))
+                if number >= answered and _is_hidden(found[-1], part, whole):
+                    hidden.append((where, found[-1]))
+            attached[number] = replace(entries[number], attachments=tuple(found))
+        return Attached(tuple(attached), hidden)
+
+    async def _find(
+        self,
+        attachments: Attachments,
+        caller: Caller,
+        part: FilePart,
+        where: str,
+        whole: bool,
+        answered: bool,
+    ) -> Attachment:
+        """What the model has answered already need not be there any more."""
+        try:
+            return await attachments.find(caller, part, whole=whole)
+        except NotFound as error:
+            if answered:
+                kind = "picture" if part.type == "input_image" else "binary"
+                name = file_name(part.filename or part.file_id or "")
+                return Attachment(name=name, kind=kind, file_id=part.file_id or "", gone=True)
+            raise _refused(where, error) from None
+        except InvalidRequest as error:
+            raise _refused(where, error) from None
+
+
+def _read(entries: Sequence[Entry]) -> list[list[Placed]]:
+    return [file_parts(entry.type, entry.raw) for entry in entries]
+
+
+def _answered(entries: Sequence[Entry]) -> int:
+    """How many of the items stand before something that a model made of them."""
+    for number in range(len(entries) - 1, -1, -1):
+        entry = entries[number]
+        said = entry.type == "message" and role_of(entry) != "assistant"
+        if not said and not entry.type.endswith("_output"):
+            return number
+    return 0
+
+
+def _is_hidden(found: Attachment, part: FilePart, whole: bool) -> bool:
+    if not found.name or found.gone or found.kind != "binary":
+        return False
+    return not whole or (found.data is None and part.inline is None)
+
+
+def _refused(where: str, error: NotFound | InvalidRequest) -> InvalidRequest:
+    param = f"{where}.{error.param}" if error.param else where
+    return InvalidRequest(f"{where}: {error.message}", param=param, code=error.wire_code)
+
+
+class _Names:
+    """Names that are given out; an upload has the same one wherever it is named."""
+
+    def __init__(self, past: Sequence[Segment], entries: Sequence[Entry]) -> None:
+        known = [one for segment in past for entry in segment.entries for one in entry.attachments]
+        known += [one for entry in entries for one in entry.attachments]
+        self._taken = {one.name for one in known if one.name}
+        self._of_uploads = {one.file_id: one.name for one in known if one.file_id}
+
+    def given_to(self, found: Attachment) -> Attachment:
+        if not found.name:
+            return found
+        name = self._of_uploads.get(found.file_id) or free_name(found.name, self._taken)
+        self._taken.add(name)
+        if found.file_id:
+            self._of_uploads[found.file_id] = name
+        return replace(found, name=name)

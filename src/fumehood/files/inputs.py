@@ -1,0 +1,192 @@
+"""What the files and pictures of an input are: uploads, inline content, addresses; imports `interfaces`, siblings."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from fumehood.aside import aside
+from fumehood.files.fetching import Fetcher, FetchRefused
+from fumehood.interfaces import Caller, Files
+from fumehood.protocol.attachments import (
+    BYTES_OF_LONGEST_TEXT,
+    LONGEST_TEXT,
+    Attachment,
+    FilePart,
+    as_text,
+    data_url,
+    decode_inline,
+    file_name,
+    is_text_by_name,
+    media_type_of,
+    picture_name,
+    picture_type,
+)
+from fumehood.protocol.errors import InvalidRequest, NotFound
+from fumehood.protocol.files import FileRecord
+from fumehood.protocol.names import clean_name
+
+_PICTURES = "PNG, JPEG, GIF or WebP"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputLimits:
+    """
+    picture_bytes: the largest picture that is shown to a model. file_bytes: the largest other file; a larger one is
+        there for code alone.
+    """
+
+    picture_bytes: int = 20 << 20
+    file_bytes: int = 32 << 20
+
+
+class InputFiles:
+    """`Attachments` over uploads. Without a fetcher, addresses are left to the model's server."""
+
+    def __init__(
+        self, files: Files, fetcher: Fetcher | None = None, limits: InputLimits | None = None
+    ) -> None:
+        self._files = files
+        self._fetcher = fetcher
+        self._limits = limits or InputLimits()
+
+    async def find(self, caller: Caller, part: FilePart, *, whole: bool) -> Attachment:
+        is_picture = part.type == "input_image"
+        if part.inline is not None:
+            return await aside(len(part.inline), _inline_picture if is_picture else _inline_file, part)
+        if part.file_id is not None:
+            record = await self._record(caller, part.file_id)
+            if is_picture:
+                return await self._picture(caller, record)
+            return await self._file(caller, record, whole)
+        address = part.address if is_picture else part.file_url
+        if not address:
+            choices = "an image_url or a file_id" if is_picture else "a file_id, file_data or a file_url"
+            raise InvalidRequest(
+                f"An {part.type} needs {choices}.", param="file_id", code="missing_required_parameter"
+            )
+        return Attachment() if self._fetcher is None else await self._fetched(self._fetcher, part, address)
+
+    # ---- uploads ------------------------------------------------------------------------------------------------
+
+    async def _record(self, caller: Caller, file_id: str) -> FileRecord:
+        try:
+            return await self._files.file(caller, file_id)
+        except NotFound:
+            raise NotFound(
+                f"No file with the id '{clean_name(file_id, 80)}' was found.",
+                param="file_id",
+                code="file_not_found",
+            ) from None
+
+    async def _picture(self, caller: Caller, record: FileRecord) -> Attachment:
+        if record.bytes > self._limits.picture_bytes:
+            raise _no_picture(record, f"is larger than {self._limits.picture_bytes:,} bytes")
+        content = await self._read(caller, record, record.bytes)
+        media_type = picture_type(content)
+        if media_type is None:
+            raise _no_picture(record, f"is no {_PICTURES}")
+        return Attachment(
+            name=file_name(record.filename, media_type),
+            kind="picture",
+            media_type=media_type,
+            bytes=record.bytes,
+            file_id=record.id,
+            data=await aside(len(content), data_url, media_type, content),
+        )
+
+    async def _file(self, caller: Caller, record: FileRecord, whole: bool) -> Attachment:
+        start = await self._read(caller, record, BYTES_OF_LONGEST_TEXT)
+        named = media_type_of(record.filename)
+        text, left_out = await aside(len(start), _beginning, named, start, record.bytes)
+        found = Attachment(
+            name=file_name(record.filename),
+            kind="binary" if text is None else "text",
+            media_type=picture_type(start) or named,
+            bytes=record.bytes,
+            file_id=record.id,
+            text=text,
+            left_out=left_out,
+        )
+        if text is not None or not whole or record.bytes > self._limits.file_bytes:
+            return found
+        content = await self._read(caller, record, record.bytes)
+        data = await aside(len(content), data_url, found.media_type, content)
+        return replace(found, data=data)
+
+    async def _read(self, caller: Caller, record: FileRecord, most: int) -> bytes:
+        pieces: AsyncGenerator[bytes] = self._files.read(caller, record.id, 0, min(most, record.bytes))
+        async with aclosing(pieces):
+            return b"".join([piece async for piece in pieces])
+
+    # ---- addresses ----------------------------------------------------------------------------------------------
+
+    async def _fetched(self, fetcher: Fetcher, part: FilePart, address: str) -> Attachment:
+        """It is kept as if it had come inline: nobody is asked for it again."""
+        is_picture = part.type == "input_image"
+        param = "image_url" if is_picture else "file_url"
+        try:
+            fetched = await fetcher.fetch(address)
+        except FetchRefused as error:
+            raise NotFound(str(error), param=param, code="invalid_value") from None
+        if not is_picture:
+            name = file_name(part.filename or fetched.name)
+            found = _file(name, fetched.media_type, fetched.content)
+        else:
+            media_type = picture_type(fetched.content)
+            if media_type is None or len(fetched.content) > self._limits.picture_bytes:
+                raise InvalidRequest(
+                    f"What the address leads to is no {_PICTURES}, or too large.", param=param
+                )
+            found = _picture(file_name(fetched.name or picture_name(media_type)), media_type, fetched.content)
+        data = await aside(len(fetched.content), data_url, found.media_type, fetched.content)
+        return replace(found, data=data)
+
+
+# --- contents -----------------------------------------------------------------------------------------
+
+
+def _inline_picture(part: FilePart) -> Attachment:
+    told, content = _decoded(part.inline or "", "image_url")
+    media_type = picture_type(content) or told
+    return _picture(picture_name(media_type), media_type, content)
+
+
+def _inline_file(part: FilePart) -> Attachment:
+    told, content = _decoded(part.inline or "", "file_data")
+    return _file(file_name(part.filename or "file"), told, content)
+
+
+def _decoded(data: str, param: str) -> tuple[str, bytes]:
+    try:
+        return decode_inline(data)
+    except ValueError as error:
+        raise InvalidRequest(f"The content of {param} {error}.", param=param) from None
+
+
+def _picture(name: str, media_type: str, content: bytes) -> Attachment:
+    return Attachment(name=name, kind="picture", media_type=media_type, bytes=len(content))
+
+
+def _file(name: str, told: str, content: bytes) -> Attachment:
+    kind = "binary" if as_text(told, content) is None else "text"
+    return Attachment(name=name, kind=kind, media_type=media_type_of(name, told), bytes=len(content))
+
+
+def _beginning(named: str, start: bytes, size: int) -> tuple[str | None, int]:
+    """As much as is shown, if it is text, and about how much that leaves out. By its name a file can be text, but not
+    be none: anybody can be wrong.
+    """
+    text = as_text(named if is_text_by_name(named) else "", start, whole=len(start) == size)
+    if text is None:
+        return None, 0
+    return text[:LONGEST_TEXT], len(text[LONGEST_TEXT:]) + size - len(start)
+
+
+def _no_picture(record: FileRecord, why: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"The file '{record.id}' ({clean_name(record.filename)}) {why}, so it is no picture for a model.",
+        param="file_id",
+        code="invalid_value",
+    )

@@ -1,0 +1,299 @@
+"""Containers over restarts, kills and crowds, with real sandboxes and processes; imports the support."""
+
+import asyncio
+import contextlib
+import io
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from fumehood.protocol.sandbox_errors import Unreachable
+from fumehood.sandbox.http import Patience
+from fumehood.sandbox.remote import RemoteSandboxes
+from tests.e2e.conftest import House, client_of
+from tests.e2e.test_keys import made_key
+from tests.support import served
+from tests.support.sandboxes import has_cgroups
+from tests.support.served import Served
+
+OUTPUTS: Any = ["code_interpreter_call.outputs"]
+LIMITS = "enforced" if has_cgroups() else "best-effort"
+GIB = 1 << 30
+CROWD = 50
+
+
+def settings(**interpreter: object) -> dict[str, object]:
+    return {"providers": {"code_interpreter": {"settings": {"sandbox_limits": LIMITS, **interpreter}}}}
+
+
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.05)
+
+
+def ran(client: OpenAI, code: str, container: object = None, **more: Any) -> Any:
+    """The response to code that the built-in model runs."""
+    tool: Any = {"type": "code_interpreter", "container": container or {"type": "auto"}}
+    return client.responses.create(
+        model="direct", input=f"```python\n{code}\n```", tools=[tool], include=OUTPUTS, **more
+    )
+
+
+def call_of(response: Any) -> Any:
+    (call,) = [item for item in response.output if item.type == "code_interpreter_call"]
+    return call
+
+
+def logs_of(response: Any) -> str:
+    return "".join(output.logs for output in call_of(response).outputs if output.type == "logs")
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> Iterator[Path]:
+    """A sandbox server that is nobody's child but ours."""
+    path = tmp_path / "sandboxd.sock"
+    command = [sys.executable, "-m", "fumehood", "sandbox", "--socket", str(path)]
+    process = subprocess.Popen(
+        [*command, "--pool", "1", "--preload", "", "--limits", LIMITS],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until(lambda: sandboxes(path) is not None)
+        yield path
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+async def living(path: Path) -> list[str]:
+    async with RemoteSandboxes(f"unix:{path}", patience=Patience(retries=0)) as remote:
+        return [info.id for info in await remote.sandboxes()]
+
+
+def sandboxes(path: Path) -> list[str] | None:
+    """Those that live, None if the server does not answer."""
+    try:
+        return asyncio.run(living(path))
+    except Unreachable:
+        return None
+
+
+def rows(running: Served, table: str) -> int:
+    with contextlib.closing(sqlite3.connect(running.directory / "gateway.db")) as database:
+        (number,) = database.execute(f"SELECT count(*) FROM {table}").fetchone()
+        return number
+
+
+def blobs(running: Served) -> list[Path]:
+    return [path for path in (running.directory / "blobs").rglob("*") if len(path.name) == 64]
+
+
+def test_a_gateway_that_was_killed_finds_its_containers_again(tmp_path: Path, socket: Path) -> None:
+    elsewhere = settings(sandbox_url=f"unix:{socket}")
+    running = served.start(tmp_path, elsewhere)
+    with client_of(running) as client:
+        made = client.containers.create(name="kept")
+        client.containers.files.create(made.id, file=("given.txt", b"given"))
+        first = ran(client, "x = 41\nopen('made.txt', 'w').write('made')\nNone", made.id)
+        assert call_of(first).status == "completed"
+        alone = client.containers.create(name="never used")
+        client.containers.files.create(alone.id, file=("given.txt", b"given"))
+    running.kill()
+    assert sandboxes(socket) == [f"{made.id}-1"]
+    with served.serving(tmp_path, elsewhere) as running, client_of(running, strict=True) as client:
+        assert client.containers.retrieve(made.id).status == "running"
+        again = ran(client, "print(x + 1, open('given.txt').read())", made.id)
+        assert logs_of(again) == "42 given\n"
+        assert {file.path: file.source for file in client.containers.files.list(made.id)} == {
+            "/mnt/data/given.txt": "user",
+            "/mnt/data/made.txt": "assistant",
+        }
+        assert logs_of(ran(client, "print(open('given.txt').read())", alone.id)) == "given\n"
+        for container in (made, alone):
+            client.containers.delete(container.id)
+        assert sandboxes(socket) == []
+        assert rows(running, "files") == 0
+        assert blobs(running) == []
+
+
+def test_a_sandbox_that_is_lost_while_code_runs_fails_the_call(tmp_path: Path, socket: Path) -> None:
+    """And the container that is deleted meanwhile is such a case."""
+    with (
+        served.serving(tmp_path, settings(sandbox_url=f"unix:{socket}")) as running,
+        client_of(running) as client,
+    ):
+        made = client.containers.create(name="lost")
+        tool: Any = {"type": "code_interpreter", "container": made.id}
+        code = "```python\nimport time\nfor n in range(600): time.sleep(0.1)\n```"
+        with client.responses.create(model="direct", input=code, tools=[tool], stream=True) as events:
+            for event in events:
+                if event.type == "response.code_interpreter_call.interpreting":
+                    until(lambda: bool(sandboxes(socket)))
+                    client.containers.delete(made.id)
+                if event.type == "response.completed":
+                    assert call_of(event.response).status == "failed"
+        assert sandboxes(socket) == []
+        with pytest.raises(openai.NotFoundError):
+            ran(client, "1", made.id)
+
+
+def test_containers_of_an_embedded_server_expire_with_it(tmp_path: Path) -> None:
+    plain = {"FUMEHOOD_SANDBOX_PRELOAD": ""}  # nothing that takes time to be there
+    running = served.start(tmp_path, settings(), plain)
+    with client_of(running) as client:
+        first = ran(client, "x = 41\nopen('made.txt', 'w').write('made')\nNone")
+        container = call_of(first).container_id
+        client.containers.files.create(container, file=("given.txt", b"given"))
+        unused = client.containers.create(name="never used")
+    running.kill()
+    with served.serving(tmp_path, settings(), plain) as running, client_of(running, strict=True) as client:
+        assert client.containers.retrieve(container).status == "expired"
+        assert client.containers.retrieve(unused.id).status == "running"
+        with pytest.raises(openai.NotFoundError):
+            client.containers.files.list(container)
+        with pytest.raises(openai.BadRequestError, match=r"Container is expired\."):
+            ran(client, "1", container)
+        code = "import os\nprint(sorted(os.listdir()), 'x' in globals())"
+        second = ran(client, code, previous_response_id=first.id)
+        assert call_of(second).container_id != container
+        assert logs_of(second) == "['given.txt'] False\n"
+        assert client.responses.retrieve(first.id).status == "completed"
+
+
+def test_an_archive_is_unpacked_where_the_code_finds_it(house: House) -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("data/numbers.csv", "1\n2\n3\n")
+        archive.writestr("read me.txt", "hello")
+    made = house.strict.containers.create(name="unpacked")
+    first = house.strict.containers.files.create(
+        made.id, file=("all.zip", packed.getvalue()), extra_body={"unpack": "true"}
+    )
+    assert first.path == "/mnt/data/data/numbers.csv"
+    code = "print(sum(map(int, open('data/numbers.csv'))), open('read me.txt').read())"
+    assert logs_of(ran(house.strict, code, made.id)) == "6 hello\n"
+    changed = "open('data/numbers.csv', 'a').write('4\\n')\nNone"
+    ran(house.strict, changed, made.id)
+    files = {file.path: file for file in house.strict.containers.files.list(made.id)}
+    assert files["/mnt/data/data/numbers.csv"].id == first.id
+    assert {file.source for file in files.values()} == {"user"}
+    house.strict.containers.delete(made.id)
+
+
+# --- crowds -------------------------------------------------------------------------------------------
+
+
+def memory_of(running: Served) -> int:
+    status = Path(f"/proc/{running.process.pid}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmRSS")]
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.slow
+def test_a_gib_into_a_container_takes_no_memory(tmp_path: Path) -> None:
+    large = settings(container_bytes=4 * GIB) | {"files": {"file_bytes": 2 * GIB}}
+    content = tmp_path / "large.bin"
+    with content.open("wb") as file:
+        for number in range(1024):
+            file.write(os.urandom(1024) * 1024 if number % 7 == 0 else bytes([number % 256]) * (1 << 20))
+    with served.serving(tmp_path, large) as running, client_of(running) as client:
+        made = client.with_options(timeout=600).containers.create(name="large")
+        client.containers.files.create(made.id, file=("small.bin", b"x"))
+        before = memory_of(running)
+        peak = [before]
+        watching = True
+
+        def watch() -> None:
+            while watching:
+                peak.append(memory_of(running))
+                time.sleep(0.02)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            with content.open("rb") as file:
+                put = client.with_options(timeout=600).containers.files.create(made.id, file=file)
+        finally:
+            watching = False
+            watcher.join()
+        assert put.bytes == GIB
+        assert max(peak) - before < 64 << 20
+        part = client.containers.files.content.retrieve(
+            put.id, container_id=made.id, extra_headers={"range": f"bytes={GIB - 10}-"}
+        )
+        assert len(part.read()) == 10
+        client.containers.delete(made.id)
+        assert blobs(running) == []
+
+
+@pytest.mark.slow
+def test_a_hundred_containers_of_two_tenants(tmp_path: Path, socket: Path) -> None:
+    """Each has a sandbox, code that runs and files; nobody sees anything of the other's, and nothing is left."""
+    elsewhere = settings(sandbox_url=f"unix:{socket}", claim_timeout=300)
+    keys = {tenant: made_key(tmp_path, elsewhere, "--tenant", tenant) for tenant in ("ann", "ben")}
+
+    async def one(client: AsyncOpenAI, tenant: str, place: int) -> str:
+        mark = f"{tenant} {place}"
+        made = await client.containers.create(name=tenant)
+        await client.containers.files.create(made.id, file=("given.txt", mark.encode()))
+        tool: Any = {"type": "code_interpreter", "container": made.id}
+        code = "given = open('given.txt').read()\nopen('made.txt', 'w').write(given)\nprint(given)"
+        response: Any = await client.responses.create(
+            model="direct", input=f"```python\n{code}\n```", tools=[tool], include=OUTPUTS
+        )
+        assert logs_of(response) == f"{mark}\n"
+        files = {file.path: file async for file in client.containers.files.list(made.id)}
+        content = await client.containers.files.content.retrieve(
+            files["/mnt/data/made.txt"].id, container_id=made.id
+        )
+        assert content.read() == mark.encode()
+        return made.id
+
+    async def crowd(running: Served) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            clients = {
+                tenant: await stack.enter_async_context(
+                    AsyncOpenAI(base_url=running.url, api_key=key, max_retries=0, timeout=600)
+                )
+                for tenant, key in keys.items()
+            }
+            places = range(CROWD)
+            made = await asyncio.gather(
+                *(one(client, tenant, place) for place in places for tenant, client in clients.items())
+            )
+            assert len(await living(socket)) == 2 * CROWD
+            for number, (tenant, client) in enumerate(clients.items()):
+                own = set(made[number::2])
+                assert {one.id async for one in client.containers.list(limit=20)} == own
+                foreign = next(name for name in made if name not in own)
+                with pytest.raises(openai.NotFoundError):
+                    await client.containers.retrieve(foreign)
+                with pytest.raises(openai.RateLimitError):  # as many as are allowed
+                    await client.containers.create(name=tenant)
+            await asyncio.gather(
+                *(
+                    client.containers.delete(name)
+                    for number, client in enumerate(clients.values())
+                    for name in made[number::2]
+                )
+            )
+
+    with served.serving(tmp_path, elsewhere) as running:
+        asyncio.run(crowd(running))
+        assert sandboxes(socket) == []
+        assert rows(running, "files") == 0
+        assert blobs(running) == []

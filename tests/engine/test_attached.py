@@ -1,0 +1,195 @@
+"""Files and pictures of inputs, found before a response begins and kept with it; imports pytest and the engine."""
+
+import base64
+from typing import Any
+
+import msgspec
+import pytest
+
+from fumehood.engine.tokens import estimate
+from fumehood.files.inputs import InputFiles
+from fumehood.interfaces import Caller
+from fumehood.models.chat_rendering import ChatRenderer, Dialect
+from fumehood.protocol.attachments import Attachment
+from fumehood.protocol.conversation import Entry
+from fumehood.protocol.errors import InvalidRequest
+from fumehood.protocol.models import ModelProfile, ModelRequest
+from fumehood.protocol.responses import CreateResponse
+from fumehood.testing import ScriptedModel, says
+from tests.support.engines import Engine
+from tests.support.memory_uploads import Uploads
+from tests.support.tools import Echo
+
+PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 20
+PDF = b"%PDF-1.7\n"
+ANSWER = says("Seen.")
+
+
+def engine(*turns: Any, uploads: Uploads, takes_files: bool = False, files: bool = False) -> Engine:
+    model = ScriptedModel(*turns, profile=ModelProfile(takes_files=takes_files))
+    return Engine(model, [Echo(finds_files=files)], attachments=InputFiles(uploads))
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [*parts]}
+
+
+def file(file_id: str, **more: Any) -> dict[str, Any]:
+    return {"type": "input_file", "file_id": file_id, **more}
+
+
+def inline(name: str, content: bytes) -> dict[str, Any]:
+    return {"type": "input_file", "filename": name, "file_data": base64.b64encode(content).decode()}
+
+
+def shown(request: ModelRequest) -> list[Any]:
+    """What a chat server would be sent."""
+    return msgspec.json.decode(b"[" + ChatRenderer(Dialect()).messages(None, request.segments) + b"]")
+
+
+def attached(request: ModelRequest) -> list[Attachment]:
+    return [one for segment in request.segments for entry in segment.entries for one in entry.attachments]
+
+
+async def test_what_an_id_stood_for_stays_when_the_upload_is_deleted() -> None:
+    uploads = Uploads()
+    text, picture = uploads.add("t.csv", b"a,b\n"), uploads.add("p.png", PNG)
+    house = engine(ANSWER, ANSWER, uploads=uploads)
+    first = await house.block(input=[user(file(text), {"type": "input_image", "file_id": picture})])
+    uploads.records.clear()
+    await house.block(previous_response_id=first.id)
+    before, after = (shown(request) for request in house.model.requests)
+    assert before[0]["content"] == [
+        {"type": "text", "text": "The file t.csv:\na,b\n"},
+        {
+            "type": "image_url",
+            "image_url": {"url": f"data:image/png;base64,{base64.b64encode(PNG).decode()}"},
+        },
+    ]
+    assert after[0] == before[0]
+    assert len(uploads.reads) == 2
+
+
+async def test_items_that_are_given_back_need_not_be_there_any_more() -> None:
+    """Once the model has answered them; what is new has to be."""
+    house = engine(ANSWER, uploads=Uploads())
+    answered = {"role": "assistant", "content": "Seen."}
+    given = user(file("file-gone", filename="t.csv"), inline("t.csv", b"1"))
+    await house.block(input=[given, answered, {"role": "user", "content": "Hi"}])
+    (request,) = house.model.requests
+    assert shown(request)[0]["content"] == "The file t.csv is not there any more.\nThe file t-2.csv:\n1"
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        ([user(file("file-x"))], "input[0].content[0].file_id"),
+        (
+            [user({"type": "input_text", "text": "x"}, {"type": "input_image", "file_id": "x"})],
+            "input[0].content[1].file_id",
+        ),
+        (
+            [
+                user({"type": "input_text", "text": "x"}),
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": [file("file-x")]},
+            ],
+            "input[2].output[0].file_id",
+        ),
+        (
+            [
+                user({"type": "input_text", "text": "x"}),
+                {"role": "assistant", "content": "a"},
+                user(file("file-x")),
+            ],
+            "input[2].content[0].file_id",
+        ),
+        ([user({"type": "input_file", "file_data": "***"})], "input[0].content[0].file_data"),
+        ([user({"type": "input_file"})], "input[0].content[0].file_id"),
+        ([user(*[file("file-x")] * 201)], "input"),
+    ],
+)
+async def test_what_cannot_be_had_is_refused_before_anything_begins(items: Any, param: str) -> None:
+    uploads = Uploads()
+    uploads.add("x.txt", b"secret", "another tenant")
+    house = engine(uploads=uploads)
+    for method in (house.block, house.stream):
+        with pytest.raises(InvalidRequest) as refused:
+            await method(input=items)
+        assert refused.value.param == param
+    with pytest.raises(InvalidRequest) as refused:
+        await house.block(input=[user(file("file-1"))])
+    assert refused.value.wire_code == "file_not_found"
+    assert house.store.commits == 0
+    assert house.model.requests == []
+
+
+async def test_names_differ_along_a_conversation_and_an_upload_keeps_its_own() -> None:
+    uploads = Uploads()
+    one, other = uploads.add("t.csv", b"1"), uploads.add("t.csv", b"2")
+    house = engine(ANSWER, ANSWER, uploads=uploads)
+    first = await house.block(input=[user(file(one), inline("t.csv", b"3")), user(file(one))])
+    await house.block(
+        previous_response_id=first.id, input=[user(file(other), file(one), inline("t.csv", b"4"))]
+    )
+    assert [found.name for found in attached(house.model.requests[1])] == [
+        *("t.csv", "t-2.csv", "t.csv"),
+        *("t-3.csv", "t.csv", "t-4.csv"),
+    ]
+
+
+async def test_a_file_that_nobody_could_look_at_is_refused() -> None:
+    uploads = Uploads()
+    pdf = uploads.add("x.pdf", PDF)
+    items = [user(file(pdf))]
+    blind = engine(uploads=uploads)
+    with pytest.raises(InvalidRequest, match=r"x\.pdf cannot be shown to this model") as refused:
+        await blind.block(input=items, tools=[{"type": "echo"}])
+    assert (refused.value.param, refused.value.wire_code) == ("input[0].content[0]", "unsupported_file")
+    with pytest.raises(InvalidRequest, match=r"y\.pdf"):
+        await blind.block(input=[user(inline("y.pdf", PDF))])
+
+    coding = engine(ANSWER, uploads=uploads, files=True)
+    await coding.block(input=items, tools=[{"type": "echo"}])
+    assert "A code interpreter finds it as /mnt/data/x.pdf." in shown(coding.model.requests[0])[0]["content"]
+
+    seeing = engine(ANSWER, uploads=uploads, takes_files=True)
+    await seeing.block(input=items)
+    (found,) = attached(seeing.model.requests[0])
+    assert found.data == f"data:application/pdf;base64,{base64.b64encode(PDF).decode()}"
+
+
+async def test_references_to_items_bring_their_files() -> None:
+    uploads = Uploads()
+    text = uploads.add("t.csv", b"a,b\n")
+    house = engine(ANSWER, ANSWER, uploads=uploads)
+    await house.block(input=[{"id": "msg_mine", **user(file(text))}])
+    uploads.records.clear()
+    await house.block(input=[{"type": "item_reference", "id": "msg_mine"}])
+    before, after = (shown(request) for request in house.model.requests)
+    assert before == after
+
+
+async def test_files_count_as_tokens_and_as_bytes() -> None:
+    uploads = Uploads()
+    text = uploads.add("t.csv", b"abcd" * 1000)
+    house = engine(uploads=uploads)
+    body = msgspec.json.encode({"model": "scripted", "input": [user(file(text))]})
+    counted = await house.runs.count(msgspec.json.decode(body, type=CreateResponse), Caller())
+    assert counted.input_tokens >= 1000
+    entry = Entry(type="message", id=None, turn=0, raw=b"{}", attachments=(Attachment(data="x" * 4000),))
+    assert estimate(entry) >= 750
+    assert entry.size == 4002
+
+
+async def test_compaction_keeps_the_files_of_the_messages_that_it_keeps() -> None:
+    uploads = Uploads()
+    text = uploads.add("t.csv", b"a,b\n")
+    house = engine(ANSWER, says("A summary."), ANSWER, uploads=uploads)
+    first = await house.block(input=[user(file(text))])
+    compacted = await house.runs.compact(
+        CreateResponse(model="scripted", previous_response_id=first.id), Caller()
+    )
+    uploads.records.clear()
+    await house.block(input=[msgspec.to_builtins(compacted.output[0]), {"role": "user", "content": "Go on."}])
+    assert shown(house.model.requests[-1])[0]["content"] == "The file t.csv:\na,b\n"

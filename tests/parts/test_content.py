@@ -1,0 +1,204 @@
+"""What is left of parts when content is redacted, referred to or cut; imports `fumehood.parts`."""
+
+import base64
+import hashlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fumehood.parts.canonical import Json, Part, ToolCall, ToolResult, Uri
+from fumehood.parts.content import CUT, CUT_PART, bounded, redacted, without_data, without_way_back
+from fumehood.parts.convert import from_vendor, to_vendor
+from fumehood.parts.forms import VIEWS
+from fumehood.parts.lenses import same
+from fumehood.parts.validate import validate
+from fumehood.parts.views import from_view, to_view
+from tests.support.part_samples import DOCUMENTS, OPENAI, SAMPLES
+
+SECRET = "sk-live-1"
+PICTURE = b"\x89PNG\r\n\x1a\n"
+DATA = base64.b64encode(PICTURE).decode()
+DIGEST = f"sha256:{hashlib.sha256(PICTURE).hexdigest()}"
+
+
+# What names, types and ties things, wherever the vendors have it.
+NAMES = frozenset(
+    {"type", "role", "status", "name", "id", "call_id", "object", "tool_use_id", "toolUseId", "tool_call_id"}
+    | {"approval_request_id", "mime_type", "media_type", "file_id", "file_type", "format", "execution"}
+)
+
+
+def with_secret(value: Json) -> Json:
+    """Every other text of the sample with a secret at its end."""
+    if isinstance(value, str):
+        return f"{value} {SECRET}"
+    if isinstance(value, list):
+        return [with_secret(inner) for inner in value]
+    if isinstance(value, dict):
+        return {key: inner if key in NAMES else with_secret(inner) for key, inner in value.items()}
+    return value
+
+
+def written(parts: list[Part]) -> str:
+    return json.dumps([to_view(view, parts) for view in VIEWS])
+
+
+@pytest.mark.parametrize("vendor", ["openai", "anthropic", "gemini-interactions", "bedrock", "mistral"])
+def test_what_is_redacted_is_nowhere(vendor: str) -> None:
+    """Not in the payload, and not in what travels for the way back."""
+    items = with_secret(SAMPLES[vendor])
+    parts = from_vendor(vendor, items)
+    assert SECRET in written(parts)
+    clean = redacted(parts, lambda text: text.replace(SECRET, "[redacted]"))
+    assert SECRET not in written(clean)
+    assert SECRET in written(parts), "what was given is not changed"
+    back = to_vendor(vendor, clean)
+    assert same(back, json.loads(json.dumps(items).replace(SECRET, "[redacted]")))
+
+
+def test_the_envelope_is_redacted_too() -> None:
+    document: Any = {"output": [OPENAI[2]], "instructions": SECRET}
+    clean = redacted(from_vendor("openai", document), lambda text: text.replace(SECRET, "x"))
+    assert SECRET not in written(clean)
+    assert to_vendor("openai", clean) == {**document, "instructions": "x"}
+
+
+def test_arguments_may_be_called_as_anything() -> None:
+    """A member that is a name or an id to a vendor is content in the arguments of a call."""
+    arguments: Json = {"name": SECRET, "id": SECRET, "type": SECRET, "status": [{"role": SECRET}]}
+    use: Json = {"type": "tool_use", "id": "t", "name": "f", "input": arguments}
+    clean = redacted(from_vendor("anthropic", [use]), lambda text: text.replace(SECRET, "x"))
+    assert SECRET not in written(clean)
+
+
+@pytest.mark.parametrize("vendor", SAMPLES)
+def test_everything_may_be_redacted(vendor: str) -> None:
+    """Parts are parts when no text is left in them."""
+    clean = redacted(from_vendor(vendor, SAMPLES[vendor]), lambda _: "")
+    for view in VIEWS:
+        assert validate([*to_view(view, clean)]) == []
+    assert "print(2)" not in written(clean)
+
+
+def test_without_the_way_back_a_part_is_what_the_view_says() -> None:
+    parts = without_way_back(from_vendor("openai", SAMPLES["openai"]))
+    text = json.dumps(to_view("option2", parts))
+    assert '"item"' not in text
+    assert '"moved"' not in text
+    again = from_view(json.loads(text))
+    assert [(part.kind, part.payload) for part in again if isinstance(part, ToolCall | ToolResult)] == [
+        (part.kind, part.payload) for part in parts if isinstance(part, ToolCall | ToolResult)
+    ]
+    made: Any = to_vendor("openai", again)
+    (first, *_) = [item for item in made if item["type"] == "code_interpreter_call"]
+    assert first == {**OPENAI[2], "id": "ci_1"}
+
+
+# --- data ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vendor", SAMPLES)
+def test_data_is_replaced_by_its_digest(vendor: str) -> None:
+    parts = without_data(from_vendor(vendor, SAMPLES[vendor]))
+    assert DATA not in written(parts)
+    for view in VIEWS:
+        assert validate([*to_view(view, parts)]) == []
+    if DATA in json.dumps(SAMPLES[vendor]):
+        assert DIGEST in written(parts)
+        assert f"urn:{DIGEST}" in json.dumps(to_vendor(vendor, parts))
+
+
+def test_a_picture_becomes_a_reference_with_its_size() -> None:
+    drawn: Any = {"type": "image_generation_call", "id": "ig", "status": "completed", "result": DATA}
+    parts = without_data(from_vendor("openai", [drawn, OPENAI[0]]))
+    result = parts[1]
+    assert isinstance(result, ToolResult)
+    reference = {
+        "type": "uri",
+        "modality": "image",
+        "uri": f"urn:{DIGEST}",
+        "digest": DIGEST,
+        "bytes": len(PICTURE),
+    }
+    assert result.payload == {"result": reference}
+    (picture,) = [part for part in parts if isinstance(part, Uri) and part.uri.startswith("urn:")]
+    assert (picture.modality, picture.mime_type) == ("image", "image/png")
+    assert picture.extra == {"digest": DIGEST, "bytes": len(PICTURE)}
+    screenshot: Any = {"type": "computer_call_output", "call_id": "c", "output": {
+        "type": "computer_screenshot", "image_url": f"data:image/png;base64,{DATA}"}}  # fmt: skip
+    (shown,) = without_data(from_vendor("openai", [screenshot]))
+    assert isinstance(shown, ToolResult)
+    assert shown.payload["output"] == {
+        "type": "computer_screenshot",
+        "image_url": f"urn:{DIGEST}",
+        "digest": DIGEST,
+        "bytes": len(PICTURE),
+    }
+
+
+# --- bounds -------------------------------------------------------------------------------------------
+
+
+def size(value: Any) -> int:
+    return len(json.dumps(value).encode())
+
+
+def call(code: str, **more: Any) -> dict[str, Any]:
+    payload = {"type": "code_interpreter", "code": code}
+    return {
+        "type": "server_tool_call",
+        "id": "1",
+        "name": "code_interpreter",
+        "server_tool_call": payload,
+        **more,
+    }
+
+
+def test_what_fits_is_left_alone() -> None:
+    parts: list[Any] = [call("print(2)")]
+    assert bounded(parts, size(parts)) is parts
+
+
+def test_first_the_way_back_is_cut_then_texts_then_parts() -> None:
+    parts: list[Any] = [
+        call("x" * 50_000, **{"fumehood.source": {"vendor": "v", "item": "y" * 10_000}}),
+        call("z"),
+    ]
+    assert bounded(parts, 55_000) == [call("x" * 50_000, **{CUT: {"fumehood.source": True}}), call("z")]
+    (first, second) = bounded(parts, 20_000)
+    assert first == call(
+        "x" * 16_384, **{CUT: {"fumehood.source": True, "server_tool_call.code": 50_000 - 16_384}}
+    )
+    assert second == call("z")
+    (*kept, mark) = bounded([*parts, *([call("z")] * 500)], 1000)
+    assert mark == {"type": CUT_PART, "parts": 502 - len(kept)}
+    assert kept[0]["server_tool_call"] == {"type": "code_interpreter", "code": "x" * 64}
+    assert kept[1] == call("z")
+
+
+def with_text(value: Json, text: str) -> Json:
+    if isinstance(value, list):
+        return [with_text(inner, text) for inner in value]
+    if isinstance(value, dict):
+        return {key: with_text(inner, text) for key, inner in value.items()}
+    return text if value == "print(2)" else value
+
+
+@pytest.mark.parametrize("vendor", SAMPLES)
+@settings(max_examples=10)
+@given(limit=st.integers(0, 60_000), text=st.text(min_size=1, max_size=3))
+def test_whatever_is_cut_is_valid_and_within_the_bound(vendor: str, limit: int, text: str) -> None:
+    long = with_text(SAMPLES[vendor], text * 9000)
+    for view in VIEWS:
+        cut = bounded(to_view(view, from_vendor(vendor, long)), limit)
+        assert len(json.dumps(cut, separators=(",", ":"))) <= limit or not cut
+        assert [problem for problem in validate([*cut]) if "no call" not in problem.reason] == []
+
+
+def test_documents_are_bounded_as_items_are() -> None:
+    for vendor, document in DOCUMENTS:
+        for part in bounded(to_view("option2", from_vendor(vendor, document)), 3000):
+            assert validate(part) == [] or "no call before it" in str(validate(part)[0])

@@ -1,0 +1,303 @@
+"""Files of a conversation in its containers: when they are put there, under which names, how often; imports pytest."""
+
+import asyncio
+import base64
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from fumehood.engine.attached import Attacher
+from fumehood.files.inputs import InputFiles
+from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.errors import InvalidRequest
+from fumehood.sandbox.container import ContainerSettings
+from fumehood.sandbox.kept_files import FileLimits
+from fumehood.testing import DeleteFile, ScriptedSandboxes, Step, WriteFile
+from fumehood.testing.tool_kit import call
+from fumehood.tools.code_session import InterpreterSettings
+from tests.support.interpreter import SOMEBODY, Interpreter, spec
+from tests.support.memory_uploads import Uploads
+
+PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 20
+IDLE = 20 * 60 + 1
+
+
+class House(Interpreter):
+    """An interpreter in whose conversation users bring files."""
+
+    async def say(self, *parts: dict[str, Any]) -> None:
+        raw = msgspec.json.encode({"type": "message", "role": "user", "content": parts})
+        said = Entry(type="message", id=None, turn=0, raw=raw)
+        assert self.uploads is not None
+        attacher = Attacher(InputFiles(self.uploads))
+        attached = await attacher.attach((said,), SOMEBODY, self.segments, lambda: False)
+        self.segments.append(Segment(attached.entries))
+
+    async def files(self, container_id: str) -> dict[str, bytes]:
+        records = await self.containers.files(SOMEBODY, container_id)
+        return {record.path: await self.content(container_id, record.id) for record in records}
+
+    async def content(self, container_id: str, file_id: str) -> bytes:
+        pieces = self.containers.read(SOMEBODY, container_id, file_id)
+        return b"".join([piece async for piece in pieces])
+
+
+@asynccontextmanager
+async def house(
+    *steps: Step, settings: ContainerSettings | None = None
+) -> AsyncGenerator[tuple[House, Uploads]]:
+    uploads = Uploads()
+    async with ScriptedSandboxes(*steps) as provider:
+        yield (
+            House(
+                provider,
+                InterpreterSettings(),
+                settings or ContainerSettings(),
+                blobs=uploads.blobs,
+                uploads=uploads,
+            ),
+            uploads,
+        )
+
+
+def inline(name: str, content: bytes) -> dict[str, Any]:
+    return {"type": "input_file", "filename": name, "file_data": base64.b64encode(content).decode()}
+
+
+def picture(content: bytes = PNG) -> dict[str, Any]:
+    url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    return {"type": "input_image", "image_url": url}
+
+
+def upload(file_id: str) -> dict[str, Any]:
+    return {"type": "input_file", "file_id": file_id}
+
+
+async def test_files_come_with_the_first_call_and_once() -> None:
+    async with house(Step("x"), Step("y")) as (interpreter, uploads):
+        await interpreter.say(
+            inline("t.csv", b"1"),
+            upload(uploads.add("t.csv", b"2", SOMEBODY.tenant)),
+            picture(),
+            upload(uploads.add("x.pdf", b"%PDF", SOMEBODY.tenant)),
+        )
+        await interpreter.tool.offer(spec(), SOMEBODY, interpreter.segments)
+        assert await interpreter.store.containers() == []
+        first = await interpreter.run("x")
+        there = {"t.csv": b"1", "t-2.csv": b"2", "image.png": PNG, "x.pdf": b"%PDF"}
+        assert await interpreter.files(first.item.container_id) == there
+        assert first.told == (
+            "Files of the user: /mnt/data/t.csv, /mnt/data/t-2.csv, /mnt/data/image.png, /mnt/data/x.pdf."
+        )
+        records = await interpreter.containers.files(SOMEBODY, first.item.container_id)
+        assert {record.source for record in records} == {"user"}
+        assert first.execution.files == []
+        second = await interpreter.run("y")
+        assert second.told == "(no output)"
+        assert await interpreter.files(second.item.container_id) == there
+
+
+async def test_what_code_made_of_a_file_stays() -> None:
+    """Changed, deleted or written over: what was brought before a call is not brought again after it."""
+    changes = (WriteFile("t.csv", b"changed"), DeleteFile("u.csv"))
+    async with house(Step("x", changes), Step("y")) as (interpreter, uploads):
+        await interpreter.say(
+            upload(uploads.add("t.csv", b"1", SOMEBODY.tenant)),
+            inline("u.csv", b"2"),
+        )
+        await interpreter.run("x")
+        uploads.records.clear()
+        second = await interpreter.run("y")
+        assert second.told == "(no output)"
+        assert await interpreter.files(second.item.container_id) == {"t.csv": b"changed"}
+
+
+async def test_a_name_that_code_has_taken_is_left_to_it_and_the_model_is_told() -> None:
+    async with house(Step("x", (WriteFile("t.csv", b"mine"),)), Step("y")) as (interpreter, uploads):
+        await interpreter.run("x")
+        await interpreter.say(inline("t.csv", b"1"), upload(uploads.add("t.csv", b"2", SOMEBODY.tenant)))
+        second = await interpreter.run("y")
+        assert second.told == "Files of the user: /mnt/data/t-2.csv (t.csv), /mnt/data/t-3.csv (t-2.csv)."
+        assert await interpreter.files(second.item.container_id) == {
+            "t.csv": b"mine",
+            "t-2.csv": b"1",
+            "t-3.csv": b"2",
+        }
+
+
+async def test_later_files_come_with_the_next_call() -> None:
+    async with house(Step("x"), Step("y")) as (interpreter, _):
+        await interpreter.run("x")
+        await interpreter.say(inline("t.csv", b"1"))
+        second = await interpreter.run("y")
+        assert second.told == "Files of the user: /mnt/data/t.csv."
+
+
+async def test_calls_side_by_side_bring_files_once() -> None:
+    async with house(Step(None), Step(None)) as (interpreter, _):
+        await interpreter.say(inline("t.csv", b"1"))
+        offered = await interpreter.tool.offer(spec(), SOMEBODY, interpreter.segments)
+        sessions = [offered.begin(interpreter.context(number)) for number in range(2)]
+        results = await asyncio.gather(*(call(one, '{"code": "x"}') for one in sessions))
+        told = sorted(result.exchange.output for _, result in results)
+        assert told == ["(no output)", "Files of the user: /mnt/data/t.csv."]
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+async def test_an_expired_container_is_followed_by_one_with_the_same_files(deleted: bool) -> None:
+    async with house(Step("x", (WriteFile("t.csv", b"changed"),)), Step("y")) as (interpreter, uploads):
+        kept = uploads.add("t.csv", b"1", SOMEBODY.tenant)
+        await interpreter.say(upload(kept), inline("u.csv", b"2"))
+        first = await interpreter.run("x")
+        interpreter.clock.advance(IDLE)
+        if deleted:
+            uploads.records.clear()
+        second = await interpreter.run("y")
+        assert second.item.container_id != first.item.container_id
+        assert await interpreter.files(second.item.container_id) == {"t.csv": b"changed", "u.csv": b"2"}
+        assert "has expired" in second.told
+        assert "is not there" not in second.told
+
+
+async def test_a_container_that_is_gone_altogether_is_refilled_as_far_as_that_goes() -> None:
+    async with house(Step("x"), Step("y")) as (interpreter, uploads):
+        stays, goes = (uploads.add(name, b"1", SOMEBODY.tenant) for name in ("s.csv", "g.csv"))
+        await interpreter.store.add_upload(uploads.records[stays])  # or its blob would belong to nobody
+        await interpreter.say(upload(stays), upload(goes), inline("u.csv", b"2"))
+        first = await interpreter.run("x")
+        await interpreter.containers.delete(SOMEBODY, first.item.container_id)
+        del uploads.records[goes]
+        second = await interpreter.run("y")
+        assert await interpreter.files(second.item.container_id) == {"s.csv": b"1", "u.csv": b"2"}
+        _, brought, missing = second.told.splitlines()
+        assert brought == "Files of the user: /mnt/data/s.csv, /mnt/data/u.csv."
+        assert missing.startswith("g.csv is not there: ")
+
+
+async def test_what_does_not_fit_is_told_and_the_code_runs() -> None:
+    small = ContainerSettings(files=FileLimits(container_bytes=10))
+    async with house(Step("x"), settings=small) as (interpreter, _):
+        await interpreter.say(inline("large.csv", b"x" * 100), inline("t.csv", b"1"))
+        ran = await interpreter.run("x")
+        assert ran.item.status == "completed"
+        assert await interpreter.files(ran.item.container_id) == {"t.csv": b"1"}
+        brought, missing = ran.told.splitlines()
+        assert brought == "Files of the user: /mnt/data/t.csv."
+        assert missing.startswith("large.csv is not there: There is no room")
+
+
+# --- uploads that the tool names ----------------------------------------------------------------------
+
+
+def automatic(*file_ids: str) -> dict[str, Any]:
+    return {"type": "auto", "file_ids": file_ids}
+
+
+async def test_uploads_that_the_tool_names_are_there_and_told() -> None:
+    async with house(Step("x"), Step("y")) as (interpreter, uploads):
+        ids = [uploads.add("t.csv", b"1", SOMEBODY.tenant), uploads.add("t.csv", b"2", SOMEBODY.tenant)]
+        await interpreter.say(inline("t.csv", b"3"))
+        offered = await interpreter.tool.offer(spec(automatic(*ids)), SOMEBODY, interpreter.segments)
+        assert "Files of the user are there: t.csv, t-2.csv." in offered.function.description
+        first = await interpreter.run("x", container=automatic(*ids))
+        there = {"t.csv": b"1", "t-2.csv": b"2", "t-3.csv": b"3"}
+        assert await interpreter.files(first.item.container_id) == there
+        assert first.told == (
+            "Files of the user: /mnt/data/t.csv, /mnt/data/t-2.csv, /mnt/data/t-3.csv (t.csv)."
+        )
+        uploads.records.clear()
+        second = await interpreter.run("y", container=automatic(*ids))
+        assert second.told == "(no output)"
+        assert await interpreter.files(second.item.container_id) == there
+
+
+async def test_the_description_stays_the_same_from_turn_to_turn() -> None:
+    async with house(Step("x"), Step("y")) as (interpreter, uploads):
+        container = automatic(uploads.add("t.csv", b"1", SOMEBODY.tenant))
+        described: list[str] = []
+        for code in ("x", "y"):
+            await interpreter.say(inline("u.csv", b"1"))
+            offered = await interpreter.tool.offer(spec(container), SOMEBODY, interpreter.segments)
+            described.append(offered.function.description)
+            await interpreter.run(code, container=container)
+        assert described[0] == described[1]
+
+
+async def test_an_upload_that_is_not_there_is_refused_before_anything_begins() -> None:
+    async with house() as (interpreter, uploads):
+        theirs = uploads.add("t.csv", b"1", "somebody else")
+        for file_id in (theirs, "file-unknown"):
+            with pytest.raises(InvalidRequest, match=file_id) as refused:
+                await interpreter.tool.offer(spec(automatic(file_id)), SOMEBODY, [])
+            assert refused.value.param == "tools"
+        assert await interpreter.store.containers() == []
+
+
+async def test_an_expired_container_hands_on_the_uploads_that_the_tool_names() -> None:
+    async with house(Step("x", (WriteFile("t.csv", b"changed"),)), Step("y")) as (interpreter, uploads):
+        container = automatic(uploads.add("t.csv", b"1", SOMEBODY.tenant))
+        await interpreter.run("x", container=container)
+        interpreter.clock.advance(IDLE)
+        uploads.records.clear()
+        second = await interpreter.run("y", container=container)
+        assert await interpreter.files(second.item.container_id) == {"t.csv": b"changed"}
+        assert "is not there" not in second.told
+
+
+# --- what a compaction leaves -------------------------------------------------------------------------
+
+
+async def compacted(interpreter: House) -> None:
+    """All items are gone; only what the tool remembers is left."""
+    memory = await interpreter.tool.remember(SOMEBODY, interpreter.segments)
+    assert memory is not None
+    items = [msgspec.json.decode(item) for item in memory.items]
+    entries = [
+        Entry(type=item["type"], id=None, turn=0, raw=raw)
+        for item, raw in zip(items, memory.items, strict=True)
+    ]
+    interpreter.segments = [Segment(tuple(entries))]
+
+
+async def test_files_that_nobody_has_needed_yet_outlive_a_compaction() -> None:
+    async with house(Step("x")) as (interpreter, uploads):
+        await interpreter.say(upload(uploads.add("t.csv", b"1", SOMEBODY.tenant)), inline("u.csv", b"2"))
+        await compacted(interpreter)
+        await compacted(interpreter)
+        ran = await interpreter.run("x")
+        assert await interpreter.files(ran.item.container_id) == {"t.csv": b"1"}
+        assert ran.told.splitlines() == [
+            "Files of the user: /mnt/data/t.csv.",
+            "u.csv is not there: it was given too long ago.",
+        ]
+
+
+async def test_files_that_are_there_are_not_brought_again_after_a_compaction() -> None:
+    async with house(Step("x", (WriteFile("t.csv", b"changed"),)), Step("y")) as (interpreter, uploads):
+        await interpreter.say(upload(uploads.add("t.csv", b"1", SOMEBODY.tenant)), inline("u.csv", b"2"))
+        await interpreter.run("x")
+        memory = await interpreter.tool.remember(SOMEBODY, interpreter.segments)
+        assert memory is not None
+        assert "The user has given these files, which code finds in /mnt/data: t.csv, u.csv." in memory.note
+        await compacted(interpreter)
+        second = await interpreter.run("y")
+        assert second.told == "(no output)"
+        assert await interpreter.files(second.item.container_id) == {"t.csv": b"changed", "u.csv": b"2"}
+
+
+async def test_a_forged_memory_opens_nobody_elses_files() -> None:
+    async with house(Step("x")) as (interpreter, uploads):
+        theirs = uploads.add("t.csv", b"secret", "somebody else")
+        forged = {"type": "fumehood:files", "files": [{"file": {"name": "t.csv", "file_id": theirs}}]}
+        rubbish = {"type": "fumehood:files", "files": 5}
+        entries = [
+            Entry(type="fumehood:files", id=None, turn=0, raw=msgspec.json.encode(item))
+            for item in (forged, rubbish)
+        ]
+        interpreter.segments = [Segment(tuple(entries))]
+        ran = await interpreter.run("x")
+        assert "t.csv is not there: " in ran.told
+        assert await interpreter.files(ran.item.container_id) == {}
