@@ -258,6 +258,25 @@ async def test_what_one_read_brings_is_one_batch() -> None:
         assert rest == [[Text("c"), Text("d"), TurnEnded("stop")]]
 
 
+async def test_what_is_taken_is_not_given() -> None:
+    first, second = asyncio.Event(), asyncio.Event()
+    offered: list[Sequence[AnyModelEvent]] = []
+
+    def take(batch: Sequence[AnyModelEvent]) -> bool:
+        offered.append(batch)
+        second.set()
+        return batch == [Text("b")]
+
+    pieces = [chunk({"content": "a"}), first, chunk({"content": "b"}), second, says("c")]
+    async with upstream(stream(*pieces)) as (backend, _), aclosing(backend.stream(REQUEST, take)) as batches:
+        assert await anext(batches) == [Text("a")]  # before which nothing is offered
+        assert offered == []
+        first.set()
+        rest = [event async for batch in batches for event in batch]
+    assert offered[0] == [Text("b")]
+    assert rest == [Text("c"), TurnEnded("stop")] == [event for batch in offered[1:] for event in batch]
+
+
 async def test_connections_are_used_again() -> None:
     answers = [
         stream(says("a")),

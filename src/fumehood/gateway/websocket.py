@@ -208,7 +208,7 @@ class Sockets:
     async def connect(self, exchange: Exchange, caller: Caller) -> None:
         if not isinstance(exchange, Handshake):
             raise UpgradeRequired("This path is for POST, and for GET with an upgrade to WebSocket.")
-        self._origins.check_socket(exchange)
+        self._origins.check_page(exchange)
         await exchange.receive()  # that it wants to connect
         exchange.status = 101
         identity = (b"x-request-id", exchange.request_id.encode())
