@@ -294,13 +294,18 @@ def test_files_are_uploaded_attached_listed_read_and_deleted(elsewhere: Elsewher
     manager = ContainerManager(elsewhere.client)
     container = manager.create()
     assert manager.is_alive(container)
-    assert manager.memory_limit(container) == "4g"
     data = manager.upload(container, "data.csv", b"1,2")
     attached = manager.attach(container, "file-9")
     assert [file.path for file in manager.files(container)] == ["data.csv", "file-9.txt"]
     assert manager.read(container, data.id) == b"1,2"
     manager.delete(container, attached.id)
     assert [file.path for file in manager.files(container)] == ["data.csv"]
+    with pytest.raises(FileNotFoundError):
+        manager.read(container, attached.id)
+    elsewhere.server.expire()
+    assert not manager.is_alive(container)
+    with pytest.raises(ContainerExpiredError, match="has expired, and its files are gone"):
+        manager.files(container)
     assert not manager.is_alive("cntr_none")
     with pytest.raises(PromptEvaluationError, match="cannot be uploaded"):
         manager.upload(container, "run.exe", b"x")

@@ -357,9 +357,12 @@ def test_client_and_client_config_exclude_each_other(elsewhere: Elsewhere) -> No
 def test_a_client_is_made_of_its_settings(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere.server.script(response(message("made")))
     config = OpenAIClientConfig(api_key="k", base_url=elsewhere.server.url, timeout=5)
-    adapter = OpenAIAdapter(model="gpt-4.1", client_config=config)
-    assert adapter.evaluate(prompt()).text == "made"
-    adapter.client.close()
+    with OpenAIAdapter(model="gpt-4.1", client_config=config) as adapter:
+        assert adapter.evaluate(prompt()).text == "made"
+        client = adapter.client
+    assert client.is_closed()
+    elsewhere.adapter().close()
+    assert not elsewhere.client.is_closed()
     assert "'k'" not in repr(config)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(PromptEvaluationError, match="No client of OpenAI could be made"):

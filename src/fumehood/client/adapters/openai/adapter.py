@@ -1,8 +1,8 @@
 """Prompts to OpenAI's Responses API, or to our gateway: what is asked for, checked; imports its siblings."""
 
 import os
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from fumehood.client.adapters.core import PromptResponse
 from fumehood.client.adapters.openai.api import ContainerGoneError, ResponsesApi, is_fumehood
@@ -84,6 +84,7 @@ class OpenAIAdapter:
         self._model_config = model_config or OpenAIModelConfig()
         self._client_config = client_config or OpenAIClientConfig()
         self._client = client
+        self._owns_client = client is None
         self._hosted_tools = hosted_tools or OpenAIHostedToolsConfig()
         self._compaction = compaction
         self._tool_choice: ToolChoice = tool_choice
@@ -97,6 +98,18 @@ class OpenAIAdapter:
         if self._client is None:
             self._client = self._client_config.make()
         return self._client
+
+    def close(self) -> None:
+        """Close the client, if it was made here."""
+        if self._client is not None and self._owns_client:
+            self._client.close()
+            self._client = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def evaluate(
         self,
@@ -156,7 +169,8 @@ class OpenAIAdapter:
                 manager=CompactionManager(self.client, compaction, session, model=self.model, api=api)
                 if compaction
                 else None,
-                new_container=_renewal(workspace),
+                new_container=None if workspace is None else workspace.filesystem.renew_container,
+                memory_limit=None if workspace is None else workspace.container_config.memory_limit,
                 parse_output=parse_output,
                 max_turns=self._max_turns,
             ).run()
@@ -270,10 +284,6 @@ def _workspace(rendered: RenderedPrompt[Any]) -> OpenAIContainerWorkspaceSection
     found = [section for section in rendered.sections if isinstance(section, OpenAIContainerWorkspaceSection)]
     require(len(found) < 2, "A prompt can have one container workspace.", prompt_name=rendered.prompt_name)
     return found[0] if found else None
-
-
-def _renewal(workspace: OpenAIContainerWorkspaceSection | None) -> Callable[[], str] | None:
-    return None if workspace is None else workspace.filesystem.renew_container
 
 
 def _check_alive(container_id: str, api: ResponsesApi, prompt_name: str) -> None:

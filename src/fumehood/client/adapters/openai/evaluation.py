@@ -51,6 +51,7 @@ class Evaluation[Out]:
     """request: what every request of it has in common, that is, everything but the input.
 
     new_container: makes another container for the one that has expired, and gives its id; None if it is not ours.
+    memory_limit: of the workspace's container.
     manager: keeps the conversation of the session; without one, every evaluation starts afresh.
     """
 
@@ -61,6 +62,7 @@ class Evaluation[Out]:
     executor: ToolExecutor
     manager: CompactionManager | None
     new_container: Callable[[], str] | None
+    memory_limit: str | None
     parse_output: bool
     max_turns: int
     usage: TokenUsage = field(default_factory=TokenUsage)
@@ -271,7 +273,7 @@ class Evaluation[Out]:
             "model": response.model or self.request["model"],
             "max_output_tokens": self.request.get("max_output_tokens"),
             "container_ids": sorted(containers) or [_container_of(self.request)],
-            "memory_limit": _tier_of(self.request),
+            "memory_limit": self.memory_limit or _tier_of(self.request),
             "input_tokens": usage.input_tokens,
             "output_tokens": usage.output_tokens,
         }

@@ -61,13 +61,13 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
             accepts_overrides=accepts_overrides,
             template=template,
         )
-        self._container_config = container_config or ContainerConfig()
+        self.container_config = container_config or ContainerConfig()
         self._client = client
         holds_files = any(preview.file_count for preview in self.mount_previews)
         self._tarball = _packed(self.temp_dir) if holds_files else None
         self._filesystem = ContainerFilesystem(
             client=self._bound_client,
-            container_config=self._container_config,
+            container_config=self.container_config,
             tarball_path=self._tarball,
             local_root=self.temp_dir,
             session=session,
@@ -117,7 +117,7 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
     def clone(self, **kwargs: object) -> "OpenAIContainerWorkspaceSection":
         settings = self._settings()
         settings |= {
-            "container_config": self._container_config,
+            "container_config": self.container_config,
             "client": self._client,
             "template": self.template,
         }
