@@ -1,5 +1,6 @@
 """Workspaces in containers of a server that unpacks nothing, as OpenAI's; imports the support."""
 
+import gc
 import io
 import tarfile
 from pathlib import Path
@@ -271,6 +272,23 @@ def test_a_clone_has_a_container_of_its_own(elsewhere: Elsewhere, project: Path)
     assert elsewhere.server.containers[clone.container_id or ""].memory_limit == "1g"
     workspace.cleanup()
     clone.cleanup()
+
+
+def test_nothing_is_left_of_a_workspace_that_nobody_cleaned_up(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    workspace = mounted(project)
+    assert len([*place.iterdir()]) == 2
+    workspace.cleanup()
+    assert [*place.iterdir()] == []
+    forgotten = mounted(project)
+    assert forgotten.temp_dir.exists()
+    del forgotten
+    gc.collect()
+    assert [*place.iterdir()] == []
 
 
 def test_one_line_switches_between_container_and_host(elsewhere: Elsewhere, project: Path) -> None:

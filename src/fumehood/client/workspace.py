@@ -4,6 +4,7 @@
 
 import os
 import stat
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,10 +202,11 @@ class WorkspaceSection(MarkdownSection[NoParams]):
         self._sync_dir = None if sync_dir is None else Path(sync_dir)
         self._closed = False
         self._temp_dir = _new_directory("fumehood-workspace-")
+        self._removal = weakref.finalize(self, _remove, self._temp_dir)  # for who forgets to clean up
         try:
             self._previews = materialise(mounts, allowed_host_roots, self._temp_dir)
         except BaseException:
-            _remove(self._temp_dir)
+            self._removal()
             raise
 
     @property
@@ -240,7 +242,7 @@ class WorkspaceSection(MarkdownSection[NoParams]):
                 self.download_all(self.sync_dir)
         finally:
             self._closed = True
-            _remove(self._temp_dir)
+            self._removal()
 
     def render(self, params: SupportsDataclass | None, depth: int, number: str) -> str:
         _ = params

@@ -134,29 +134,33 @@ class OpenAIAdapter:
             budget is None or budget_tracker is None,
             "budget and budget_tracker exclude each other; give one.",
         )
-        session = session or Session()
+        session = Session() if session is None else session
+        tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
+        deadline = _earliest(deadline, tracker.budget.deadline if tracker else None)
         bound = prompt.bind(*params)
         rendered = bound.render(session=session)
         workspace = _workspace(rendered)
         request = self._request(rendered, workspace)
+        if deadline is not None:
+            deadline.check("the first request", prompt_name=prompt.name)
         api = ResponsesApi(self.client, self._throttle)
         self._name_container(request, rendered, workspace, api)
         if workspace is not None and workspace.filesystem.is_packed:
             rendered = bound.render(session=session)  # it has something to add now
         request["include"] = self._include(request)
-        tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
-        compaction = self._compaction
-        with ResourceRegistry.joined(
-            [*bound.resources, *([] if resources is None else [resources])]
-        ) as registry:
+        manager = None
+        if self._compaction is not None:
+            manager = CompactionManager(self.client, self._compaction, session, model=self.model, api=api)
+        given = bound.resources if resources is None else (*bound.resources, resources)
+        with ResourceRegistry.joined(given) as registry:
             context = ToolContext(
                 prompt=bound,
                 rendered_prompt=rendered,
                 adapter=self,
                 session=session,
-                event_bus=JoinedBus([session.bus, *([] if bus is None else [bus])]),
+                event_bus=JoinedBus([session.bus] if bus is None else [session.bus, bus]),
                 resources=registry,
-                deadline=_earliest(deadline, tracker.budget.deadline if tracker else None),
+                deadline=deadline,
                 budget_tracker=tracker,
                 filesystem=_filesystem(rendered, registry),
             )
@@ -166,9 +170,7 @@ class OpenAIAdapter:
                 context=context,
                 request=request,
                 executor=ToolExecutor(context, bound.template.policies),
-                manager=CompactionManager(self.client, compaction, session, model=self.model, api=api)
-                if compaction
-                else None,
+                manager=manager,
                 new_container=None if workspace is None else workspace.filesystem.renew_container,
                 memory_limit=None if workspace is None else workspace.container_config.memory_limit,
                 parse_output=parse_output,

@@ -197,6 +197,7 @@ class Evaluation[Out]:
         if tool is None:
             return data, _plain_result(data, self.context)
         params: object = data
+        snapshot = self.context.session.snapshot()
         try:
             if tool.handle_provider_output is not None:
                 made = tool.handle_provider_output(data, self.context, tool.result_type)
@@ -210,6 +211,7 @@ class Evaluation[Out]:
             return params, checked_result(tool.name, tool.handler(params, context=self.context))
         except Exception as error:
             _log.warning("The handler of %s failed.", tool.name, exc_info=True)
+            self.context.session.restore(snapshot)
             return params, ToolResult.error(
                 f"The handler of {tool.name!r} failed: {type(error).__name__}: {error}"
             )
@@ -224,7 +226,7 @@ class Evaluation[Out]:
             text=text,
             output=parse_structured_output(text, self.rendered) if self.parse_output else None,
             annotations=notes,
-            files=citations(notes),
+            files=citations([*annotations(self.transcript)]),
             usage=self.usage,
             transcript=tuple(self.transcript),
         )

@@ -5,6 +5,7 @@ import os
 import shutil
 import tarfile
 import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,11 +65,12 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         self.container_config = container_config or ContainerConfig()
         self._client = client
         holds_files = any(preview.file_count for preview in self.mount_previews)
-        self._tarball = _packed(self.temp_dir) if holds_files else None
+        tarball = _packed(self.temp_dir) if holds_files else None
+        self._tarball_removal = weakref.finalize(self, tarball.unlink, missing_ok=True) if tarball else None
         self._filesystem = ContainerFilesystem(
             client=self._bound_client,
             container_config=self.container_config,
-            tarball_path=self._tarball,
+            tarball_path=tarball,
             local_root=self.temp_dir,
             session=session,
         )
@@ -108,8 +110,8 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
             super().cleanup()
         finally:
             self._filesystem.cleanup()
-            if self._tarball is not None:
-                self._tarball.unlink(missing_ok=True)
+            if self._tarball_removal is not None:
+                self._tarball_removal()
 
     def notes(self) -> list[str]:
         return [*([_UNPACK] if self._filesystem.is_packed else []), *super().notes()]
