@@ -46,10 +46,9 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 def ran(client: OpenAI, code: str, container: object = None, **more: Any) -> Any:
     """The response to code that the built-in model runs."""
-    tool: Any = {"type": "code_interpreter", "container": container or {"type": "auto"}}
-    return client.responses.create(
-        model="direct", input=f"```python\n{code}\n```", tools=[tool], include=OUTPUTS, **more
-    )
+    create: Any = client.responses.create
+    tool = {"type": "code_interpreter", "container": container or {"type": "auto"}}
+    return create(model="direct", input=f"```python\n{code}\n```", tools=[tool], include=OUTPUTS, **more)
 
 
 def call_of(response: Any) -> Any:
@@ -278,7 +277,7 @@ def test_a_hundred_containers_of_two_tenants(tmp_path: Path, socket: Path) -> No
             assert len(await living(socket)) == 2 * CROWD
             for number, (tenant, client) in enumerate(clients.items()):
                 own = set(made[number::2])
-                assert {one.id async for one in client.containers.list(limit=20)} == own
+                assert {container.id async for container in client.containers.list(limit=20)} == own
                 foreign = next(name for name in made if name not in own)
                 with pytest.raises(openai.NotFoundError):
                     await client.containers.retrieve(foreign)

@@ -112,7 +112,8 @@ def posted(route: tuple[str, str], own: Objects) -> dict[str, Any] | None:
     """A body that names what is one's own."""
     if route[0] != "POST":
         return None
-    return next((make(own) for make in BODIES.get(route, {}).values()), {})
+    named = BODIES.get(route)
+    return next(iter(named.values()))(own) if named else {}
 
 
 def invented(objects: Objects) -> Objects:

@@ -56,6 +56,7 @@ class ContainerSettings:
     life_hours: how long it lives at most, however much it is used.
     retention_hours: how long an expired one can be looked at, and the files that users put there are kept for the
         container that takes its place.
+    uploads_at_once: how many files may be on their way into containers of one tenant; further ones wait.
     retained_bytes: how much of such files is kept for one tenant; the oldest go first.
     sandboxes_outlive: whether those of an earlier process may still be there; else containers that had one expire.
     sweep_seconds: how often somebody looks for containers that nobody uses any more.
@@ -71,6 +72,7 @@ class ContainerSettings:
     life_hours: float = 24.0
     retention_hours: float = 168.0
     retained_bytes: int = 2 << 30
+    uploads_at_once: int = 16
     files: FileLimits = field(default_factory=FileLimits)
     sandboxes_outlive: bool = True
     sweep_seconds: float = 30.0

@@ -128,7 +128,7 @@ class Endings:
         """Those that were bound to a server which is no more have ended with it."""
         for record in await self._house.store.containers(running=True):
             if record.sandbox:
-                await self.expire(record)
+                await self.expire(msgspec.structs.replace(record, sandbox="", address=""))
 
     async def _end_orphans(self, bound: Mapping[str, ContainerRecord]) -> None:
         """Sandboxes of our containers that no record points to: a process died between two steps."""
