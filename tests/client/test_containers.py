@@ -183,6 +183,19 @@ def test_results_come_back_on_cleanup(elsewhere: Elsewhere, project: Path, tmp_p
     assert not any(call.startswith("DELETE") for call in elsewhere.server.calls)
 
 
+def test_what_is_left_comes_back_of_an_expired_container(
+    elsewhere: Elsewhere, project: Path, tmp_path: Path
+) -> None:
+    workspace = mounted(project, client=elsewhere.client, sync_on_cleanup=True, sync_dir=tmp_path / "back")
+    workspace.filesystem.write_text("notes.txt", "mine")
+    elsewhere.server.expire()
+    made = len(elsewhere.server.containers)
+    workspace.cleanup()
+    assert (tmp_path / "back/notes.txt").read_text() == "mine"
+    assert (tmp_path / "back/project/src/main.py").exists()
+    assert len(elsewhere.server.containers) == made
+
+
 def test_nothing_comes_back_unless_it_is_asked_for(elsewhere: Elsewhere, project: Path) -> None:
     workspace = mounted(project, client=elsewhere.client)
     workspace.filesystem.ensure_container()

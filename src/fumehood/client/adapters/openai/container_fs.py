@@ -68,9 +68,11 @@ class ContainerFilesystem(ListedFilesystem):
         with self._lock:
             if self._container_id is None:
                 return self._fill(self._found_or_made())
-            if not self._manager.is_alive(self._container_id):
-                return self.renew_container()
-            return self._container_id
+            return self._container_id if self.is_alive() else self.renew_container()
+
+    def is_alive(self) -> bool:
+        """Whether the container is there, without making one."""
+        return self._container_id is not None and self._manager.is_alive(self._container_id)
 
     def renew_container(self) -> str:
         """Another container instead of one that has expired, filled as that was."""

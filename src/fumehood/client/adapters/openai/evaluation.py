@@ -25,7 +25,12 @@ from fumehood.client.adapters.openai.wire import (
     provider_calls,
     text_of,
 )
-from fumehood.client.adapters.shared import ToolExecutor, publish_invocation, serialize_tool_message
+from fumehood.client.adapters.shared import (
+    ToolExecutor,
+    checked_result,
+    publish_invocation,
+    serialize_tool_message,
+)
 from fumehood.client.budget import TokenUsage
 from fumehood.client.errors import (
     CompactionError,
@@ -192,14 +197,15 @@ class Evaluation[Out]:
         params: object = data
         try:
             if tool.handle_provider_output is not None:
-                return data, tool.handle_provider_output(data, self.context, tool.result_type)
+                made = tool.handle_provider_output(data, self.context, tool.result_type)
+                return data, checked_result(tool.name, made)
             params = serde.convert(
                 serde.decode(data.arguments, dict[str, Any]) if data.arguments else dict(data.raw),
                 tool.params_type,
             )
             if tool.handler is None:
                 return params, ToolResult.error(f"{tool.name!r} has no handler.")
-            return params, tool.handler(params, context=self.context)
+            return params, checked_result(tool.name, tool.handler(params, context=self.context))
         except Exception as error:
             _log.warning("The handler of %s failed.", tool.name, exc_info=True)
             return params, ToolResult.error(

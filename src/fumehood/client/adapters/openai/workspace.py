@@ -1,6 +1,8 @@
 """A workspace in a container of the provider; imports `container_fs`, `config` and `fumehood.client.workspace`."""
 
+import logging
 import os
+import shutil
 import tarfile
 import tempfile
 from collections.abc import Sequence
@@ -16,6 +18,8 @@ from fumehood.client.workspace import HostMount, WorkspaceSection
 
 if TYPE_CHECKING:
     from openai import OpenAI
+
+_log = logging.getLogger(__name__)
 
 _TEXT = f"""Python runs in a container whose working directory, `{MOUNT}`, is the workspace. Read and change the files
 there with Python; paths below are relative to it."""
@@ -88,8 +92,16 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         self._client = client
 
     def download_all(self, dest: Path) -> None:
-        if self.container_id is not None:
+        """If the container has expired, what is left are the local copies."""
+        if self.container_id is None:
+            return
+        if self._filesystem.is_alive():
             self._filesystem.download_all(dest)
+        else:
+            _log.warning(
+                "The container %s has expired: what code has written there is lost.", self.container_id
+            )
+            shutil.copytree(self.temp_dir, dest, dirs_exist_ok=True)
 
     def cleanup(self) -> None:
         try:
