@@ -124,6 +124,38 @@ async def test_what_cannot_be_had_is_refused_before_anything_begins(items: Any, 
     assert house.model.requests == []
 
 
+async def test_a_short_request_cannot_name_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fumehood.engine.attached._MOST_BYTES", 1000)
+    uploads = Uploads()
+    text = uploads.add("t.csv", b"x" * 300)
+    house = engine(ANSWER, uploads=uploads)
+    await house.block(input=[user(*[file(text)] * 3)])
+    with pytest.raises(InvalidRequest, match="more than 1,000 bytes") as refused:
+        await house.block(input=[user(*[file(text)] * 100)])
+    assert refused.value.param == "input"
+    assert len(uploads.reads) == 3 + 4
+
+
+async def test_results_of_functions_hold_files_and_pictures() -> None:
+    uploads = Uploads()
+    text, picture = uploads.add("t.csv", b"a,b"), uploads.add("p.png", PNG)
+    house = engine(ANSWER, uploads=uploads)
+    output = [file(text), {"type": "input_image", "file_id": picture, "detail": "high"}]
+    await house.block(
+        input=[
+            {"role": "user", "content": "Fetch it."},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": output},
+        ]
+    )
+    *_, result, shown_after = shown(house.model.requests[0])
+    assert result == {"role": "tool", "tool_call_id": "c", "content": "The file t.csv:\na,b"}
+    assert shown_after["content"][1]["image_url"] == {
+        "url": f"data:image/png;base64,{base64.b64encode(PNG).decode()}",
+        "detail": "high",
+    }
+
+
 async def test_names_differ_along_a_conversation_and_an_upload_keeps_its_own() -> None:
     uploads = Uploads()
     one, other = uploads.add("t.csv", b"1"), uploads.add("t.csv", b"2")

@@ -156,7 +156,7 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[House]:
         uploads=files,
     )
     model = ScriptedModel(*[_turn] * _MANY)
-    tools = [CodeInterpreter(containers, clock)]
+    tools = [CodeInterpreter(containers, clock, uploads=files)]
     sealer = KeyedSealer(own_keys(directory / "keys"))
     runs = EngineRuns(ScriptedModels(model), tools, store, clock, sealer=sealer)
     ann, ben = await put_key(store, "ann"), await put_key(store, "ben")

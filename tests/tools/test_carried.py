@@ -2,21 +2,26 @@
 
 import asyncio
 import base64
-from collections.abc import AsyncGenerator
+import threading
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
 
+from fumehood.engine import attached
 from fumehood.engine.attached import Attacher
+from fumehood.files import inputs
 from fumehood.files.inputs import InputFiles
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import InvalidRequest
-from fumehood.sandbox.container import ContainerSettings
+from fumehood.sandbox.container import ContainerSettings, Isolation
 from fumehood.sandbox.kept_files import FileLimits
 from fumehood.testing import DeleteFile, ScriptedSandboxes, Step, WriteFile
 from fumehood.testing.tool_kit import call
+from fumehood.tools import carried
 from fumehood.tools.code_session import InterpreterSettings
 from tests.support.interpreter import SOMEBODY, Interpreter, spec
 from tests.support.memory_uploads import Uploads
@@ -33,8 +38,8 @@ class House(Interpreter):
         said = Entry(type="message", id=None, turn=0, raw=raw)
         assert self.uploads is not None
         attacher = Attacher(InputFiles(self.uploads))
-        attached = await attacher.attach((said,), SOMEBODY, self.segments, lambda: False)
-        self.segments.append(Segment(attached.entries))
+        found = await attacher.attach((said,), SOMEBODY, self.segments, lambda: False)
+        self.segments.append(Segment(found.entries))
 
     async def files(self, container_id: str) -> dict[str, bytes]:
         records = await self.containers.files(SOMEBODY, container_id)
@@ -76,8 +81,10 @@ def upload(file_id: str) -> dict[str, Any]:
     return {"type": "input_file", "file_id": file_id}
 
 
-async def test_files_come_with_the_first_call_and_once() -> None:
-    async with house(Step("x"), Step("y")) as (interpreter, uploads):
+@pytest.mark.parametrize("isolation", ["container", "execution"])
+async def test_files_come_with_the_first_call_and_once(isolation: Isolation) -> None:
+    settings = ContainerSettings(isolation=isolation)
+    async with house(Step("x"), Step("y"), settings=settings) as (interpreter, uploads):
         await interpreter.say(
             inline("t.csv", b"1"),
             upload(uploads.add("t.csv", b"2", SOMEBODY.tenant)),
@@ -187,6 +194,34 @@ async def test_what_does_not_fit_is_told_and_the_code_runs() -> None:
         brought, missing = ran.told.splitlines()
         assert brought == "Files of the user: /mnt/data/t.csv."
         assert missing.startswith("large.csv is not there: There is no room")
+
+
+async def test_large_files_leave_the_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken apart and decoded beside it, when they are looked at and when they are brought."""
+    threads: dict[str, int] = {}
+
+    def watched[**P, T](name: str, work: Callable[P, T]) -> Callable[P, T]:
+        def watching(*args: P.args, **kwargs: P.kwargs) -> T:
+            threads[name] = threading.get_ident()
+            return work(*args, **kwargs)
+
+        return watching
+
+    places: list[tuple[ModuleType, str]] = [
+        (attached, "file_parts"),
+        (inputs, "decode_inline"),
+        (carried, "file_parts"),
+        (carried, "decode_inline"),
+    ]
+    for module, name in places:
+        monkeypatch.setattr(module, name, watched(f"{module.__name__}.{name}", getattr(module, name)))
+    content = b"x" * (1 << 20)
+    async with house(Step("x")) as (interpreter, _):
+        await interpreter.say(inline("t.txt", content))
+        ran = await interpreter.run("x")
+        assert await interpreter.files(ran.item.container_id) == {"t.txt": content}
+    assert len(threads) == len(places)
+    assert threading.get_ident() not in threads.values()
 
 
 # --- uploads that the tool names ----------------------------------------------------------------------

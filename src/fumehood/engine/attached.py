@@ -25,6 +25,8 @@ from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import InvalidRequest, NotFound
 
 _MOST_FILES = 200
+_MOST_FETCHED = 20  # addresses: each may take its time
+_MOST_BYTES = 64 << 20  # that are read for one request; it may be short and name much
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Attacher:
                 f"At most {_MOST_FILES} files and pictures can be given at once.", param="input"
             )
         whole, answered = takes_files(), _answered(entries)
-        names = _Names(past, entries)
+        names, budget = _Names(past, entries), _Budget()
         attached = list(entries)
         hidden: list[tuple[str, Attachment]] = []
         for number, parts in zip(holding, read, strict=True):
@@ -78,6 +80,7 @@ class Attacher:
             for place, part in parts:
                 where = f"input[{number}].{place}"
                 one = await self._find(self._attachments, caller, part, where, whole, number < answered)
+                budget.spend(part, one)
                 found.append(names.given_to(one))
                 if number >= answered and _is_hidden(found[-1], part, whole):
                     hidden.append((where, found[-1]))
@@ -129,6 +132,25 @@ def _is_hidden(found: Attachment, part: FilePart, whole: bool) -> bool:
 def _refused(where: str, error: NotFound | InvalidRequest) -> InvalidRequest:
     param = f"{where}.{error.param}" if error.param else where
     return InvalidRequest(f"{where}: {error.message}", param=param, code=error.wire_code)
+
+
+class _Budget:
+    """What the files of one request may take."""
+
+    def __init__(self) -> None:
+        self._bytes = _MOST_BYTES
+        self._addresses = _MOST_FETCHED
+
+    def spend(self, part: FilePart, found: Attachment) -> None:
+        """Raises InvalidRequest."""
+        self._bytes -= found.size
+        self._addresses -= found.data is not None and part.inline is None and part.file_id is None
+        if self._bytes < 0 or self._addresses < 0:
+            raise InvalidRequest(
+                f"The files that the input refers to are more than {_MOST_BYTES:,} bytes, or more than "
+                f"{_MOST_FETCHED} are to be fetched. Refer to less.",
+                param="input",
+            )
 
 
 class _Names:

@@ -54,7 +54,8 @@ def script(model: Model) -> None:
 
 
 def created(house: House, **request: Any) -> Response:
-    response: Response = house.strict.responses.create(**request)
+    create: Any = house.strict.responses.create
+    response: Response = create(**request)
     return response
 
 
