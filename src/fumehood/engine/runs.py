@@ -7,7 +7,6 @@ from itertools import takewhile
 from typing import Any
 
 from fumehood.aside import aside
-from fumehood.doorbell import Doorbell
 from fumehood.engine.attached import Attacher
 from fumehood.engine.compaction import USUAL_LIMIT, Compactor
 from fumehood.engine.history import History
@@ -63,12 +62,8 @@ class EngineRun:
         return self._log.watch(after, wake)
 
     async def wait(self) -> Response:
-        if not self.task.done():
-            # A waiter that is cancelled leaves the run alone: ending it is somebody's decision.
-            ended = Doorbell(asyncio.get_running_loop())
-            self.task.add_done_callback(lambda _: ended.ring())
-            await ended
-        response = self.task.result()
+        # A waiter that is cancelled leaves the run alone: ending it is somebody's decision.
+        response = await asyncio.shield(self.task)
         if self._loop.failure is not None and not response.output:
             raise self._loop.failure
         return response
