@@ -353,7 +353,8 @@ def test_rendering_many_sections_is_cheap() -> None:
         return time.process_time() - start
 
     pairs = [
-        (seconds(bound.render), seconds(lambda: [one.substitute(topic="owls") for one in plain])) for _ in range(30)
+        (seconds(bound.render), seconds(lambda: [one.substitute(topic="owls") for one in plain]))
+        for _ in range(30)
     ]
     ours, theirs = (min(times) for times in zip(*pairs, strict=True))
     assert ours <= 4 * theirs
