@@ -114,6 +114,7 @@ def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
         assert done.code == 2
         assert "is not JSON" in done.err
         assert parts(*command, str(tmp_path / "nothing")).code == 2
+    assert "NaN is no number" in parts("validate", "-", given="[NaN]").err
     deep = "[" * 900 + "]" * 900
     assert parts("convert", "--from", "openai", "--to", "option2", "-", given=deep).code in (0, 2)
     assert parts("convert", "--from", "openai", "--to", "option2", "-", given="[" * 10**5).code == 2

@@ -2,14 +2,16 @@
 
 import json
 import socket
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from fumehood import cli_remote
 from tests.support.command_line import forget_servers, run
 
 
@@ -23,7 +25,7 @@ type Reply = Callable[[BaseHTTPRequestHandler], None]
 
 
 @contextmanager
-def server(reply: Reply) -> Iterator[tuple[str, list[dict[str, str]]]]:
+def server(reply: Reply) -> Generator[tuple[str, list[dict[str, str]]]]:
     """One that answers everything in the same way; its address, and the headers of the requests."""
     seen: list[dict[str, str]] = []
 
@@ -47,13 +49,14 @@ def server(reply: Reply) -> Iterator[tuple[str, list[dict[str, str]]]]:
             thread.join()
 
 
-def answering(body: object, status: int = 200, **headers: str) -> Reply:
+def answering(body: object, status: int = 200, length: int | None = None, location: str = "") -> Reply:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     def reply(request: BaseHTTPRequestHandler) -> None:
         request.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), **headers}.items():
-            request.send_header(name, value)
+        request.send_header("Content-Length", str(len(content) if length is None else length))
+        if location:
+            request.send_header("Location", location)
         request.end_headers()
         request.wfile.write(content)
 
@@ -111,7 +114,7 @@ def test_only_the_last_part_of_a_name_counts(tmp_path: Path) -> None:
 
 
 def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
-    whole, half = answering({"filename": "a"}), answering(b"half", **{"Content-Length": "1000"})
+    whole, half = answering({"filename": "a"}), answering(b"half", length=1000)
 
     def reply(request: BaseHTTPRequestHandler) -> None:
         (half if request.path.endswith("/content") else whole)(request)
@@ -127,7 +130,7 @@ def test_answers_that_are_none() -> None:
     for body in (b"<html>", b"[]", b'{"data": 5}', b'{"data": [5, null]}', b"[" * 100_000):
         with server(answering(body)) as (url, _):
             assert run("files", "list", url=url).code in (0, 1)
-    with server(answering(b"", 302, Location="http://127.0.0.1:1/")) as (url, _):
+    with server(answering(b"", 302, location="http://127.0.0.1:1/")) as (url, _):
         moved = run("files", "list", url=url, OPENAI_API_KEY="k")
         assert (moved.code, moved.err) == (1, "The server answered with 302 Found.")
 
@@ -161,3 +164,14 @@ def test_a_refusal_in_the_middle_of_an_upload_is_told(tmp_path: Path) -> None:
     with server(refuse) as (url, _):
         done = run("files", "upload", "big", url=url)
     assert (done.code, done.err) == (1, "That is too large.")
+
+
+def test_progress_is_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with cli_remote.progress("Sending [red]x", 100) as advance:
+        advance(100)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with cli_remote.progress("Sending [red]x", 100) as advance:
+        advance(50)
+        advance(50)
+    assert "Sending [red]x" in capsys.readouterr().err

@@ -7,7 +7,6 @@ import os
 import sys
 import tokenize
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +23,7 @@ from fumehood.cli_options import (
     GuestSocketOption,
     Limits,
     LimitsOption,
+    Memory,
     Mode,
     ModeOption,
     configured,
@@ -35,13 +35,6 @@ if TYPE_CHECKING:
     from fumehood.protocol.sandbox import SandboxSpec
     from fumehood.sandboxd.probe import Report
     from fumehood.sandboxd.settings import Settings
-
-
-class Memory(StrEnum):
-    ONE = "1g"
-    FOUR = "4g"
-    SIXTEEN = "16g"
-    SIXTY_FOUR = "64g"
 
 
 _LONGEST_ON_A_SERVER = 86_400.0

@@ -1,15 +1,16 @@
 """`fumehood containers`: looks into containers of any server, fills and removes them; imports typer and siblings."""
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fumehood.cli_options import Memory
 from fumehood.cli_remote import (
     DEFAULT_URL,
     EPILOG,
     BaseUrlOption,
+    Columns,
     ForceOption,
     JsonOption,
     LimitOption,
@@ -20,8 +21,8 @@ from fumehood.cli_remote import (
     note,
     part,
     print_json,
+    print_list,
     print_object,
-    print_table,
     remove_all,
     save,
     size_of,
@@ -33,6 +34,22 @@ from fumehood.cli_remote import (
 _ALL = 100_000
 _DATA = "/mnt/data/"
 
+_CONTAINER_COLUMNS: Columns = {
+    "ID": lambda row: text_of(row, "id"),
+    "STATUS": lambda row: text_of(row, "status"),
+    "MEMORY": lambda row: text_of(row, "memory_limit"),
+    "CREATED": lambda row: time_of(row, "created_at"),
+    "LAST USED": lambda row: time_of(row, "last_active_at"),
+    "NAME": lambda row: text_of(row, "name"),
+}
+_FILE_COLUMNS: Columns = {
+    "ID": lambda row: text_of(row, "id"),
+    "BYTES": lambda row: size_of(row, "bytes"),
+    "CREATED": lambda row: time_of(row, "created_at"),
+    "BY": lambda row: text_of(row, "source"),
+    "PATH": lambda row: text_of(row, "path"),
+}
+
 app = typer.Typer(
     help="Containers of a server, and the files in them.",
     no_args_is_help=True,
@@ -41,13 +58,6 @@ app = typer.Typer(
 )
 
 ContainerArgument = Annotated[str, typer.Argument(metavar="CONTAINER", show_default=False, help="Its id.")]
-
-
-class Memory(StrEnum):
-    ONE = "1g"
-    FOUR = "4g"
-    SIXTEEN = "16g"
-    SIXTY_FOUR = "64g"
 
 
 @app.command("list")
@@ -60,25 +70,7 @@ def list_containers(
     """Show containers, expired ones too."""
     with told():
         found, more = Server(base_url).listed("/containers", limit, name=name)
-    if json:
-        print_json(found)
-    elif found:
-        rows = [
-            (
-                text_of(row, "id"),
-                text_of(row, "status"),
-                text_of(row, "memory_limit"),
-                time_of(row, "created_at"),
-                time_of(row, "last_active_at"),
-                text_of(row, "name"),
-            )
-            for row in found
-        ]
-        print_table(("ID", "STATUS", "MEMORY", "CREATED", "LAST USED", "NAME"), rows)
-    else:
-        note("There are no containers.")
-    if more:
-        note(f"There are more than {limit}; --limit shows them.")
+    print_list(found, more, _CONTAINER_COLUMNS, as_json=json, none="There are no containers.")
 
 
 @app.command("show")
@@ -140,24 +132,7 @@ def files(
     """Show the files of a container."""
     with told():
         found, more = Server(base_url).listed(f"/containers/{part(container)}/files", limit)
-    if json:
-        print_json(found)
-    elif found:
-        rows = [
-            (
-                text_of(row, "id"),
-                size_of(row),
-                time_of(row, "created_at"),
-                text_of(row, "source"),
-                text_of(row, "path"),
-            )
-            for row in found
-        ]
-        print_table(("ID", "BYTES", "CREATED", "BY", "PATH"), rows)
-    else:
-        note("There are no files in it.")
-    if more:
-        note(f"There are more than {limit}; --limit shows them.")
+    print_list(found, more, _FILE_COLUMNS, as_json=json, none="There are no files in it.")
 
 
 @app.command("get")

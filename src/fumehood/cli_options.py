@@ -23,6 +23,13 @@ class Limits(StrEnum):
     BEST_EFFORT = "best-effort"
 
 
+class Memory(StrEnum):
+    ONE = "1g"
+    FOUR = "4g"
+    SIXTEEN = "16g"
+    SIXTY_FOUR = "64g"
+
+
 ModeOption = Annotated[
     Mode,
     typer.Option(

@@ -84,10 +84,14 @@ def validate(
         raise typer.Exit(MALFORMED)
 
 
+def _refuse(constant: str) -> "Json":
+    raise ValueError(f"{constant} is no number of JSON")
+
+
 def _read(file: str) -> "Json":
     try:
         content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        return json.loads(content)
+        return json.loads(content, parse_constant=_refuse)
     except OSError as error:
         raise typer.BadParameter(f"{file}: {error.strerror}", param_hint="FILE") from error
     except (ValueError, RecursionError) as error:

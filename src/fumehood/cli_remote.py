@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +30,8 @@ _PAGE = 100
 _SECONDS = 60.0  # of silence
 
 type Object = dict[str, object]
+type Columns = Mapping[str, Callable[[Object], str]]
+"""What a table shows of an object, by the heads of its columns."""
 
 BaseUrlOption = Annotated[
     str,
@@ -89,13 +91,8 @@ class Server:
         while True:
             limit = min(_PAGE, most - len(found))
             page = self.get(path, limit=limit, order="desc", after=after, **query)
-            data = page.get("data")
-            rows = (
-                [row for row in cast("list[object]", data) if isinstance(row, dict)]
-                if isinstance(data, list)
-                else []
-            )
-            found += cast("list[Object]", rows)
+            rows = _rows(page)
+            found += rows
             more = page.get("has_more") is True and bool(rows)
             if not more or len(found) >= most:
                 return found[:most], more or len(found) > most
@@ -125,7 +122,7 @@ class Server:
     def download(self, path: str) -> Generator[tuple[int | None, Iterator[bytes]]]:
         """Its size, if the server says it, and its content, of which nothing is missing when it ends."""
         with self._exchange("GET", path) as answer:
-            yield answer.length, _pieces(answer)
+            yield answer.length, self._pieces(answer)
 
     # ---- exchanges ------------------------------------------------------------------------------------------------
 
@@ -137,7 +134,7 @@ class Server:
         headers: Mapping[str, str] | None = None,
         query: Mapping[str, object] | None = None,
     ) -> Object:
-        with self._exchange(method, path, body, headers, query) as answer:
+        with self._exchange(method, path, body, headers, query) as answer, self._reached():
             return _object(answer)
 
     @contextmanager
@@ -154,16 +151,33 @@ class Server:
         asked = urlencode({name: value for name, value in (query or {}).items() if value is not None})
         target = f"{self._path}{path}{f'?{asked}' if asked else ''}"
         try:
-            answer = _answered(connection, method, target, body, {**self._headers, **(headers or {})})
-            if answer.status >= 300:
-                raise Refused(_sentence(answer))
+            with self._reached():
+                answer = _answered(connection, method, target, body, {**self._headers, **(headers or {})})
+                if answer.status >= 300:
+                    raise Refused(_sentence(answer))
             yield answer
-        except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(
-                f"{self._where} does not answer: {cleaned(str(error)) or type(error).__name__}."
-            ) from error
         finally:
             connection.close()
+
+    @contextmanager
+    def _reached(self) -> Generator[None]:
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            why = cleaned(str(error)) or type(error).__name__
+            raise Unreachable(f"{self._where} does not answer: {why}.") from error
+
+    def _pieces(self, answer: http.client.HTTPResponse) -> Iterator[bytes]:
+        wanted, size = answer.length, 0
+        while True:
+            with self._reached():
+                piece = answer.read(_PIECE)
+                size += len(piece)
+                if not piece and wanted is not None and size != wanted:
+                    raise http.client.IncompleteRead(b"", wanted - size)
+            if not piece:
+                return
+            yield piece
 
 
 def part(name: str) -> str:
@@ -209,6 +223,12 @@ def _object(answer: http.client.HTTPResponse) -> Object:
     return cast("Object", value)
 
 
+def _rows(page: Object) -> list[Object]:
+    data = page.get("data")
+    listed = cast("list[object]", data) if isinstance(data, list) else []
+    return [cast("Object", row) for row in listed if isinstance(row, dict)]
+
+
 def _sentence(answer: http.client.HTTPResponse) -> str:
     """Why the server refused, in its own words if it has some."""
     said: object = None
@@ -219,15 +239,6 @@ def _sentence(answer: http.client.HTTPResponse) -> str:
     if not text:
         return f"The server answered with {answer.status} {cleaned(answer.reason)}.".replace(" .", ".")
     return text if text[-1] in ".!?" else f"{text}."
-
-
-def _pieces(answer: http.client.HTTPResponse) -> Iterator[bytes]:
-    wanted, size = answer.length, 0
-    while piece := answer.read(_PIECE):
-        size += len(piece)
-        yield piece
-    if wanted is not None and size != wanted:
-        raise http.client.IncompleteRead(b"", wanted - size)
 
 
 # ---- forms -------------------------------------------------------------------------------------------------------
@@ -248,7 +259,10 @@ def _form(head: bytes, source: BinaryIO, size: int, tail: bytes, advance: "Advan
     yield head
     left = size
     while left:
-        piece = source.read(min(_PIECE, left))
+        try:
+            piece = source.read(min(_PIECE, left))
+        except OSError as error:
+            raise Refused(f"The file cannot be read: {error.strerror}.") from None
         if not piece:
             raise Refused("The file became shorter while it was sent.")
         left -= len(piece)
@@ -312,7 +326,7 @@ def time_of(row: Object, name: str) -> str:
     return ""
 
 
-def size_of(row: Object, name: str = "bytes") -> str:
+def size_of(row: Object, name: str) -> str:
     value = row.get(name)
     return f"{value:,}" if isinstance(value, int) else ""
 
@@ -323,16 +337,28 @@ def print_json(rows: Iterable[Object]) -> None:
         print(json.dumps(row).replace("\x7f", "\\u007f"))
 
 
-def print_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_list(found: Sequence[Object], more: bool, columns: Columns, *, as_json: bool, none: str) -> None:
+    """`more`: whether the server has others. `none` is said where there is nothing."""
+    if as_json:
+        print_json(found)
+    elif found:
+        _print_table(found, columns)
+    else:
+        note(none)
+    if more:
+        note(f"There are more than {len(found)}; --limit shows them.")
+
+
+def _print_table(found: Sequence[Object], columns: Columns) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for head in heads:
+    for head in columns:
         table.add_column(head, no_wrap=True, justify="right" if head == "BYTES" else "left")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+    for row in found:
+        table.add_row(*(Text(cell(row)) for cell in columns.values()))
     wide = None if sys.stdout.isatty() else 10_000
     Console(width=wide, highlight=False).print(table, soft_wrap=True)
 
@@ -431,19 +457,15 @@ def _write(target: Path, pieces: Iterable[bytes], advance: Advance, *, force: bo
                 file.write(piece)
                 written += len(piece)
                 advance(len(piece))
-        if force:
-            partial.replace(target)
-        else:
-            os.link(partial, target)  # fails if something is there by now
+        if not force:
+            # So that whatever has come there meanwhile is not replaced; links would not do on every disk.
+            os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        partial.replace(target)
     except FileExistsError:
         raise
-    except http.client.HTTPException:
-        raise
     except OSError as error:
-        if isinstance(error, ConnectionError | TimeoutError):
-            raise
         raise Refused(f"{cleaned(str(target))} cannot be written: {error.strerror}.") from None
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             partial.unlink()
     return written

@@ -9,15 +9,15 @@ from fumehood.cli_remote import (
     DEFAULT_URL,
     EPILOG,
     BaseUrlOption,
+    Columns,
     ForceOption,
     JsonOption,
     LimitOption,
     Server,
-    note,
     part,
     print_json,
+    print_list,
     print_object,
-    print_table,
     remove_all,
     save,
     size_of,
@@ -25,6 +25,15 @@ from fumehood.cli_remote import (
     time_of,
     told,
 )
+
+_COLUMNS: Columns = {
+    "ID": lambda row: text_of(row, "id"),
+    "BYTES": lambda row: size_of(row, "bytes"),
+    "CREATED": lambda row: time_of(row, "created_at"),
+    "EXPIRES": lambda row: time_of(row, "expires_at"),
+    "PURPOSE": lambda row: text_of(row, "purpose"),
+    "NAME": lambda row: text_of(row, "filename"),
+}
 
 app = typer.Typer(
     help="Files that were uploaded to a server.", no_args_is_help=True, rich_markup_mode=None, epilog=EPILOG
@@ -45,25 +54,7 @@ def list_files(
     """Show the files that were uploaded."""
     with told():
         found, more = Server(base_url).listed("/files", limit, purpose=purpose)
-    if json:
-        print_json(found)
-    elif found:
-        rows = [
-            (
-                text_of(row, "id"),
-                size_of(row),
-                time_of(row, "created_at"),
-                time_of(row, "expires_at"),
-                text_of(row, "purpose"),
-                text_of(row, "filename"),
-            )
-            for row in found
-        ]
-        print_table(("ID", "BYTES", "CREATED", "EXPIRES", "PURPOSE", "NAME"), rows)
-    else:
-        note("There are no files.")
-    if more:
-        note(f"There are more than {limit}; --limit shows them.")
+    print_list(found, more, _COLUMNS, as_json=json, none="There are no files.")
 
 
 @app.command("show")

@@ -236,7 +236,7 @@ class LimitSettings(_Section, frozen=True):
     body_bytes_total: Positive = 512 << 20
     turns: Positive = 64
     response_seconds: Seconds = 1800.0
-    turn_characters: Annotated[int, Meta(ge=1000)] = 1 << 24
+    turn_characters: Annotated[int, Meta(ge=1000)] = 1 << 22
     behind_events: Positive = 10_000
     behind_seconds: Seconds = 30.0
 

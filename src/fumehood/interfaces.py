@@ -474,12 +474,13 @@ class Files(Protocol):
     """What clients have uploaded. Another tenant's files, and those whose time is over, are not there."""
 
     async def create(
-        self, caller: Caller, new: NewFile | Callable[[], NewFile], content: AsyncIterable[bytes]
+        self, caller: Caller, new: NewFile | Callable[[], NewFile | None], content: AsyncIterable[bytes]
     ) -> FileRecord:
         """Keep it; it is durable then. Raises InvalidRequest, BodyTooLarge, RateLimited, Unavailable, and whatever
         the content raises; then nothing is left of it.
 
-        new: or a function that tells it when all of the content has come.
+        new: or a function that tells what is known of it, None for too little; it is asked at the beginning, and
+            again when all of the content has come.
         """
         ...
 

@@ -334,6 +334,7 @@ def _container_settings(config: Config) -> ContainerSettings:
             container_bytes=settings.container_bytes,
             files=settings.container_files,
         ),
+        uploads_at_once=config.files.uploads_at_once,
         sandboxes_outlive=settings.sandbox_url is not None,
     )
 

@@ -21,7 +21,13 @@ def alive(box: SandboxClient) -> int:
     return box.ask(PROCESSES)
 
 
-@pytest.mark.parametrize("command", FLOODS.values(), ids=FLOODS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, id=name, marks=[] if name in ("both", "many writers") else pytest.mark.slow)
+        for name, command in FLOODS.items()
+    ],
+)
 def test_endless_output_is_cut_and_stopped(box: SandboxClient, command: str) -> None:
     before = alive(box)
     outcome = box.shell(command, timeout=0.5)
@@ -79,6 +85,7 @@ def test_limits_can_only_be_lowered_and_only_for_the_command(box: SandboxClient)
     assert box.shell(limits).stdout == before
 
 
+@pytest.mark.slow
 def test_memory_of_a_command_is_bounded(limited: None, box: SandboxClient) -> None:
     assert box.run("kept = 5").end.status == "ok"
     outcome = box.shell("head -c 3G /dev/zero | tail -c 2G | wc -c", timeout=60)
@@ -115,6 +122,14 @@ def test_a_command_inherits_three_descriptors(box: SandboxClient) -> None:
 def test_a_runner_that_is_killed_is_a_lost_sandbox(box: SandboxClient) -> None:
     outcome = box.shell("kill -9 $PPID; sleep 60")
     assert (outcome.end.status, outcome.end.state_kept) == ("lost", False)
+
+
+def test_a_runner_that_is_stopped_costs_its_sandbox_and_no_more_time(box: SandboxClient) -> None:
+    outcome = box.shell("kill -STOP $PPID; sleep 600", timeout=0.3)
+    assert (outcome.end.status, outcome.end.state_kept) == ("timeout", False)
+    assert outcome.end.reason == (
+        "The command ran longer than 0.3 s, did not stop when interrupted and was killed; variables are gone."
+    )
 
 
 def test_the_shell_is_not_the_programs_to_forge(box: SandboxClient) -> None:

@@ -1,4 +1,4 @@
-"""Runs every example of docs/client-examples.md; imports the support."""
+"""Runs every example of docs/client.md and docs/client-examples.md; imports the support."""
 
 import re
 import sys
@@ -25,9 +25,10 @@ from tests.client.conftest import Elsewhere, House
 from tests.support.openai_server import message, response
 from tests.support.served import answer, call, calls, runs
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "client-examples.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = [DOCS / "client.md", DOCS / "client-examples.md"]
 _BLOCK = re.compile(r"<!-- example: ([\w-]+) -->\n```python\n(.*?)```", re.DOTALL)
-EXAMPLES: dict[str, str] = dict(_BLOCK.findall(PAGE.read_text(encoding="utf-8")))
+EXAMPLES: dict[str, str] = dict(_BLOCK.findall("".join(page.read_text(encoding="utf-8") for page in PAGES)))
 
 type Run = Callable[..., dict[str, Any]]
 
@@ -62,7 +63,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         module = ModuleType("example")
         monkeypatch.setitem(sys.modules, "example", module)
         vars(module).update(known)
-        exec(compile(text, f"{PAGE.name}:{name}", "exec"), vars(module))
+        exec(compile(text, f"example {name}", "exec"), vars(module))
         return vars(module)
 
     clients: list[OpenAI] = []
@@ -97,6 +98,19 @@ def heard_on(session: Session) -> list[ToolInvoked]:
     heard: list[ToolInvoked] = []
     session.bus.subscribe(ToolInvoked, heard.append)
     return heard
+
+
+def test_first(run: Run, gateway: House, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.model.script(runs("print(6 * 7)"), answer('{"value": 42, "how": "by Python"}'))
+    run("first")
+    assert capsys.readouterr().out == "code_interpreter 42\n\nAnswer(value=42.0, how='by Python')\n"
+
+
+def test_mounts(run: Run) -> None:
+    made = run("mounts", session=Session())["workspace"]
+    assert made.mount_previews[0].entries == ("src/",)
+    made.cleanup()
+    made.sync_dir.rmdir()
 
 
 def test_section(run: Run) -> None:

@@ -75,6 +75,11 @@ class Answer:
 
 
 def run(params: Query, *, context: ToolContext) -> ToolResult[Query]:
+    if params.sql == "nothing":
+        return None  # pyright: ignore[reportReturnType] - that is the mistake
+    if params.sql == "nested":
+        context.session[Answer].append(Answer(2))
+        raise DeadlineExceededError("the inner prompt was late", phase="deadline")
     if params.sql == "raise":
         context.session[Answer].append(Answer(1))
         raise RuntimeError("the database is down")
@@ -352,9 +357,12 @@ def test_client_and_client_config_exclude_each_other(elsewhere: Elsewhere) -> No
 def test_a_client_is_made_of_its_settings(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere.server.script(response(message("made")))
     config = OpenAIClientConfig(api_key="k", base_url=elsewhere.server.url, timeout=5)
-    adapter = OpenAIAdapter(model="gpt-4.1", client_config=config)
-    assert adapter.evaluate(prompt()).text == "made"
-    adapter.client.close()
+    with OpenAIAdapter(model="gpt-4.1", client_config=config) as adapter:
+        assert adapter.evaluate(prompt()).text == "made"
+        client = adapter.client
+    assert client.is_closed()
+    elsewhere.adapter().close()
+    assert not elsewhere.client.is_closed()
     assert "'k'" not in repr(config)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(PromptEvaluationError, match="No client of OpenAI could be made"):
@@ -380,6 +388,7 @@ def test_calls_are_always_answered_and_told(elsewhere: Elsewhere) -> None:
             function_call("c2", '{"sql": 1}'),
             function_call("c3", '{"sql": "raise"}'),
             function_call("c4", "{}", name="unknown"),
+            function_call("c5", '{"sql": "nothing"}'),
         ),
         response(message("done")),
     )
@@ -390,20 +399,31 @@ def test_calls_are_always_answered_and_told(elsewhere: Elsewhere) -> None:
         ("c2", "run_query", False),
         ("c3", "run_query", False),
         ("c4", "unknown", False),
+        ("c5", "run_query", False),
     ]
-    outputs = elsewhere.server.asked[1]["input"][-4:]
-    assert [item["call_id"] for item in outputs] == ["c1", "c2", "c3", "c4"]
+    outputs = elsewhere.server.asked[1]["input"][-5:]
+    assert [item["call_id"] for item in outputs] == ["c1", "c2", "c3", "c4", "c5"]
     assert [item["output"] for item in outputs] == [event.rendered_output for event in heard]
     assert "database is down" in outputs[2]["output"]
     assert "no tool 'unknown'" in outputs[3]["output"]
+    assert "returned NoneType, not a ToolResult" in outputs[4]["output"]
     assert heard[1].params == '{"sql": 1}'
     assert session[Answer].all() == ()  # what the handler that raised had written is undone
     assert [item.get("type", item.get("role")) for item in found.transcript] == [
         "system",
-        *["function_call"] * 4,
-        *["function_call_output"] * 4,
+        *["function_call"] * 5,
+        *["function_call_output"] * 5,
         "message",
     ]
+
+
+def test_a_limit_that_a_tool_meets_ends_the_evaluation_and_is_told(elsewhere: Elsewhere) -> None:
+    elsewhere.server.script(response(function_call("c1", '{"sql": "nested"}')))
+    session, heard = listen()
+    with pytest.raises(DeadlineExceededError, match="inner prompt"):
+        elsewhere.adapter().evaluate(prompt(query_tool), session=session)
+    assert [(event.call_id, event.result.success) for event in heard] == [("c1", False)]
+    assert session[Answer].all() == ()
 
 
 def test_policies_are_asked_before_a_handler(elsewhere: Elsewhere) -> None:
@@ -425,8 +445,9 @@ def test_reasoning_and_hosted_calls_are_replayed_as_they_came(elsewhere: Elsewhe
         function_call("c1", '{"sql": "x"}'),
     ]
     elsewhere.server.script(response(*output), response(message("done")))
-    elsewhere.adapter(hosted_tools=HOSTED).evaluate(prompt(query_tool))
+    found = elsewhere.adapter(hosted_tools=HOSTED).evaluate(prompt(query_tool))
     assert elsewhere.server.asked[1]["input"][1:5] == output
+    assert [file.file_id for file in found.files] == ["f"]  # though it was cited before the last turn
 
 
 NOTE = {
@@ -583,9 +604,11 @@ def test_a_deadline_ends_an_evaluation(elsewhere: Elsewhere) -> None:
     )
     with pytest.raises(DeadlineExceededError, match="before the tool"):
         elsewhere.adapter().evaluate(prompt(slow), budget=Budget(deadline=deadline))
-    with pytest.raises(DeadlineExceededError, match="before the next request"):
-        elsewhere.adapter().evaluate(prompt(slow), deadline=deadline)
-    assert len(elsewhere.server.asked) == 1
+    with pytest.raises(DeadlineExceededError, match="before the first request"):
+        elsewhere.adapter(hosted_tools=HOSTED).evaluate(
+            prompt(slow, sections=(OpenAIContainerWorkspaceSection(session=Session()),)), deadline=deadline
+        )
+    assert elsewhere.server.calls == ["POST /v1/responses"]
 
 
 def test_an_evaluation_without_end_ends(elsewhere: Elsewhere) -> None:
@@ -664,6 +687,14 @@ def test_a_refusal_is_told_as_it_is_and_once(elsewhere: Elsewhere, reply: Reply)
     assert refused.value.phase == "request"
     assert refused.value.provider_payload == reply.body["error"]
     assert len(elsewhere.server.asked) == 1
+
+
+@pytest.mark.parametrize("body", [b"<html>", b'{"output": [1]}', b"[]"])
+def test_an_answer_that_is_none(elsewhere: Elsewhere, body: bytes) -> None:
+    elsewhere.server.script(Reply(body))
+    with pytest.raises(PromptEvaluationError, match="no response of the Responses API") as strange:
+        elsewhere.adapter().evaluate(prompt())
+    assert (strange.value.phase, strange.value.provider_payload) == ("response", body.decode())
 
 
 def test_what_is_logged_has_ids_and_sizes_and_no_secrets(

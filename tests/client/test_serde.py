@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema_rs import validator_for
 
@@ -46,11 +46,13 @@ trees = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(trees)
 def test_what_is_encoded_is_decoded(tree: Tree) -> None:
     assert serde.decode(serde.encode(tree), Tree) == tree
 
 
+@settings(max_examples=40)
 @given(st.builds(Plain, st.text(), st.integers(-(2**53), 2**53), leaves))
 def test_what_is_encoded_fits_the_strict_schema(plain: Plain) -> None:
     schema = serde.schema_of(Plain)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 GOOD = """
@@ -139,6 +141,7 @@ def checked(tmp_path: Path, **files: str) -> list[tuple[str, int, str, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_users_are_told_what_is_right_and_what_is_wrong(tmp_path: Path) -> None:
     said = checked(tmp_path, good=GOOD, bad=BAD)
     good = [one for one in said if one[0] == "good"]

@@ -158,6 +158,15 @@ def test_results_are_shown_as_json() -> None:
     assert serialize_tool_message(hidden) == '{"success":true,"message":"m"}'
 
 
+def test_results_that_have_no_json_are_shown_all_the_same() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    for value in ({(1, 2): "a"}, loop, "\ud800"):
+        assert serialize_tool_message(ToolResult("half \ud800", value)).startswith(
+            '{"success":true,"message":"half ?",'
+        )
+
+
 # --- messages -----------------------------------------------------------------------------------------
 
 

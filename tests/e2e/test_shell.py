@@ -1,5 +1,6 @@
 """The hosted shell with the OpenAI SDK against `fumehood serve`, with real sandboxes; imports the support."""
 
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -225,3 +226,16 @@ def test_a_model_behind_another_gateway(house: House) -> None:
     house.model.script(answer("Yes."))
     house.strict.responses.create(model="far", input="And?", tools=[SHELL], previous_response_id=response.id)
     assert told(house) == ["far"]
+
+
+def test_an_upload_is_there_for_commands(house: House, tmp_path: Path) -> None:
+    given = tmp_path / "words.txt"
+    given.write_bytes(b"b\na\n")
+    file = house.strict.files.create(file=given, purpose="user_data")
+    tool: Any = {"type": "shell", "environment": {"type": "container_auto", "file_ids": [file.id]}}
+    house.model.script(commands("sort words.txt > sorted.txt; cat sorted.txt"), answer("Sorted."))
+    response = house.strict.responses.create(model="scripted", input="Sort", tools=[tool])
+    said: Any = response.output[1]
+    assert said.output[0].stdout == "a\nb\n"
+    message: Any = response.output[2]
+    assert [note.filename for note in message.content[0].annotations] == ["sorted.txt"]

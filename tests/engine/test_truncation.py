@@ -15,7 +15,7 @@ from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.models import ModelProfile, ModelRequest, TurnEnded
 from fumehood.protocol.responses import Usage
 from fumehood.testing import ScriptedModel, says
-from tests.support.conversations import entry, hosted, message, segment, thought
+from tests.support.conversations import entry, hosted, message, segment, shell_call, shell_output, thought
 from tests.support.engines import Engine
 
 
@@ -42,10 +42,15 @@ def conversations(draw: st.DrawFn) -> list[Segment]:
             made.append(message("words " * draw(st.integers(1, 40))))
         if draw(st.integers(0, 5)) == 0:
             made.append(message("be brief", role=draw(st.sampled_from(["system", "developer"]))))
+        if draw(st.booleans()):  # of an earlier response, given back
+            made += [shell_call(f"r{number}"), shell_output(f"r{number}", "out " * draw(st.integers(0, 20)))]
         for turn in range(1, draw(st.integers(1, 3)) + 1):
             if draw(st.booleans()):
                 made.append(thought("hm", turn))
             made.append(hosted(f"h{number}.{turn}", "out " * draw(st.integers(0, 20)), turn=turn))
+            if draw(st.booleans()):
+                call_id = f"s{number}.{turn}"
+                made += [shell_call(call_id, turn=turn), shell_output(call_id, "out", turn=turn)]
         pending = [f"c{number}.{one}" for one in range(draw(st.integers(0, 2)))]
         kind = draw(st.sampled_from(["function_call", "shell_call"]))
         made += [entry({"type": kind, "call_id": one, "name": "f", "arguments": "{}"}, 9) for one in pending]

@@ -8,6 +8,7 @@ import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fumehood.protocol.files import FileRecord
 from tests.support.gateway import Answer
 from tests.support.uploads import Desk, serving_files
 
@@ -136,6 +137,32 @@ async def test_no_name_breaks_a_header(desk: Desk, name: str) -> None:
     assert (answer.status, answer.body) == (200, b"x")
     assert answer.headers["content-disposition"].isascii()
     await desk.served.ask("DELETE", f"/v1/files/{made.json['id']}")
+
+
+async def test_nothing_is_read_for_a_client_that_has_left(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = asyncio.Event()
+
+    async def endless(*_: object) -> AsyncGenerator[bytes]:
+        try:
+            while True:
+                yield b"x" * 10_000
+                await asyncio.sleep(0)
+        finally:
+            ended.set()
+
+    record = FileRecord(
+        id="file-long", tenant="", filename="a", bytes=1 << 50, purpose="vision", created_at=1.0, blob="x"
+    )
+    await desk.store.add_upload(record)
+    monkeypatch.setattr(desk.files, "read", endless)
+    async with desk.served.connected() as (reader, writer):
+        writer.write(b"GET /v1/files/file-long/content HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+    async with asyncio.timeout(30):
+        await ended.wait()
+    await desk.store.delete_upload("", record.id)
 
 
 async def test_what_was_deleted_meanwhile_is_read_to_its_end(desk: Desk) -> None:

@@ -45,6 +45,11 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def arriving(desk: Desk, number: int) -> None:
+    """Until so many uploads are on their way."""
+    await until(lambda: desk.files.arriving == number)
+
+
 async def post(desk: Desk, *parts: bytes, headers: dict[str, str] | None = None) -> Answer:
     return await desk.served.ask("POST", "/v1/files", form(parts), headers=headers or form_type())
 
@@ -94,6 +99,25 @@ async def test_the_purpose_may_come_after_the_file(desk: Desk) -> None:
     assert made.json["expires_at"] == made.json["created_at"] + 7200
 
 
+async def test_some_fields_may_come_before_and_some_after(desk: Desk) -> None:
+    made = await post(
+        desk,
+        part("purpose", b"user_data"),
+        part("expires_after[anchor]", b"created_at"),
+        part("expires_after[seconds]", b"3600"),
+        part("file", b"x" * 100_000, "a.txt"),
+    )
+    assert made.json["expires_at"] == made.json["created_at"] + 3600
+    made = await post(
+        desk,
+        part("purpose", b"user_data"),
+        part("file", b"x" * 100_000, "a.txt"),
+        part("expires_after[anchor]", b"created_at"),
+        part("expires_after[seconds]", b"3601"),
+    )
+    assert made.json["expires_at"] == made.json["created_at"] + 3601
+
+
 async def test_fields_that_nobody_knows_are_left_alone(desk: Desk) -> None:
     made = await post(desk, part("new", b"1"), part("purpose", b"batch"), part("file", b"{}", "a.jsonl"))
     assert made.status == 200
@@ -133,7 +157,8 @@ async def test_a_client_that_leaves(desk: Desk) -> None:
             await upload.send(
                 begun(part("purpose", b"user_data"), part("file", b"x" * 10_000, "a.txt")) + rest
             )
-            await until(lambda: len(desk.on_disk()) == 1)
+            await arriving(desk, 1)
+        await arriving(desk, 0)
         await until(lambda: desk.on_disk() == [])
     assert list(await desk.files.files(Caller(), Window())) == []
 
@@ -144,7 +169,8 @@ async def test_a_body_that_is_shorter_than_was_said(desk: Desk) -> None:
         upload = Upload(*connection)
         await upload.begin(b"content-length: %d" % (len(body) + 1))
         upload.writer.write(body)
-        await until(lambda: len(desk.on_disk()) == 1)
+        await arriving(desk, 1)
+    await arriving(desk, 0)
     await until(lambda: desk.on_disk() == [])
 
 
@@ -199,7 +225,7 @@ async def test_uploads_at_once(desk: Desk) -> None:
     for upload in uploads:
         await upload.begin()
         await upload.send(body)
-    await until(lambda: len(desk.on_disk()) == AT_ONCE)
+    await arriving(desk, AT_ONCE)
     refused = await desk.served.upload("a.txt", b"x")
     assert refused.error == (429, "rate_limit_exceeded", None)
     assert refused.headers["retry-after"] == "1"

@@ -90,3 +90,14 @@ def test_who_may_open_a_socket() -> None:
     assert Origins((PAGE,)).permits(PAGE.encode())
     assert not Origins((PAGE,)).permits(b"https://evil.example")
     assert Origins(("*",)).permits(b"https://evil.example")
+
+
+async def test_a_form_of_another_page_is_refused() -> None:
+    """A browser sends one without asking first, and without a key it would be everybody's."""
+    async with serving_gateway(origins=Origins((PAGE,))) as served:
+        for origin in ("https://evil.example", "null", ""):
+            refused = await served.upload("a.txt", b"x", headers={"origin": origin})
+            assert refused.error[:2] == (403, "forbidden")
+        assert (await served.ask("GET", "/v1/files")).json["data"] == []
+        for origin in (PAGE, served.base):
+            assert (await served.upload("a.txt", b"x", headers={"origin": origin})).status == 200

@@ -2,11 +2,13 @@
 
 import asyncio
 import re
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
 from inline_snapshot import snapshot
 
+from fumehood.gateway import sse
 from fumehood.gateway.sse import GONE
 from fumehood.protocol.errors import ServerFault
 from fumehood.protocol.events import StreamEvent
@@ -187,6 +189,34 @@ async def test_200_streams_at_once(gateway: Served) -> None:
     assert len({events[0][1]["response"]["id"] for events in streams}) == 200
     metrics = (await gateway.ask("GET", "/metrics")).body.decode()
     assert re.search(r"^fumehood_streams 0\.0$", metrics, re.MULTILINE)
+
+
+async def test_others_have_their_turns_between_large_events(gateway: Served) -> None:
+    """One batch, most of whose events are larger than a write: between any two of those the loop goes round."""
+    gateway.runs.script = lambda response: [text_events(response, ["x" * 1_100_000] * 3)]
+    rounds = 0
+
+    async def go_round() -> None:
+        nonlocal rounds
+        while True:
+            await asyncio.sleep(0)
+            rounds += 1
+
+    encoded: list[int] = []
+    encode = sse.encode_some
+
+    def encoding(*arguments: Any) -> tuple[bytearray, int]:
+        encoded.append(rounds)
+        return encode(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sse.EventStream, "some", staticmethod(encoding))
+        going = asyncio.create_task(go_round())
+        answer = await gateway.create(stream=True)
+        going.cancel()
+    assert len(parse(answer.body)) == 11
+    assert len(encoded) >= 6
+    assert all(later > earlier for earlier, later in pairwise(encoded))
 
 
 async def test_a_slow_reader_gets_everything_and_holds_up_nobody(gateway: Served) -> None:

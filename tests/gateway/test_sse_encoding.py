@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from inline_snapshot import snapshot
 from msgspec import Raw
 
-from fumehood.gateway.sse import DONE, encode_events
+from fumehood.gateway.sse import DONE, EventStream, Wire, encode_events
 from fumehood.gateway.websocket import Messages
 from fumehood.protocol.events import Created, InterpreterFailed, ItemDone, TextDelta
 from fumehood.protocol.folding import LOGPROBS, OPENAIS_EVENTS
@@ -39,8 +40,25 @@ def test_a_client_that_knows_only_openais_events_is_told_of_no_other() -> None:
     ((name, told),) = parse(bytes(encode_events([failed], {OPENAIS_EVENTS})) + DONE)
     assert name == told["type"] == "response.code_interpreter_call.completed"
     assert {**told, "type": event["type"]} == event
-    (message,) = [Messages().events([failed], {OPENAIS_EVENTS})]
+    message, _ = Messages().some([failed], {OPENAIS_EVENTS}, 1)
     assert b"call.completed" in message
+
+
+@pytest.mark.parametrize("wire", [EventStream(), Messages(), Messages("lane")], ids=["sse", "socket", "lane"])
+def test_what_is_too_much_for_one_write_goes_in_several(wire: Wire) -> None:
+    events = [TextDelta(sequence_number=n, delta="é" * 1000, **DELTA) for n in range(10)]
+    whole, number = wire.some(events, (), 1 << 20)
+    assert number == 10
+    pieces = bytearray()
+    sizes: list[int] = []
+    while events:
+        piece, number = wire.some(events, (), 3000)
+        pieces += piece
+        sizes.append(number)
+        events = events[number:]
+    assert sizes == [2] * 5
+    assert pieces == whole
+    assert wire.some([Created(response=Response(id="resp_1", created_at=1, model="m"))] * 2, (), 1)[1] == 1
 
 
 @given(st.lists(st.text(), min_size=1))

@@ -55,10 +55,8 @@ _REQUESTS: dict[str, Body] = {
     "tools: object": lambda own: {
         "tools": [{"type": "code_interpreter", "container": {"id": own.container_id}}],
     },
-    "tools: uploads": lambda own: {
-        "tools": [
-            {"type": "code_interpreter", "container": {"type": "auto", "file_ids": [own.upload_id]}},
-        ],
+    "tools: file_ids": lambda own: {
+        "tools": [{"type": "code_interpreter", "container": {"type": "auto", "file_ids": [own.upload_id]}}],
     },
     "input: a file": lambda own: {
         "input": [{"role": "user", "content": [{"type": "input_file", "file_id": own.upload_id}]}],
@@ -120,7 +118,8 @@ def posted(route: tuple[str, str], own: Objects) -> dict[str, Any] | None:
     """A body that names what is one's own."""
     if route[0] != "POST":
         return None
-    return next((make(own) for make in BODIES.get(route, {}).values()), {})
+    named = BODIES.get(route)
+    return next(iter(named.values()))(own) if named else {}
 
 
 def invented(objects: Objects) -> Objects:

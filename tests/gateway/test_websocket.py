@@ -2,6 +2,8 @@
 
 import json
 import logging
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,6 +27,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 # --- framing ------------------------------------------------------------------------------------------
+
+
+def written(wire: Messages, events: Sequence[StreamEvent]) -> bytearray:
+    messages, number = wire.some(events, (), sys.maxsize)
+    assert number == len(events)
+    return messages
 
 
 def frames(written: bytearray) -> list[Any]:
@@ -51,8 +59,8 @@ def frames(written: bytearray) -> list[Any]:
 async def test_messages_of_every_size_say_what_a_stream_says(size: int) -> None:
     events = text_events(Response(id="resp_1", created_at=1, model="m"), ["x" * size, "é\u2028"])
     streamed = [value for _, value in parse(bytes(encode_events(events, ())) + b"data: [DONE]\n\n")]
-    assert frames(Messages().events(events, ())) == streamed
-    named = frames(Messages("main").events(events, ()))
+    assert frames(written(Messages(), events)) == streamed
+    named = frames(written(Messages("main"), events))
     assert named == [{**value, "stream_id": "main"} for value in streamed]
 
 
@@ -60,7 +68,7 @@ async def test_short_messages_have_short_heads() -> None:
     """None of ours is so short, but the next one may be."""
     assert frames(Messages().refusal(ServerFault("")))[0]["error"]["message"] == ""
     events: Any = [Short()]
-    assert frames(Messages().events(events, ())) == [{"type": "short", "sequence_number": -1}]
+    assert frames(written(Messages(), events)) == [{"type": "short", "sequence_number": -1}]
 
 
 class Short(StreamEvent, tag="short"):

@@ -3,14 +3,18 @@
 import asyncio
 import logging
 import socket
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
+import msgspec
 import pytest
 from inline_snapshot import snapshot
 from msgspec import Raw
 
 from fumehood.models.chat_completions import ChatCompletions
+from fumehood.models.chat_parsing import ChatParser
 from fumehood.models.settings import ModelSettings, Secret
 from fumehood.models.upstream import Upstream
 from fumehood.protocol.errors import (
@@ -252,6 +256,25 @@ async def test_what_one_read_brings_is_one_batch() -> None:
         go.set()
         rest: list[Sequence[AnyModelEvent]] = [batch async for batch in batches]
         assert rest == [[Text("c"), Text("d"), TurnEnded("stop")]]
+
+
+async def test_what_is_taken_is_not_given() -> None:
+    first, second = asyncio.Event(), asyncio.Event()
+    offered: list[Sequence[AnyModelEvent]] = []
+
+    def take(batch: Sequence[AnyModelEvent]) -> bool:
+        offered.append(batch)
+        second.set()
+        return batch == [Text("b")]
+
+    pieces = [chunk({"content": "a"}), first, chunk({"content": "b"}), second, says("c")]
+    async with upstream(stream(*pieces)) as (backend, _), aclosing(backend.stream(REQUEST, take)) as batches:
+        assert await anext(batches) == [Text("a")]  # before which nothing is offered
+        assert offered == []
+        first.set()
+        rest = [event async for batch in batches for event in batch]
+    assert offered[0] == [Text("b")]
+    assert rest == [Text("c"), TurnEnded("stop")] == [event for batch in offered[1:] for event in batch]
 
 
 async def test_connections_are_used_again() -> None:
@@ -526,3 +549,32 @@ async def test_a_list_that_is_none() -> None:
         for _ in range(2):
             with pytest.raises(ModelError, match="list of models"):
                 await backend.cards()
+
+
+# --- much at once -------------------------------------------------------------------------------------
+
+LONG = "é\n" * 300_000
+WHOLE = msgspec.json.encode({"choices": [{"message": {"content": LONG}, "finish_reason": "stop"}]})
+
+
+@pytest.mark.parametrize("answer", [stream(says(LONG)), document(WHOLE)], ids=["line", "document"])
+async def test_an_answer_that_comes_at_once_is_read_beside_the_loop_and_told_bit_by_bit(
+    answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = threading.get_ident()
+    read: list[bool] = []
+    take = ChatParser._take  # pyright: ignore[reportPrivateUsage]
+
+    def taking(*arguments: Any) -> bool:
+        read.append(threading.get_ident() != here)
+        return take(*arguments)
+
+    monkeypatch.setattr(ChatParser, "_take", taking)
+    async with upstream(answer) as (model, _):
+        request = msgspec.structs.replace(REQUEST, streamed=False)
+        batches = [batch async for batch in model.stream(request)]
+    texts = [event.delta for batch in batches for event in batch if isinstance(event, Text)]
+    assert "".join(texts) == LONG
+    assert max(map(len, texts)) <= 1 << 16
+    assert max(map(len, batches)) == 1
+    assert read[0]

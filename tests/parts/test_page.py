@@ -3,7 +3,7 @@
 import re
 
 from fumehood.cli import app
-from fumehood.parts import assembly, content, views
+from fumehood.parts import assembly, content, messages, views
 from fumehood.parts.convert import VENDORS
 from fumehood.parts.forms import FORMS, VIEWS
 from tools.build_parts import PAGE, with_tables
@@ -28,9 +28,9 @@ def test_every_view_and_its_parts_are_named() -> None:
 
 
 def test_the_functions_and_commands_that_it_names_are_there() -> None:
-    modules = {"assembly": assembly, "content": content, "views": views}
-    named = re.findall(r"`(assembly|content|views)\.(\w+)`", TEXT)
-    assert len(named) == 5
+    modules = {"assembly": assembly, "content": content, "messages": messages, "views": views}
+    named = re.findall(r"`(assembly|content|messages|views)\.(\w+)`", TEXT)
+    assert len(named) == 6
     for module, name in named:
         assert callable(getattr(modules[module], name))
     assert views.SOURCE in TEXT
@@ -39,3 +39,9 @@ def test_the_functions_and_commands_that_it_names_are_there() -> None:
     assert parts.typer_instance is not None
     commands = {command.name for command in parts.typer_instance.registered_commands}
     assert set(re.findall(r"^fumehood parts (\w+)", TEXT, re.MULTILINE)) == commands
+
+
+def test_the_example_runs() -> None:
+    (example,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    exec(compile(example, str(PAGE), "exec"), {})
+    assert example.count("assert ") == 3

@@ -29,7 +29,7 @@ anything = st.recursive(
 def mutilated(value: Json, chance: random.Random, others: list[Json]) -> Json:
     """The value with things changed, left out, put in and put into another order, here and there."""
     if chance.random() < 0.08:
-        return chance.choice(others)
+        return chance.choice([*others, "shell", "function", "server_tool_use", "completed"])
     if isinstance(value, list):
         return [mutilated(inner, chance, others) for inner in value if chance.random() > 0.05]
     if isinstance(value, dict):

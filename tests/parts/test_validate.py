@@ -61,6 +61,10 @@ def test_what_fits(document: Any) -> None:
             [call(None), answer(None), answer(None)],
             ["[2]: a code_interpreter response without an id has no call before it"],
         ),
+        (
+            [{"type": "server_tool", "name": "x", "tool_response": {"type": "x"}}, answer(None, "x")],
+            ["[1]: a x response without an id has no call before it"],
+        ),
         ([call(None), answer(None, "x")], ["[1]: a x response without an id has no call before it"]),
         ([{"role": "assistant", "parts": [call(), 5]}], ["[0].parts[1]: a part is an object"]),
         (

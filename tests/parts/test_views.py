@@ -1,15 +1,21 @@
 """How parts look in each view, and what becomes of parts that others wrote; imports `fumehood.parts`."""
 
+import json
+from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from inline_snapshot import snapshot
 
 from fumehood.parts.canonical import Json, Other, ToolCall, ToolResult
-from fumehood.parts.convert import convert, from_vendor
+from fumehood.parts.content import without_way_back
+from fumehood.parts.convert import convert, from_vendor, to_vendor
 from fumehood.parts.forms import VIEWS, Malformed
+from fumehood.parts.messages import finish_reason, to_messages
+from fumehood.parts.validate import validate
 from fumehood.parts.views import NoSuchView, from_view, to_view
-from tests.support.part_samples import GEMINI, GEMINI_GROUNDED, OPENAI
+from tests.support.part_samples import GEMINI, GEMINI_GROUNDED, OPENAI, SAMPLES
 
 CODE = OPENAI[2]
 
@@ -259,6 +265,13 @@ def test_parallel_calls_keep_their_order_in_one_object_each() -> None:
                 "timestamp": "2026-01-12T10:30:45Z",
             },
         },
+        {
+            "type": "tool_call",
+            "id": "1",
+            "name": "f",
+            "tool_call": {"type": "function", "arguments": {"a": 1}},
+            "arguments": '{"a": 1}',
+        },
         {"type": "text", "content": "x", "more": 1},
         {"type": "reasoning", "content": "x"},
         {"type": "blob", "mime_type": None, "modality": "image", "content": "aGk="},
@@ -320,3 +333,122 @@ def test_unknown_items_are_carried_whole() -> None:
         assert isinstance(part, Other)
         assert part.source is not None
         assert part.source.item == item
+
+
+def test_a_result_that_was_parted_from_its_call_goes_another_way() -> None:
+    """The call knew the item; without it, the result is written anew."""
+    parts = from_vendor("openai", [CODE, OPENAI[0]])
+    results = [part for part in parts if isinstance(part, ToolResult)]
+    assert to_vendor("openai", [*results, *parts[2:]]) == [
+        {**CODE, "container_id": "", "code": None, "id": "ci_1"},
+        OPENAI[0],
+    ]
+    anthropic = from_vendor("anthropic", [{"type": "text", "text": "a"}])
+    made: Any = to_vendor("openai", [*anthropic, *results])
+    assert [item["type"] for item in made] == ["message", "code_interpreter_call"]
+
+
+def test_what_the_user_said_is_not_put_into_the_mouth_of_the_model() -> None:
+    told: list[Json] = [
+        {"type": "message", "role": role, "content": "x"} for role in ("user", "system", "assistant")
+    ]
+    parts = from_vendor("openai", told)
+    for view in VIEWS:
+        again = without_way_back(from_view(to_view(view, parts)))
+        made: Any = to_vendor("openai", again)
+        assert [item["role"] for item in made] == ["user", "system", "assistant"], view
+    entries: Any = to_vendor("mistral", parts)
+    assert [entry["type"] for entry in entries] == ["message.input", "message.input", "message.output"]
+    steps: Any = to_vendor("gemini-interactions", parts)
+    assert [step["type"] for step in steps] == ["user_input", "user_input", "model_output"]
+
+
+def test_a_tool_of_others_may_have_the_name_of_a_kind() -> None:
+    asked: Any = {
+        "type": "mcp_approval_request",
+        "id": "1",
+        "server_label": "s",
+        "name": "shell",
+        "arguments": "{}",
+    }
+    called: Any = {
+        "type": "mcp_call",
+        "id": "2",
+        "server_label": "s",
+        "name": "web_search",
+        "arguments": "{}",
+    }
+    for view in VIEWS:
+        assert convert(view, "openai", convert("openai", view, [asked, called])) == [asked, called]
+
+
+def test_a_result_may_name_its_call_by_either_id() -> None:
+    call: Any = {"type": "local_shell_call", "id": "lsh", "call_id": "call", "action": {"command": ["ls"]}}
+    for named in ({"id": "call"}, {"id": "other", "call_id": "call"}):
+        result: Any = {"type": "local_shell_call_output", **named, "output": "a"}
+        assert [part["id"] for part in seen("option2", [call, result])] == ["call", "call"]
+
+
+def test_a_place_that_is_not_there_is_refused() -> None:
+    document: Any = {"output": [CODE]}
+    written: Any = convert("openai", "option2", document)
+    written[0]["fumehood.source"]["place"] = 7
+    with pytest.raises(Malformed, match="there is no place 7"):
+        convert("option2", "openai", written)
+
+
+# --- messages -----------------------------------------------------------------------------------------
+
+TURN: list[Any] = [
+    {"type": "message", "role": "user", "content": "Compute."},
+    CODE,
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "3"},
+    {"type": "message", "role": "assistant", "content": "It is 2."},
+]
+
+
+def shape(view: str, items: list[Any]) -> list[tuple[Any, list[Any]]]:
+    messages: Any = to_messages(view, from_vendor("openai", items))
+    return [(message["role"], [part["type"] for part in message["parts"]]) for message in messages]
+
+
+def test_messages_of_option_2_have_a_servers_tools_with_the_assistant() -> None:
+    assert shape("option2", TURN) == [
+        ("user", ["text"]),
+        ("assistant", ["server_tool_call", "server_tool_call_response", "tool_call"]),
+        ("tool", ["tool_call_response"]),
+        ("assistant", ["text"]),
+    ]
+
+
+def test_messages_of_option_1_have_every_response_with_the_tool() -> None:
+    assert shape("option1", TURN[:3]) == [
+        ("user", ["text"]),
+        ("assistant", ["tool_call"]),
+        ("tool", ["tool_call_response"]),
+        ("assistant", ["tool_call"]),
+    ]
+
+
+def test_output_messages_say_why_the_model_stopped() -> None:
+    for items, reason in ((TURN[1:3], "tool_call"), (TURN[1:], "stop"), (TURN[1:2], "stop")):
+        parts = from_vendor("openai", items)
+        assert finish_reason(parts) == reason
+        for message in to_messages("option2", parts, finish_reason(parts)):
+            assert message["finish_reason"] == reason
+            assert validate(message) == [] or items == TURN[1:]
+
+
+OTEL = Path(__file__).parents[3] / "shared" / "reference" / "otel"
+
+
+@pytest.mark.skipif(not OTEL.is_dir(), reason="the reference is not here")
+def test_opentelemetry_takes_the_messages() -> None:
+    for name, reason in (("input", None), ("output", "stop")):
+        schema = jsonschema_rs.Draft202012Validator(
+            json.loads((OTEL / f"gen-ai-{name}-messages.json").read_bytes())
+        )
+        for vendor, items in SAMPLES.items():
+            for view in VIEWS:
+                schema.validate(to_messages(view, from_vendor(vendor, items), reason))

@@ -1,6 +1,8 @@
 """What is left of containers, and for how long; imports pytest and fumehood."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,7 +12,7 @@ from fumehood.interfaces import Caller
 from fumehood.protocol.containers import ContainerRecord, ContainerSpec
 from fumehood.protocol.errors import BodyTooLarge, ContainerExpired, InvalidRequest, NotFound, RateLimited
 from fumehood.protocol.listing import Window
-from fumehood.protocol.sandbox import DomainSecret, NetworkAllowlist
+from fumehood.protocol.sandbox import DomainSecret, NetworkAllowlist, SandboxSpec
 from fumehood.protocol.sandbox_errors import Unreachable
 from fumehood.sandbox.container import ContainerSettings
 from fumehood.sandbox.containers import SandboxContainers
@@ -321,3 +323,56 @@ async def test_a_secret_is_for_a_domain_that_may_be_reached() -> None:
         assert refused.value.message == snapshot(
             "network_policy: the secret TOKEN is for a domain that is not in allowed_domains."
         )
+
+
+def test_the_page_tells_the_bounds() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/containers.md").read_text(encoding="utf-8")
+    settings = ContainerSettings()
+    assert f"1 to `longest_idle_minutes` ({settings.longest_idle_minutes})" in page
+    assert f"| {settings.idle_minutes} minutes (`idle_minutes`) |" in page
+    assert f"| {settings.life_hours:g} hours (`life_hours`) |" in page
+    assert f"`retention_hours` ({settings.retention_hours:g})" in page
+    assert f"`retained_bytes` ({settings.retained_bytes >> 30} GiB)" in page
+    assert f"`limits.containers_per_tenant` ({settings.containers_per_tenant})" in page
+    assert f"at most {settings.files.files:,} files (`container_files`)" in page
+    assert f"of {settings.files.container_bytes >> 20} MiB together (`container_bytes`)" in page
+
+
+async def test_uploads_wait_for_each_other() -> None:
+    """So that what is on its way cannot fill the disk; another tenant's do not wait."""
+    arriving: list[str] = []
+    go_on = asyncio.Event()
+
+    async def content(name: str) -> AsyncGenerator[bytes]:
+        arriving.append(name)
+        await go_on.wait()
+        yield b"x"
+
+    async with host(settings=ContainerSettings(uploads_at_once=2)) as here:
+        names = [await made(here) for _ in range(4)]
+        other = (await here.containers.create(Caller("other"), ContainerSpec())).id
+        uploads = [
+            asyncio.ensure_future(here.containers.put(SOMEBODY, name, "a", content(name))) for name in names
+        ]
+        uploads.append(
+            asyncio.ensure_future(here.containers.put(Caller("other"), other, "a", content(other)))
+        )
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert sorted(arriving) == sorted([*names[:2], other])
+        uploads[0].cancel()
+        go_on.set()
+        done = await asyncio.gather(*uploads, return_exceptions=True)
+        assert [isinstance(one, BaseException) for one in done] == [True, False, False, False, False]
+
+
+async def test_a_sandbox_that_was_made_and_not_written_down_goes_with_its_container() -> None:
+    async with host() as here:
+        deleted, expired = await made(here), await made(here)
+        for name in (deleted, expired):  # as if a process had died before it could write
+            await here.scripted.create(SandboxSpec(tenant="somebody"), f"{name}-1")
+        await here.containers.delete(SOMEBODY, deleted)
+        assert list(here.scripted.specs) == [f"{expired}-1"]
+        here.clock.advance(20 * 60)
+        await here.containers.sweep()
+        assert here.scripted.specs == {}

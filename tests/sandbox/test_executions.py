@@ -145,4 +145,5 @@ async def test_only_what_has_surely_not_begun_may_begin_elsewhere() -> None:
     assert refusing.openings == ["execute"]
     unsure = Restless(ScriptedSandboxes(), (-1, SandboxGone("its server died")))
     (end,) = await run(clock, unsure)
-    assert isinstance(end, End) and (end.status, end.state_kept) == ("lost", False)
+    assert isinstance(end, End)
+    assert (end.status, end.state_kept) == ("lost", False)

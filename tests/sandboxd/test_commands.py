@@ -78,6 +78,18 @@ async def test_the_environment_is_the_sandboxs(sandbox: LocalSandbox) -> None:
     assert version == (await run(sandbox, "import sys; print(sys.version_info[:2])")).stdout.strip()
 
 
+async def test_a_program_that_ignores_its_children_does_not_change_exit_codes(sandbox: LocalSandbox) -> None:
+    await run(sandbox, "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)")
+    assert (await command(sandbox, "exit 5")).end.exit_code == 5
+
+
+@pytest.mark.parametrize("text", ["echo \0", "true " + "x" * 200_000])
+async def test_what_no_shell_can_be_given(sandbox: LocalSandbox, text: str) -> None:
+    outcome = await command(sandbox, text)
+    assert (outcome.end.status, outcome.end.exit_code) == ("error", 126)
+    assert outcome.stderr.startswith("The command could not be started: ")
+
+
 async def test_a_command_reads_nothing(sandbox: LocalSandbox) -> None:
     assert (await command(sandbox, "cat; read line || echo none")).stdout == "none\n"
 
@@ -102,7 +114,22 @@ async def test_a_time_out_keeps_the_variables(sandbox: LocalSandbox) -> None:
     assert (await run(sandbox, "kept")).result == "11"
 
 
+class _OlderRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """What a server of protocol 1 knew before there were commands."""
+
+    code: str
+    timeout_seconds: float = 60.0
+    requirements: list[str] = []
+    execution_id: str | None = None
+
+
 async def test_an_older_server_is_asked_only_for_what_it_knows() -> None:
+    asked = msgspec.json.encode(ExecuteRequest(code="1", execution_id="e", timeout_seconds=5))
+    assert msgspec.json.decode(asked, type=_OlderRequest) == _OlderRequest("1", 5.0, [], "e")
+    with pytest.raises(msgspec.ValidationError, match="language"):
+        msgspec.json.decode(
+            msgspec.json.encode(ExecuteRequest(code="ls", language="shell")), type=_OlderRequest
+        )
     assert msgspec.json.encode(ExecuteRequest(code="1")) == b'{"code":"1"}'
     assert b'"language":"shell"' in msgspec.json.encode(ExecuteRequest(code="ls", language="shell"))
     assert msgspec.json.decode(b'{"code":"1"}', type=ExecuteRequest).language == "python"

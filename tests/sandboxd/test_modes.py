@@ -208,6 +208,9 @@ async def test_pod_holds_one_sandbox_once(socket_directory: Path) -> None:
             await run(sandbox, "open('b.txt', 'w').write('b')")
             assert [item.path for item in (await sandbox.files.list()).files] == ["a.txt", "b.txt"]
             assert (await run(sandbox, "while True: pass", timeout=0.5)).end.state_kept
+            assert (await run(sandbox, "cat b.txt; exit 4", language="shell")).end.exit_code == 4
+            left = await run(sandbox, "(setsid sleep 600 &); sleep 600", timeout=0.3, language="shell")
+            assert (left.end.status, left.end.state_kept) == ("timeout", True)
             with pytest.raises(AtCapacity, match="one sandbox"):
                 await pod.create()
             stubborn = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"

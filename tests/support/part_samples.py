@@ -236,7 +236,7 @@ BEDROCK: list[Sample] = [
 
 
 def _traced(**inner: Any) -> Sample:
-    return {"trace": {"agentId": "A", "sessionId": "s", "trace": {"orchestrationTrace": inner}}}
+    return {"trace": {"agentId": "A", "sessionId": "s1", "trace": {"orchestrationTrace": inner}}}
 
 
 BEDROCK_AGENTS: list[Sample] = [

@@ -1,7 +1,7 @@
 """The hosted shell on scripted sandboxes; imports pytest, inline-snapshot, fumehood and `tests.support`."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -492,7 +492,7 @@ async def test_secrets_do_not_come_back() -> None:
 # ---- replay ----------------------------------------------------------------------------------------------------
 
 
-def given_back(item: dict[str, object]) -> Entry:
+def given_back(item: Mapping[str, object]) -> Entry:
     return Entry(type=str(item["type"]), id=None, turn=0, raw=msgspec.json.encode(item))
 
 

@@ -5,12 +5,14 @@ enter the log: nothing is counted anywhere else. Calls of hosted tools are hande
 what those answer with is theirs.
 """
 
+import asyncio
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from fumehood.aside import LARGE
 from fumehood.engine.calls import WrittenCall, WrittenCustomCall, WrittenFunctionCall, is_whole
 from fumehood.engine.output import Output
 from fumehood.engine.prose import WrittenMessage, WrittenReasoning
@@ -71,7 +73,7 @@ class Turn:
 
     most_hosted: how many hosted calls are still allowed; further ones are ignored.
     one_call: only the first call of the turn counts.
-    most_written: how many characters the model may write, and a sixteenth of that in pieces.
+    most_written: how many characters the model may write, and a quarter of that in pieces.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class Turn:
         self._written += written
         self._pieces += len(batch)
         self._flush()
-        if self._written > self._most_written or self._pieces > self._most_written // 16:
+        if self._written > self._most_written or self._pieces > self._most_written // 4:
             raise ModelError("The model wrote without end, and was cut off.")
 
     async def _feed_rarer(
@@ -214,6 +216,15 @@ class Turn:
         if self._pending:
             self._output.emit(self._pending)
             self._pending.clear()
+
+    async def _flush_in_turns(self) -> None:
+        """One by one where much was written: every event that closes something says all of it once more, and others
+        want to be served meanwhile.
+        """
+        while self._written >= LARGE and self._pending:
+            self._output.emit([self._pending.pop(0)])
+            await asyncio.sleep(0)
+        self._flush()
 
     async def _open_message(self) -> WrittenMessage:
         if self._reasoning is not None:
@@ -282,6 +293,8 @@ class Turn:
         self._close_reasoning()
         await self._close_message("completed")
         self._close_whole_calls()
+        if self._written >= LARGE:
+            await self._flush_in_turns()
         call = self._begin_call(event)
         self._calls[event.key] = call
         if call is None:
@@ -346,7 +359,7 @@ class Turn:
         last = status == "completed" and not self._calls
         await self._close_message(status, self._output.files if last else ())
         self._close_client_calls(status)
-        self._flush()
+        await self._flush_in_turns()
 
     def cut_off(self, reason: str) -> None:
         """The same in a hurry, hosted calls included: nothing is awaited."""

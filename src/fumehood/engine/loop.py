@@ -57,12 +57,12 @@ class LoopLimits:
     """
     turns: of the model in one response; in the last one it is offered no tools, so that it has to answer.
     seconds: that a response may take in all.
-    characters: that the model may write in one turn, and a sixteenth of that in pieces; no honest model comes near.
+    characters: that the model may write in one turn, and a quarter of that in pieces; no honest model comes near.
     """
 
     turns: int = 64
     seconds: float = 1800.0
-    characters: int = 1 << 24
+    characters: int = 1 << 22
 
 
 class Loop:

@@ -68,12 +68,17 @@ class UploadedFiles:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
 
+    @property
+    def arriving(self) -> int:
+        """How many files are being uploaded now."""
+        return sum(map(len, self._arriving.values()))
+
     # ---- upload ---------------------------------------------------------------------------------------------------
 
     async def create(
-        self, caller: Caller, new: NewFile | Callable[[], NewFile], content: AsyncIterable[bytes]
+        self, caller: Caller, new: NewFile | Callable[[], NewFile | None], content: AsyncIterable[bytes]
     ) -> FileRecord:
-        known = new if isinstance(new, NewFile) else None
+        known = new if isinstance(new, NewFile) else new()
         if known is not None:
             _check_life(known)
         with self._arrival(caller.tenant) as arrival:
@@ -82,9 +87,12 @@ class UploadedFiles:
                 self._blobs.keep(pieces) as kept,
             ):
                 described = new if isinstance(new, NewFile) else new()
+                if described is None:
+                    raise InvalidRequest("Nothing is said of the file.", param="file")
                 _check_life(described)
                 self._settings.types.check(_name(described), bytes(arrival.head))
                 record = self._record(caller.tenant, described, kept)
+                self._forget(arrival)  # or whoever looks while it is written would count it twice
                 if not await self._store.add_upload(record, self._settings.tenant):
                     raise _no_room(self._settings.tenant)
                 return record
@@ -92,22 +100,26 @@ class UploadedFiles:
     @contextmanager
     def _arrival(self, tenant: str) -> "Generator[_Arrival]":
         """While something of the tenant's arrives; raises RateLimited."""
-        others = self._arriving.setdefault(tenant, [])
+        others = self._arriving.get(tenant, [])
         if len(others) >= self._settings.at_once:
             raise RateLimited(
                 f"{self._settings.at_once} files are being uploaded, as many as may be at once; try again soon.",
                 retry_after=1.0,
             )
         arrival = _Arrival(tenant)
-        others.append(arrival)
+        self._arriving[tenant] = [*others, arrival]
         try:
             yield arrival
         finally:
-            others.remove(arrival)
-            for other in others:
-                other.kept = None  # this one is, now, or will never be
-            if not others:
-                self._arriving.pop(tenant, None)
+            self._forget(arrival)
+
+    def _forget(self, arrival: "_Arrival") -> None:
+        """It has arrived, or never will; so what the others know of their tenant is not true any more."""
+        others = [other for other in self._arriving.pop(arrival.tenant, ()) if other is not arrival]
+        for other in others:
+            other.kept = None
+        if others:
+            self._arriving[arrival.tenant] = others
 
     async def _admitted(
         self, known: NewFile | None, content: AsyncIterable[bytes], arrival: "_Arrival"

@@ -16,6 +16,7 @@ from fumehood.gateway.files import Uploads
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import CONTENT_TYPE, Metrics
 from fumehood.gateway.models import ModelCards
+from fumehood.gateway.multipart import is_form
 from fumehood.gateway.openapi import PUBLIC, document
 from fumehood.gateway.origins import Origins
 from fumehood.gateway.request_log import RequestLog, to_logging
@@ -161,6 +162,8 @@ class Gateway:
                     methods = "" if place is None else ", ".join(sorted(place.handlers))
                     await self.origins.answer(exchange, methods)
                     return
+                if is_form(exchange):
+                    self.origins.check_page(exchange)
             caller = NOBODY if place is not None and place.path in PUBLIC else await self._identify(exchange)
             await _handler(place, exchange)(exchange, caller)
         except ApiError as error:

@@ -60,7 +60,7 @@ class ContainerRoutes:
 
     async def list(self, exchange: Exchange, caller: Caller) -> None:
         window = asked_window(exchange)
-        found = await self._containers.containers(caller, window, exchange.query("name"))
+        found = await self._containers.containers(caller, window, exchange.query("name") or None)
         await exchange.answer_json(
             windowed_page(window, found, lambda record: Raw(encode(container_on_the_wire(record))))
         )

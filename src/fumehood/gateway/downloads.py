@@ -4,12 +4,12 @@ What is in them nobody here has written, so a browser that gets one is told to s
 """
 
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from fumehood.gateway.exchange import Exchange
+from fumehood.gateway.exchange import Exchange, Vigil
 from fumehood.protocol.errors import ApiError
 from fumehood.protocol.file_types import media_type
 from fumehood.protocol.names import clean_name
@@ -18,7 +18,6 @@ from fumehood.serving.exchange import Headers
 # What would end or confuse a header, where every client has to understand it.
 _UNPLAIN = re.compile(r"[^A-Za-z0-9 ._()+=@,-]")
 _RANGE = re.compile(rb"\s*bytes\s*=\s*(\d{0,18})\s*-\s*(\d{0,18})\s*", re.IGNORECASE)
-_LENGTH = b"content-length"
 
 
 class RangeUnsatisfiable(ApiError):
@@ -60,23 +59,32 @@ async def send_download(exchange: Exchange, download: Download) -> int:
 async def _send(
     exchange: Exchange, status: int, headers: Headers, content: AsyncGenerator[bytes], length: int | None
 ) -> int:
+    """Nothing more is read for a caller who has left."""
     sent = 0
     async with aclosing(content) as pieces:
-        piece = await anext(pieces, b"")  # what can be refused is refused before the head
-        following = await anext(pieces, None) if length is None else b""
-        if following is None:
-            length, following = len(piece), b""
+        first = await anext(pieces, b"")  # what can be refused is refused before the head
+        second = await anext(pieces, None) if length is None else b""
+        if second is None:
+            length, second = len(first), b""
         if length is not None:
-            headers = [*headers, (_LENGTH, b"%d" % length)]
+            headers = [*headers, (b"content-length", b"%d" % length)]
         await exchange.begin(status, headers)
-        for first in filter(None, (piece, following)):
-            await exchange.send(first)
-            sent += len(first)
-        async for piece in pieces:
-            await exchange.send(piece)
-            sent += len(piece)
+        with Vigil(exchange, lambda: None) as vigil:
+            async for piece in _chained((first, second), pieces):
+                await exchange.send(piece)
+                sent += len(piece)
+                if vigil.left:
+                    exchange.noted["outcome"] = "the client left"
+                    return sent
     await exchange.send(b"", more=False)
     return sent
+
+
+async def _chained(first: Iterable[bytes], rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    for piece in filter(None, first):
+        yield piece
+    async for piece in rest:
+        yield piece
 
 
 def _part(exchange: Exchange, download: Download) -> tuple[int, int] | None:

@@ -40,10 +40,13 @@ class Uploads:
         form = Form(exchange, self._file_bytes)
         if not await form.reach_file():
             raise _missing("file")
-        # Most clients send the fields first: then what is wrong with them is told before the file has come.
-        new = _described(form) if "purpose" in form.fields else lambda: _described(form)
+
+        def told() -> NewFile | None:
+            """Most clients send the fields first: then what is wrong is told before the file has come."""
+            return _described(form) if form.ended or "purpose" in form.fields else None
+
         async with aclosing(form.content()) as content:
-            record = await self._files.create(caller, new, content)
+            record = await self._files.create(caller, told, content)
         exchange.noted["file_id"] = record.id
         self._metrics.uploaded(record.bytes)
         await exchange.answer_json(file_object(record))

@@ -7,6 +7,7 @@ few and small, and a form that does not end as it has to is refused, however muc
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -42,14 +43,15 @@ class Form:
 
     fields: those that have come so far; all of them, once the content was read to its end.
     filename: what the client calls the file; None until it has come.
+    ended: whether all of it was there.
     """
 
     def __init__(self, exchange: Exchange, file_bytes: int) -> None:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
+        self.ended = False
         self._body = exchange.pieces(file_bytes + OVERHEAD)
         self._parser = self._made(exchange.headers.get(b"content-type", b""))
-        self._ended = False
         self._content: deque[bytes] = deque()
         self._parts = 0
         self._room = _FIELD_BYTES
@@ -67,11 +69,12 @@ class Form:
 
     async def content(self) -> AsyncGenerator[bytes]:
         """The file as it comes; then the rest of the form was read, too."""
-        while True:
-            while self._content:
-                yield self._content.popleft()
-            if not await self._read():
-                return
+        async with aclosing(self._body):
+            while True:
+                while self._content:
+                    yield self._content.popleft()
+                if not await self._read():
+                    return
 
     async def _read(self) -> bool:
         """One more piece of the body; False if there is none, and the form was whole."""
@@ -82,7 +85,7 @@ class Form:
                 return True
         except FormParserError as error:
             raise InvalidRequest(f"The form cannot be read: {clean_name(str(error))}.") from None
-        if not self._ended:
+        if not self.ended:
             raise InvalidRequest("The form breaks off: there is no boundary at its end.")
         return False
 
@@ -172,7 +175,7 @@ class Form:
         self._value.clear()
 
     def _form_ends(self) -> None:
-        self._ended = True
+        self.ended = True
 
     def _refused(self, what: str) -> InvalidRequest:
         name = clean_name(self._field, 80)

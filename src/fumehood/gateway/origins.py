@@ -1,7 +1,7 @@
 """Which web pages may ask: CORS, off unless origins were named; imports the standard library and siblings.
 
 A browser asks first, without a key, whether a page may send what it wants to send; so that is answered before anybody
-is identified. About a WebSocket it does not ask: it only says from which page it is opened.
+is identified. About a WebSocket and about a form it does not ask: it only says from which page it comes.
 """
 
 import re
@@ -13,8 +13,9 @@ from fumehood.serving.exchange import Headers
 ANY = "*"
 _NAMES = re.compile(rb"[A-Za-z0-9_-]+(?:[ \t]*,[ \t]*[A-Za-z0-9_-]+)*")
 _EXPOSED = (
-    b"fumehood-version, idempotent-replayed, openai-processing-ms, retry-after, x-ratelimit-limit-requests, "
-    b"x-ratelimit-remaining-requests, x-ratelimit-reset-requests, x-request-id, x-should-retry"
+    b"content-disposition, content-range, etag, fumehood-version, idempotent-replayed, openai-processing-ms, "
+    b"retry-after, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
+    b"x-request-id, x-should-retry"
 )
 _REMEMBERED = b"600"  # seconds that a browser need not ask again
 
@@ -30,7 +31,7 @@ class Origins:
         """Whether such a page may ask; programs that are no pages name no origin."""
         return origin is None or self._any or origin in self._allowed
 
-    def check_socket(self, exchange: Exchange) -> None:
+    def check_page(self, exchange: Exchange) -> None:
         """Raises Forbidden for a page of another site that was not named. Programs that are no browsers say nothing."""
         origin, host = exchange.headers.get(b"origin"), exchange.headers.get(b"host", b"").strip().lower()
         if self.permits(origin) or (
@@ -39,7 +40,7 @@ class Origins:
             return
         shown = (origin or b"").decode("latin-1")[:100]
         raise Forbidden(
-            f"Web pages of {shown!r} may not connect to this server, unless server.cors_origins names them."
+            f"Web pages of {shown!r} may not use this server, unless server.cors_origins names them."
         )
 
     def headers(self, exchange: Exchange) -> Headers:

@@ -1,7 +1,7 @@
 """/v1/responses: make one, blocking or streamed, read it, delete it; imports `interfaces`, `protocol` and siblings."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from fumehood.aside import aside
@@ -148,10 +148,7 @@ class Responses:
 
     def _shown_to(self, exchange: Exchange, request: CreateResponse) -> frozenset[str]:
         include = self._always.union(request.include or ())
-        # `responses.stream()` of openai-node 6.x throws at an event that it does not know, and says that it is the one.
-        if exchange.headers.get(b"x-stainless-helper-method") == b"stream":
-            return include.union((OPENAIS_EVENTS,))
-        return include
+        return include.union((OPENAIS_EVENTS,)) if _breaks_at_ours(exchange.headers) else include
 
     async def count(self, exchange: Exchange, caller: Caller) -> None:
         with self._limits.room(caller) as room:
@@ -223,6 +220,13 @@ class Responses:
         asked = exchange.queries("include")
         check_include(asked)
         return self._always.union(asked)
+
+
+def _breaks_at_ours(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether it is `responses.stream()` of openai-node, which throws at an event that it does not know."""
+    return (
+        headers.get(b"x-stainless-helper-method") == b"stream" and headers.get(b"x-stainless-lang") == b"js"
+    )
 
 
 def _stop(task: asyncio.Future[CompactedResponse]) -> None:

@@ -31,6 +31,8 @@ _USUAL: dict[str, Fields] = {
     "custom_tool_call": {"status": _COMPLETED},
     "custom_tool_call_output": {"status": _COMPLETED},
     "code_interpreter_call": {"status": _COMPLETED, "container_id": Raw(b'""')},
+    "shell_call": {"status": _COMPLETED},
+    "shell_call_output": {"status": _COMPLETED, "output": _NOTHING},
     "reasoning": {"summary": _NOTHING},
     "output_text": {"annotations": _NOTHING},
     "input_image": {"detail": Raw(b'"auto"')},

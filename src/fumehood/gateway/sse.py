@@ -6,6 +6,7 @@ token takes: no task is woken, nothing is awaited and nothing projected for an e
 
 import asyncio
 import logging
+import sys
 from collections.abc import Awaitable, Collection, Sequence
 from typing import Protocol
 
@@ -40,13 +41,18 @@ HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"x-accel-buffering", b"no"),
 )
 _END = b"\n\n"
+_LARGEST_WRITE = 1 << 20  # but for a single event that is larger
 TERMINAL = (Completed, Failed, Incomplete)
 # Only these can hold what the client did not ask for or does not know, or bytes that somebody else has written.
 _DELICATE = (ItemEvent, ResponseEvent, TextDone, PartDone, InterpreterFailed)
 # A line break between two tokens of JSON is as good as a space; inside a string there is none.
 _ONE_LINE = bytes.maketrans(b"\r\n", b"  ")
 # Some readers take these for the end of a line.
-_BREAKS = (("\u0085".encode(), rb"\u0085"), ("\u2028".encode(), rb"\u2028"), ("\u2029".encode(), rb"\u2029"))
+_BREAKS = (
+    (b"\xc2", "\u0085".encode(), rb"\u0085"),
+    (b"\xe2", "\u2028".encode(), rb"\u2028"),
+    (b"\xe2", "\u2029".encode(), rb"\u2029"),
+)
 
 logger = logging.getLogger(__name__)
 
@@ -69,28 +75,42 @@ FORMS = _Forms()
 
 def encode_events(events: Sequence[StreamEvent], include: Collection[str]) -> bytearray:
     """The events as they go over the wire, projected, in one piece."""
+    return encode_some(events, include, sys.maxsize)[0]
+
+
+def encode_some(events: Sequence[StreamEvent], include: Collection[str], most: int) -> tuple[bytearray, int]:
+    """The same for the first of them, up to the one that makes it `most` bytes; how many they are."""
     buffer = bytearray()
+    number = 0
     for event in events:
+        number += 1
         head, delicate = FORMS[type(event)]
         if delicate or (isinstance(event, TextDelta) and event.logprobs):
             shown = project(event, include)
             buffer += FORMS[type(shown)][0]
-            buffer += _encode(shown).translate(_ONE_LINE)
+            body = _encode(shown)
+            buffer += body if b"\n" not in body and b"\r" not in body else body.translate(_ONE_LINE)
         else:
             buffer += head
             _encode_into(event, buffer, -1)
         buffer += _END
+        if len(buffer) >= most:
+            break
     if not buffer.isascii():
-        for written, escaped in _BREAKS:
-            if written in buffer:
+        for lead, written, escaped in _BREAKS:
+            if lead in buffer and written in buffer:  # to look for one byte takes a tenth of the time
                 buffer = buffer.replace(written, escaped)
-    return buffer
+    return buffer, number
 
 
 class Wire(Protocol):
     """How events become bytes."""
 
-    def events(self, events: Sequence[StreamEvent], include: Collection[str]) -> bytearray: ...
+    def some(
+        self, events: Sequence[StreamEvent], include: Collection[str], most: int
+    ) -> tuple[bytearray, int]:
+        """The first of these events, up to the one that makes it `most` bytes; how many they are."""
+        ...
 
     def end(self, last: bytearray) -> bytearray:
         """The last events, with whatever says that nothing more will come."""
@@ -100,7 +120,7 @@ class Wire(Protocol):
 class EventStream:
     """The `Wire` of server-sent events."""
 
-    events = staticmethod(encode_events)
+    some = staticmethod(encode_some)
 
     def end(self, last: bytearray) -> bytearray:
         return last + DONE
@@ -136,6 +156,7 @@ class Following:
         self._run = run
         self._include = include
         self._wire = wire
+        self._untold: Sequence[StreamEvent] = ()  # were taken, and are more than one write
         self._last = -1
         self._opening: Response | None = None
         self._fault: ApiError | None = None
@@ -161,6 +182,9 @@ class Following:
                     await self._obstacle
                     self._obstacle = None
                     self._pass_on()
+                elif self._untold:
+                    await asyncio.sleep(0)  # others have their turns
+                    self._pass_on()
                 if self._fault is not None:
                     self._end(await self._broken_off(self._fault))
                 if self._ending is not None:
@@ -174,7 +198,7 @@ class Following:
         if self._obstacle is not None or self._ending is not None or self._fault is not None:
             return
         try:
-            self._send(self._reading.take())
+            self._send(self._untold or self._reading.take())
         except ApiError as error:
             self._break_off(error)
         except Exception:
@@ -186,18 +210,19 @@ class Following:
             if self._reading.over:
                 self._break_off(ServerFault("The response broke off."))
             return
-        body = self._wire.events(events, self._include)
+        body, number = self._wire.some(events, self._include, _LARGEST_WRITE)
         if self._opening is None and isinstance(events[0], ResponseEvent):
             self._opening = events[0].response
-        last = events[-1]
-        self.sent += len(events)
+        self._untold = events[number:] if number < len(events) else ()
+        last = events[number - 1]
+        self.sent += number
         self._last = last.sequence_number
         if isinstance(last, TERMINAL):
             self.response = last.response
             self._end(body)
             return
         self._obstacle = self._exchange.send_now(body)
-        if self._obstacle is not None:
+        if self._obstacle is not None or self._untold:
             self._turn.set()
 
     def _break_off(self, error: ApiError) -> None:
@@ -216,7 +241,7 @@ class Following:
             told = ResponseError(code="server_error", message=error.message)
             self.response = msgspec.structs.replace(response, status="failed", error=told)
             events.append(Failed(sequence_number=self._last + 2, response=self.response))
-        return self._wire.events(events, self._include)
+        return self._wire.some(events, self._include, sys.maxsize)[0]
 
     def _end(self, body: bytearray) -> None:
         self._ending = self._wire.end(body)

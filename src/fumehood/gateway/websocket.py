@@ -113,10 +113,14 @@ class Messages:
         self._stream_id = UNSET if stream_id is None else stream_id
         self._tail = b"" if stream_id is None else b',"stream_id":%s}' % encode(stream_id)
 
-    def events(self, events: Sequence[StreamEvent], include: Collection[str]) -> bytearray:
+    def some(
+        self, events: Sequence[StreamEvent], include: Collection[str], most: int
+    ) -> tuple[bytearray, int]:
         buffer = bytearray()
         tail = self._tail
+        number = 0
         for event in events:
+            number += 1
             start = len(buffer)
             buffer += _HEAD
             if FORMS[type(event)][1] or (isinstance(event, TextDelta) and event.logprobs):
@@ -130,7 +134,9 @@ class Messages:
                 buffer[start + 3] = size & 255
             else:
                 buffer[start : start + 4] = _head(size)
-        return buffer
+            if len(buffer) >= most:
+                break
+        return buffer, number
 
     def end(self, last: bytearray) -> bytearray:
         return last
@@ -202,7 +208,7 @@ class Sockets:
     async def connect(self, exchange: Exchange, caller: Caller) -> None:
         if not isinstance(exchange, Handshake):
             raise UpgradeRequired("This path is for POST, and for GET with an upgrade to WebSocket.")
-        self._origins.check_socket(exchange)
+        self._origins.check_page(exchange)
         await exchange.receive()  # that it wants to connect
         exchange.status = 101
         identity = (b"x-request-id", exchange.request_id.encode())

@@ -6,19 +6,22 @@ What the events mean is said by the parsers of the two kinds of servers, which i
 import json
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from fumehood.models.think_tags import ThinkTags
 from fumehood.models.upstream_errors import UpstreamErrors
 from fumehood.protocol.errors import ModelError
-from fumehood.protocol.models import AnyModelEvent
+from fumehood.protocol.models import AnyModelEvent, CallArguments, Text, Thought
 
 LONGEST_LINE = 1 << 25  # and the longest answer that is not streamed
 LONGEST_ANSWER = 1 << 29  # in all, whatever it says or does not say
 MOST_TOKENS = 1 << 48  # that are believed
 
+_LARGEST_PIECE = 1 << 16  # characters
 _LONGEST_ODD = 1 << 21  # bytes that are worth the slow way of reading what is not quite JSON
 _BOM = b"\xef\xbb\xbf"
 
@@ -27,7 +30,8 @@ class Reading(Protocol):
     """One turn. Give it what each read brought, then `finish` at the end of the body; take the events.
 
     failure: set once the answer cannot go on; the events before it were given. ended: `TurnEnded` was given; over: one
-    of the two. closing: the model has said why it stopped, and at most the usage is still to come.
+    of the two. closing: the model has said why it stopped, and at most the usage is still to come. held: the bytes that
+    have yet to be read, since their line or document is not complete.
     """
 
     @property
@@ -41,6 +45,9 @@ class Reading(Protocol):
 
     @property
     def closing(self) -> bool: ...
+
+    @property
+    def held(self) -> int: ...
 
     def feed(self, piece: bytes) -> list[AnyModelEvent]: ...
 
@@ -65,7 +72,7 @@ class AnswerParser[Told](ABC):
         self._longest = longest
         self._left = most
         self._held: list[bytes] = []  # an unfinished line, or an answer that is not a stream
-        self._held_bytes = 0
+        self.held = 0
         self._begun = False
         self._is_document = False
         self._data: list[bytes] = []  # lines of an event that goes on over several
@@ -121,7 +128,7 @@ class AnswerParser[Told](ABC):
         if self._held:
             block = b"".join([*self._held, block])
             self._held.clear()
-            self._held_bytes = 0
+            self.held = 0
         if cut < len(piece):
             self._hold(piece[cut:])
         self._read(block, events)
@@ -159,7 +166,7 @@ class AnswerParser[Told](ABC):
         """The very first bytes tell a stream from an answer in one piece."""
         start = b"".join([*self._held, piece])
         self._held.clear()
-        self._held_bytes = 0
+        self.held = 0
         if _BOM.startswith(start) and start != _BOM:
             return start
         start = start.removeprefix(_BOM)
@@ -170,8 +177,8 @@ class AnswerParser[Told](ABC):
 
     def _hold(self, piece: bytes) -> None:
         self._held.append(piece)
-        self._held_bytes += len(piece)
-        if self._held_bytes > self._longest:
+        self.held += len(piece)
+        if self.held > self._longest:
             self._held.clear()
             self.failure = self._errors.unreadable(f"it sent a line of more than {self._longest} bytes")
 
@@ -242,6 +249,18 @@ def _finite(digits: str) -> float | None:
 
 def _nothing(_: str) -> None:
     return None
+
+
+def in_pieces(events: Sequence[AnyModelEvent]) -> Iterator[Sequence[AnyModelEvent]]:
+    """The same events in batches of which none is long: what came at once is told bit by bit."""
+    for event in events:
+        if isinstance(event, Text | Thought | CallArguments) and len(event.delta) > _LARGEST_PIECE:
+            logprobs = event.logprobs if isinstance(event, Text) else []
+            for start in range(0, len(event.delta), _LARGEST_PIECE):
+                piece = replace(event, delta=event.delta[start : start + _LARGEST_PIECE])
+                yield [piece if not start or not logprobs else replace(piece, logprobs=[])]
+        else:
+            yield [event]
 
 
 def tokens(told: float | None) -> int:

@@ -1,5 +1,6 @@
 """What all backends that ask a model server over HTTP have in common; imports `interfaces`, `protocol` and siblings."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, ClassVar
@@ -7,8 +8,9 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
+from fumehood.aside import LARGE, aside
 from fumehood.interfaces import Take
-from fumehood.models.answers import Reading
+from fumehood.models.answers import Reading, in_pieces
 from fumehood.models.forced_calls import ForcedCall
 from fumehood.models.http_client import Address, Patience, header_lines
 from fumehood.models.settings import ModelSettings, Secret
@@ -47,27 +49,39 @@ class _Turn:
     """One turn as it is read.
 
     events: what the last piece brought, unless it was taken. begun: whether any were given on.
+    unread: a piece that ends a long line or document.
     """
 
-    __slots__ = ("_forced", "_take", "begun", "events", "parser")
+    __slots__ = ("_forced", "_take", "begun", "events", "parser", "unread")
 
     def __init__(self, parser: Reading, forced: ForcedCall | None, take: Take | None) -> None:
         self.parser = parser
         self.events: Sequence[AnyModelEvent] = ()
         self.begun = False
+        self.unread: bytes | None = None
         self._forced = forced
         self._take = take
 
     def hear(self, piece: bytes) -> bool:
         """Read a piece, nothing for the end; whether nobody needs to look at it."""
         parser = self.parser
-        events = parser.feed(piece) if piece else parser.finish()
-        if self._forced is not None:
-            events = self._forced.sift(events)
+        if parser.held >= LARGE and (not piece or b"\n" in piece):
+            self.unread, self.events = piece, ()
+            return False
+        events = self._read(piece)
         if events and self.begun and self._take is not None and self._take(events):
             events = ()
         self.events = events
         return not events and not parser.over and not parser.closing
+
+    async def read_aside(self) -> None:
+        """What was too much to be read on the event loop."""
+        piece, self.unread = self.unread or b"", None
+        self.events = await aside(self.parser.held, self._read, piece)
+
+    def _read(self, piece: bytes) -> list[AnyModelEvent]:
+        events = self.parser.feed(piece) if piece else self.parser.finish()
+        return events if self._forced is None else self._forced.sift(events)
 
 
 class ModelServer(ABC):
@@ -135,10 +149,17 @@ class ModelServer(ABC):
                     turn.hear(await answer.read_rest(_USAGE_SECONDS))
                 elif await answer.tell(turn.hear):
                     turn.hear(b"")
+                large = turn.unread is not None
+                if large:
+                    await turn.read_aside()
                 answer.response.complete = parser.ended
-                if turn.events:
-                    turn.begun = True
+                turn.begun = turn.begun or bool(turn.events)
+                if not large and turn.events:
                     yield turn.events
+                elif large:
+                    for batch in in_pieces(turn.events):
+                        yield batch
+                        await asyncio.sleep(0)  # others have their turns
             if parser.failure is not None:
                 raise parser.failure
 

@@ -36,7 +36,7 @@ CUT_PART = "fumehood:cut"
 # Members of an item that say what it is, or which one. Further inside, such names may be anybody's, and hold content.
 _STRUCTURE = frozenset({"type", "id", "call_id", "tool_use_id", "tool_call_id", "status", "role", "object"})
 _HEAD = frozenset({"type", "id", "name"})
-_DATA_URL = re.compile(r"data:(?P<mime>[\w.+-]+/[\w.+-]+)?(?:;[\w.=+-]+)*;base64,")
+_DATA_URL = re.compile(r"data:[\w.+/-]*(?:;[\w.=+-]+)*;base64,")
 _LONGEST = (1 << 16, 1 << 14, 1 << 12, 1 << 10, 1 << 8, 1 << 6)
 
 type Change = Callable[[Json], Json]
@@ -118,7 +118,6 @@ class Medium(msgspec.Struct, frozen=True, kw_only=True):
 
     digest: str
     bytes: int
-    mime_type: str | None
 
     @property
     def uri(self) -> str:
@@ -132,7 +131,7 @@ def without_data(parts: list[Part]) -> list[Part]:
 
 def _without_data(part: Part) -> Part:
     if isinstance(part, Blob):
-        medium = _medium(part.content, part.mime_type)
+        medium = _medium(part.content)
         source = _changed_source(part.source, _referred)
         if source is not None:
             # The address goes back to where the data was, as an address: its lens would take it for data.
@@ -143,19 +142,11 @@ def _without_data(part: Part) -> Part:
             uri=medium.uri, modality=part.modality, mime_type=part.mime_type, source=source, extra=extra
         )
     made = _changed(part, _referred)
-    if (
-        isinstance(made, ToolResult)
-        and made.kind == "image_generation"
-        and isinstance(made.payload["result"], str)
-    ):
-        medium = _medium(made.payload["result"], None)
-        made.payload["result"] = {
-            "type": "uri",
-            "modality": "image",
-            "uri": medium.uri,
-            "digest": medium.digest,
-            "bytes": medium.bytes,
-        }
+    if isinstance(made, ToolResult) and made.kind == "image_generation":
+        picture = made.payload.get("result")
+        if isinstance(picture, str):
+            medium = _medium(picture)
+            made.payload["result"] = {"type": "uri", "modality": "image", "uri": medium.uri, **_told(medium)}
     return made
 
 
@@ -167,8 +158,7 @@ def _referred(value: Json) -> Json:
     made: JsonObject = {key: _referred(inner) for key, inner in value.items()}
     data = value.get("data")
     if value.get("type") == "base64" and isinstance(data, str):
-        mime = value.get("media_type")
-        return {**made, **_told(_medium(data, mime if isinstance(mime, str) else None)), "data": None}
+        return {**made, **_told(_medium(data)), "data": None}
     found = [inner for inner in value.values() if _is_data_url(inner)]
     return {**made, **_told(_medium_of_url(found[0]))} if found else made
 
@@ -183,18 +173,15 @@ def _is_data_url(value: Json) -> bool:
 
 def _medium_of_url(value: Json) -> Medium:
     text = value if isinstance(value, str) else ""
-    head = _DATA_URL.match(text)
-    return _medium(text[head.end() :] if head else text, head["mime"] if head else None)
+    return _medium(text[text.find(",") + 1 :])
 
 
-def _medium(data: str, mime_type: str | None) -> Medium:
+def _medium(data: str) -> Medium:
     try:
         content = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
         content = data.encode("utf-8", "surrogatepass")
-    return Medium(
-        digest=f"sha256:{hashlib.sha256(content).hexdigest()}", bytes=len(content), mime_type=mime_type
-    )
+    return Medium(digest=f"sha256:{hashlib.sha256(content).hexdigest()}", bytes=len(content))
 
 
 # --- bounds -------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def to_vendor(name: str, parts: list[Part]) -> Json:
     try:
         for group in _groups(vendor, parts):
             source = group[0].source
-            if source is not None and _is_of(vendor, group[0]):
+            if source is not None and _knows_its_item(vendor, group[0]):
                 envelope = envelope or source.envelope
                 items.append((source.place, lower(group)))
             elif (made := _made(vendor, group)) is not None:
@@ -114,45 +114,56 @@ def _enveloped(envelope: Envelope | None, items: list[tuple[int, Json]]) -> Json
         return [item for _, item in items]
     if envelope.places == [()]:
         return items[0][1] if len(items) == 1 else [item for _, item in items]
+    lists: list[list[Json]] = [[] for _ in envelope.places]
+    for place, item in items:
+        if not 0 <= place < len(lists):
+            raise ValueError(f"there is no place {place}")
+        lists[place].append(item)
     document = copied(envelope.document)
-    for number, place in enumerate(envelope.places):
-        document = put_at(document, place, [item for where, item in items if where == number])
+    for path, found in zip(envelope.places, lists, strict=True):
+        document = put_at(document, path, [*found])
     return document
 
 
 def _groups(vendor: Vendor, parts: list[Part]) -> list[list[Part]]:
     """Parts by the item they are of: as they came from this vendor, else as it would write them."""
-    own = {position for position, part in enumerate(parts) if _is_of(vendor, part)}
-    results = {
-        call: result
-        for call, result in pairs(parts)
-        if call is not None and result is not None and not {call, result} & own
-    }
+    results = {call: result for call, result in pairs(parts) if call is not None and result is not None}
     groups: list[list[Part]] = []
     joined: set[int] = set()
     for position, part in enumerate(parts):
-        if position in joined or (position in own and _is_derived(part)):
+        if position in joined or _is_derived(vendor, part):
             continue
-        if position in own and part.source is not None and part.source.follows and groups:
+        if groups and _follows(part, groups[-1][0]) and _knows_its_item(vendor, groups[-1][0]):
             groups[-1].append(part)
             continue
         groups.append([part])
-        if isinstance(part, ToolCall) and position in results and _shape_for(vendor, part).unified:
-            joined.add(results[position])
-            groups[-1].append(parts[results[position]])
+        result = results.get(position)
+        if result is None or _knows_its_item(vendor, part) or _knows_its_item(vendor, parts[result]):
+            continue
+        if isinstance(part, ToolCall) and _shape_for(vendor, part).unified:
+            joined.add(result)
+            groups[-1].append(parts[result])
     return groups
 
 
-def _is_of(vendor: Vendor, part: Part) -> bool:
-    """It came from this vendor and knows the way back, or has none because it was only derived."""
+def _knows_its_item(vendor: Vendor, part: Part) -> bool:
     source = part.source
-    if source is None or source.vendor != vendor.name:
-        return False
-    return source.item is not msgspec.UNSET or source.follows or _is_derived(part)
+    return source is not None and source.vendor == vendor.name and source.item is not msgspec.UNSET
 
 
-def _is_derived(part: Part) -> bool:
-    return isinstance(part, ToolCall | ToolResult) and part.provenance == "synthesized"
+def _follows(part: Part, head: Part) -> bool:
+    source = part.source
+    return (
+        source is not None
+        and source.follows
+        and head.source is not None
+        and source.vendor == head.source.vendor
+    )
+
+
+def _is_derived(vendor: Vendor, part: Part) -> bool:
+    told = isinstance(part, ToolCall | ToolResult) and part.provenance == "synthesized"
+    return told and part.source is not None and part.source.vendor == vendor.name
 
 
 # --- in another vendor's words ------------------------------------------------------------------------
@@ -175,7 +186,8 @@ def _made(vendor: Vendor, group: list[Part]) -> Json | None:
             _shape_for(vendor, first), [part for part in group if isinstance(part, ToolCall | ToolResult)]
         )
     if isinstance(first, Text):
-        return _said(vendor.text, first.content)
+        asked = first.role != "assistant" and vendor.asked is not None
+        return _said(vendor.asked if asked else vendor.text, first.content, first.role)
     if isinstance(first, Reasoning):
         return _said(vendor.reasoning, first.content)
     if isinstance(first, Other) and first.source is not None and first.source.item is not msgspec.UNSET:
@@ -183,8 +195,11 @@ def _made(vendor: Vendor, group: list[Part]) -> Json | None:
     return None
 
 
-def _said(saying: Saying | None, text: str) -> Json | None:
-    return None if saying is None else put_at(copied(saying.begins), saying.path, text)
+def _said(saying: Saying | None, text: str, role: str = "assistant") -> Json | None:
+    if saying is None:
+        return None
+    item = put_at(copied(saying.begins), saying.path, text)
+    return put_at(item, ("role",), role) if "role" in saying.begins else item
 
 
 def _built(shape: Shape, parts: list[ToolCall | ToolResult]) -> Json:

@@ -58,7 +58,7 @@ class Field(msgspec.Struct, frozen=True):
     lens: str = ""
 
 
-def path(written: str) -> Path:
+def _path(written: str) -> Path:
     """`"content.0.text"` as steps; numbers are places in lists."""
     return tuple(int(step) if step.isdigit() else step for step in written.split("."))
 
@@ -68,7 +68,7 @@ def fields(**paths: str) -> tuple[Field, ...]:
     made: list[Field] = []
     for name, written in paths.items():
         place, _, lens = written.partition("|")
-        made.append(Field(name, path(place or name), lens))
+        made.append(Field(name, _path(place or name), lens))
     return tuple(made)
 
 
@@ -77,7 +77,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     type: as the vendor says it; `kind`: as we do.
     call, result: what it holds of either; an item that holds both is split.
-    id, call_id: where they are; without a call_id the id is what call and result share.
+    id, call_id: where they are; in an item without a call_id the id is what call and result share.
     name: where the tool's own name is, for kinds that have them.
     failed: where something is said only if it went wrong.
     execution: who runs it, or how the item tells.
@@ -142,16 +142,17 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return STATUSES.get(text_at(item, self.status) or "")
 
     def _shared_id(self, item: JsonObject) -> str | None:
-        return text_at(item, self.call_id or self.id)
+        shared = at(item, self.call_id) if self.call_id else MISSING
+        return text_at(item, self.id if shared is MISSING else self.call_id)
 
     def _executed_by(self, item: JsonObject) -> Execution:
         return self.execution(item) if callable(self.execution) else self.execution
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """A part, yet empty, with the values that it would take out of its item. Names are of the payload of a call or
-    result, and attributes of any other part.
+    """A part, yet empty, with the values that it would take out of its item.
 
+    fields: their names are members of a call's or result's payload, and attributes of any other part.
     needed: it is there even if it has nothing to say.
     """
 
@@ -302,6 +303,7 @@ class Vendor(msgspec.Struct, frozen=True, kw_only=True):
 
     shapes: the first of a kind is the one that parts from elsewhere are written in.
     claims: what an item is, by its own type; nothing for types not known here.
+    text, asked, reasoning: what the model says, what it was told (if that is written otherwise), what it thinks.
     places: where in a whole response the lists of items are.
     derived: calls that the items do not show, made of what a whole response tells beside them.
     """
@@ -311,6 +313,7 @@ class Vendor(msgspec.Struct, frozen=True, kw_only=True):
     shapes: tuple[Shape, ...]
     claims: Callable[[JsonObject], list[Claim]]
     text: Saying
+    asked: Saying | None = None
     reasoning: Saying | None = None
     places: Callable[[Json], list[Path]] = no_places
     derived: Callable[[Json, list[Part]], list[ToolCall | ToolResult]] = nothing_derived

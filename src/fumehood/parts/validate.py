@@ -80,9 +80,10 @@ class _Pairing:
 
     def _response(self, shared: Json, kind: str, *, alone: bool) -> Iterator[str]:
         if not isinstance(shared, str):
-            if not self._open.get(kind) and alone:
+            if self._open.get(kind):
+                self._open[kind] -= 1
+            elif alone:
                 yield f"a {kind} response without an id has no call before it"
-            self._open[kind] = self._open.get(kind, 0) - 1
             return
         if shared in self._answered:
             yield f"the call {shared} is answered a second time"

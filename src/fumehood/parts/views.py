@@ -34,6 +34,7 @@ from fumehood.parts.canonical import (
     pairs,
 )
 from fumehood.parts.forms import FORMS, PLAIN, VIEWS, Form, Malformed, problem_of
+from fumehood.parts.lenses import same
 
 SOURCE = "fumehood.source"
 # An item of a vendor's that is no part: whatever it is, it is in the source.
@@ -255,8 +256,9 @@ def _read_half(form: Form, members: JsonObject, record: JsonObject) -> Part:
         part: ToolCall | ToolResult = ToolResult(kind=kind, payload=payload, call_id=shared, extra=members)
     else:
         name = cast(str, members.pop("name"))
-        members.pop("arguments", None)
         part = ToolCall(kind=kind, name=name, payload=payload, call_id=shared, extra=members)
+        if same(members.get("arguments"), _arguments(part)):
+            members.pop("arguments", None)
     _remember(part, record, implied)
     return part
 
@@ -332,13 +334,15 @@ def _source(record: JsonObject) -> Source | None:
     if not isinstance(vendor, str):
         return None
     moved = [_move(entry) for entry in cast(list[Json], record.get("moved", []))]
-    envelope = record.get("envelope")
+    envelope, place = record.get("envelope"), record.get("place", 0)
+    if not isinstance(place, int):
+        raise ValueError("`place` is no number")
     return Source(
         vendor=vendor,
         item=record.get("item", msgspec.UNSET),
         follows=record.get("follows") is True,
         moved=moved,
-        place=cast(int, record.get("place", 0)),
+        place=place,
         envelope=None if envelope is None else _envelope(cast(JsonObject, envelope)),
     )
 

@@ -56,6 +56,7 @@ class ContainerSettings:
     life_hours: how long it lives at most, however much it is used.
     retention_hours: how long an expired one can be looked at, and the files that users put there are kept for the
         container that takes its place.
+    uploads_at_once: how many files may be on their way into containers of one tenant; further ones wait.
     retained_bytes: how much of such files is kept for one tenant; the oldest go first.
     sandboxes_outlive: whether those of an earlier process may still be there; else containers that had one expire.
     sweep_seconds: how often somebody looks for containers that nobody uses any more.
@@ -71,6 +72,7 @@ class ContainerSettings:
     life_hours: float = 24.0
     retention_hours: float = 168.0
     retained_bytes: int = 2 << 30
+    uploads_at_once: int = 16
     files: FileLimits = field(default_factory=FileLimits)
     sandboxes_outlive: bool = True
     sweep_seconds: float = 30.0
@@ -223,9 +225,8 @@ class SandboxContainer:
 
     async def _reborn(self) -> tuple[Sandbox, list[str]]:
         record = self._living.record
-        # The name tells which of the container's sandboxes it is: whoever tries again finds the same one.
         number = record.incarnation + 1
-        ref = await claimed(self._house, record, f"{record.id}-{number}")
+        ref = await claimed(self._house, record, next_name(record))
         sandbox = await self._house.provider.attach(ref)
         restored = await self._house.files.restore(record.id, sandbox)
         await self._house.files.settle(record.id, restored)
@@ -314,6 +315,11 @@ async def fresh_sandbox(house: House, living: Living) -> AsyncGenerator[Sandbox]
     finally:
         living.passing.discard(ref)
         await release(house.provider, ref)
+
+
+def next_name(record: ContainerRecord) -> str:
+    """Of the container's next sandbox. It tells which one that is: whoever tries again finds the same."""
+    return f"{record.id}-{record.incarnation + 1}"
 
 
 async def attached(provider: SandboxProvider, record: ContainerRecord) -> Sandbox | None:

@@ -156,7 +156,7 @@ class SandboxContainers:
         self, caller: Caller, window: Window, name: str | None = None
     ) -> Sequence[ContainerRecord]:
         found = await self._house.store.list_containers(caller.tenant, window, name)
-        return [self._shown(await self._current(record)) for record in found]
+        return [self._shown(record) for record in found]
 
     async def delete(self, caller: Caller, container_id: str) -> None:
         await self._endings.delete(await self._owned(caller, container_id))
@@ -175,11 +175,14 @@ class SandboxContainers:
         return msgspec.structs.replace(record, status="expired")
 
     def _shown(self, record: ContainerRecord) -> ContainerRecord:
+        """As it is at this moment; what is over may still have to be ended."""
+        if self._endings.is_over(record):
+            return msgspec.structs.replace(record, status="expired")
+        return msgspec.structs.replace(record, last_active_at=self._active_at(record))
+
+    def _active_at(self, record: ContainerRecord) -> float:
         living = self._living.get(record.id)
-        if living is None or record.status != "running":
-            return record
-        active_at = max(record.last_active_at, living.record.last_active_at)
-        return msgspec.structs.replace(record, last_active_at=active_at)
+        return max(record.last_active_at, living.record.last_active_at if living else 0)
 
     async def _used(self, record: ContainerRecord) -> Living:
         """What this process knows of a container that is used now."""
@@ -193,7 +196,8 @@ class SandboxContainers:
     def _known(self, record: ContainerRecord) -> Living:
         living = self._living.get(record.id)
         if living is None or (living.stored != record and not living.users):  # another process has changed it
-            living = self._living[record.id] = Living(self._shown(record), record)
+            latest = msgspec.structs.replace(record, last_active_at=self._active_at(record))
+            living = self._living[record.id] = Living(latest, record)
         self._living.move_to_end(record.id)
         if len(self._living) > _MOST_KNOWN:
             idle = next((name for name, one in self._living.items() if not one.users), record.id)

@@ -3,13 +3,29 @@
 A file is kept first, then put into the sandbox if one lives, then recorded: what is recorded is there.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Collection, Mapping, Sequence
+import asyncio
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Collection,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from fumehood.interfaces import Blobs, Kept, Sandbox
 from fumehood.protocol.containers import ContainerFileRecord
-from fumehood.protocol.errors import ApiError, BodyTooLarge, InvalidRequest, NotFound, Unavailable
+from fumehood.protocol.errors import (
+    ApiError,
+    BodyTooLarge,
+    InvalidRequest,
+    NotFound,
+    Unavailable,
+)
 from fumehood.protocol.names import clean_name
 from fumehood.protocol.sandbox import ArchiveFormat
 from fumehood.protocol.sandbox_errors import (
@@ -21,7 +37,7 @@ from fumehood.protocol.sandbox_errors import (
     TryLater,
 )
 from fumehood.sandbox.container import House, Living, attached, fresh_sandbox
-from fumehood.sandbox.kept_files import NOT_IN_A_SANDBOX, file_id, free_name, kept_bytes
+from fumehood.sandbox.kept_files import NOT_IN_A_SANDBOX, file_id, kept_bytes, names_like
 
 # Puts files into a sandbox; when each of them was written, as the sandbox tells it.
 type Writing = Callable[[Sandbox], Awaitable[Mapping[str, int]]]
@@ -42,16 +58,29 @@ class GivenFiles:
         self._house = house
         self._blobs = blobs
         self._limits = house.settings.files
+        self._turns = WeakValueDictionary[str, asyncio.Semaphore]()
 
     async def put(
         self, living: Living, path: str, content: bytes | AsyncIterable[bytes]
     ) -> ContainerFileRecord:
         room = await self._room(living, [path])
-        async with self._blobs.keep(self._bounded(content, room)) as kept:
+        async with (
+            self._turn(living.record.tenant),
+            self._blobs.keep(self._bounded(content, room)) as kept,
+            living.filing,
+        ):
             given = [Given(path, kept)]
-            async with living.filing:
-                (record,) = await self._record(living, given, lambda sandbox: self._write(sandbox, given))
+            (record,) = await self._record(living, given, lambda sandbox: self._write(sandbox, given))
         return record
+
+    def _turn(self, tenant: str) -> asyncio.Semaphore:
+        """For `async with`, while a file of the tenant's arrives: until it is recorded it counts for no container, and
+        a disk has an end. Who comes too early waits.
+        """
+        turn = self._turns.get(tenant)
+        if turn is None:
+            turn = self._turns[tenant] = asyncio.Semaphore(self._house.settings.uploads_at_once)
+        return turn
 
     async def place(self, living: Living, wanted: Sequence[Given]) -> list[ContainerFileRecord]:
         """Files whose blobs are there, under their names as far as these are free."""
@@ -73,18 +102,19 @@ class GivenFiles:
         """Nothing is unpacked in this process: a sandbox of its own shows what is in the archive, and whether that is
         more than the container may have; only then is it unpacked in the one where the code runs.
         """
-        spool = ""
-        try:
-            async with self._blobs.keep(self._bounded(content, self._limits.container_bytes)) as archive:
-                spool = archive.name
-                async with AsyncExitStack() as keeping:
-                    given = await self._unpacked(living, archive, kind, into, keeping)
-                    async with living.filing:
-                        return await self._record(
-                            living, given, lambda sandbox: self._unpack(sandbox, archive, kind, into)
-                        )
-        finally:
-            await self._blobs.drop([spool])
+        room = self._limits.container_bytes
+        async with (
+            self._turn(living.record.tenant),
+            self._blobs.keep(self._bounded(content, room)) as archive,
+            AsyncExitStack() as keeping,
+        ):
+            given = await self._unpacked(living, archive, kind, into, keeping)
+            async with living.filing:
+                records = await self._record(
+                    living, given, lambda sandbox: self._unpack(sandbox, archive, kind, into)
+                )
+        await self._blobs.drop([archive.name])
+        return records
 
     async def _unpacked(
         self, living: Living, archive: Kept, kind: ArchiveFormat, into: str, keeping: AsyncExitStack
@@ -97,7 +127,7 @@ class GivenFiles:
                 paths = [file.path for file in listing.files]
                 room = await self._room(living, paths)
                 if listing.truncated or unpacked.files > self._limits.files or unpacked.bytes > room:
-                    raise TooLarge("")
+                    raise self._too_large()
                 kept = [
                     await keeping.enter_async_context(
                         self._blobs.keep(self._bounded(sandbox.read(path), room))
@@ -219,7 +249,7 @@ class GivenFiles:
     def _refusal(self, error: SandboxError) -> ApiError:
         """What a client is told of what a sandbox said."""
         if isinstance(error, TooLarge):
-            return self._too_large()
+            return BodyTooLarge(f"The container has no room for this: {error.message}")
         if isinstance(error, RequestRefused):
             return InvalidRequest(f"The container refused the file: {error.message}", param="file")
         if isinstance(error, TryLater):
@@ -233,15 +263,15 @@ def _settled(
     """Those that are there already, of the same name and content, and the others under names that are free."""
     there: list[ContainerFileRecord] = []
     missing: list[Given] = []
-    taken = dict.fromkeys(known)
+    taken = {path: record.blob for path, record in known.items()}
     for given in wanted:
-        same = known.get(given.path)
-        if same is not None and same.blob == given.kept.name:
-            there.append(same)
-            continue
-        path = free_name(given.path, taken)
-        taken[path] = None
-        missing.append(Given(path, given.kept))
+        blob = given.kept.name
+        path = next(name for name in names_like(given.path) if taken.get(name, blob) == blob)
+        if path in known:
+            there.append(known[path])
+        elif path not in taken:
+            missing.append(Given(path, given.kept))
+        taken[path] = blob
     return there, missing
 
 

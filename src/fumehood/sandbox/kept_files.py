@@ -5,6 +5,7 @@ Names and sizes are told by a sandbox and trusted by nobody: names are checked, 
 
 import asyncio
 import hashlib
+import itertools
 import logging
 from collections.abc import (
     AsyncGenerator,
@@ -12,6 +13,7 @@ from collections.abc import (
     Callable,
     Collection,
     Iterable,
+    Iterator,
     Mapping,
     Sequence,
 )
@@ -426,10 +428,15 @@ def kept_bytes(records: Iterable[ContainerFileRecord]) -> int:
 
 def free_name(path: str, taken: Collection[str]) -> str:
     """The path itself, or one like it that nothing has."""
+    return next(name for name in names_like(path) if name not in taken)
+
+
+def names_like(path: str) -> Iterator[str]:
+    """The path, and what is tried in its place, without end: a.txt, a-2.txt, a-3.txt, …"""
     wanted = PurePosixPath(path)
-    numbers = range(2, len(taken) + 2)
-    others = (str(wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}")) for number in numbers)
-    return path if path not in taken else next(name for name in others if name not in taken)
+    yield path
+    for number in itertools.count(2):
+        yield str(wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}"))
 
 
 def in_words(names: Sequence[str]) -> str:

@@ -302,6 +302,8 @@ class GivenFilesKit:
         )
         (other,) = await subject.containers.place(SOMEBODY, name, [second])
         assert (other.path, await subject.content(name, other.id)) == ("out-2.txt", b"two")
+        both = await subject.containers.place(SOMEBODY, name, [second, first, second])
+        assert {record.path for record in both} == {"out.txt", "out-2.txt"}
         with pytest.raises(NotFound):
             await subject.containers.place(SOMEBODY, name, ["file-unknown"])
         assert await subject.paths(name) == ["out-2.txt", "out.txt"]

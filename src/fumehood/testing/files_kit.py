@@ -195,11 +195,19 @@ class FilesKit:
         with pytest.raises(ConnectionResetError):
             await subject.files.create(ANN, NewFile(filename="a.txt", purpose="user_data"), broken())
 
-        def refuse() -> NewFile:
-            raise InvalidRequest("No purpose.", param="purpose")
+        read: list[str] = []
+
+        async def content() -> AsyncGenerator[bytes]:
+            yield b"content"
+            read.append("all")
+
+        def refuse() -> NewFile | None:
+            if read:
+                raise InvalidRequest("No purpose.", param="purpose")
+            return None
 
         with pytest.raises(InvalidRequest, match="No purpose"):
-            await subject.files.create(ANN, refuse, pieces(b"content"))
+            await subject.files.create(ANN, refuse, content())
         assert subject.left() == 0
         assert list(await subject.files.files(ANN, Window())) == []
 
@@ -210,12 +218,19 @@ class FilesKit:
             yield b"content"
             read.append("all")
 
-        def told() -> NewFile:
-            assert read == ["all"]
-            return NewFile(filename="late.md", purpose="evals")
+        def told() -> NewFile | None:
+            return NewFile(filename="late.md", purpose="evals") if read else None
 
         record = await subject.files.create(ANN, told, content())
         assert (record.filename, record.purpose) == ("late.md", "evals")
+
+        def more() -> NewFile:
+            return NewFile(filename="a.md", purpose="evals", expires_after=3600 * len(read))
+
+        record = await subject.files.create(ANN, more, content())
+        assert record.expires_at == record.created_at + 7200
+        with pytest.raises(InvalidRequest):
+            await subject.files.create(ANN, lambda: None, content())
 
     async def test_who_is_cancelled_leaves_nothing(self, subject: Subject) -> None:
         waiting = asyncio.Event()

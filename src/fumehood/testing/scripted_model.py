@@ -114,17 +114,17 @@ class ScriptedModel:
     # ---- ModelBackend -----------------------------------------------------------------------------------------
 
     async def stream(
-        self,
-        request: ModelRequest,
-        take: Take | None = None,  # noqa: ARG002 - nobody has to
+        self, request: ModelRequest, take: Take | None = None
     ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         self.requests.append(request)
         beats = self._take(request)
-        finished = False
+        begun = finished = False
         try:
             async for batch in self._play(beats):
                 finished = finished or isinstance(batch[-1], TurnEnded)
-                yield batch
+                if not (begun and take is not None and self._is_taken(batch, take)):
+                    begun = True
+                    yield batch
         except GeneratorExit:
             if not finished:
                 self.aborted.append(request)
@@ -146,6 +146,13 @@ class ScriptedModel:
 
     async def close(self) -> None:
         pass
+
+    def _is_taken(self, batch: Sequence[AnyModelEvent], take: Take) -> bool:
+        try:
+            return take(batch)
+        except BaseException:
+            self.aborted.append(self.requests[-1])
+            raise
 
     # ---- the script -------------------------------------------------------------------------------------------
 

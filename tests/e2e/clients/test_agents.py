@@ -11,6 +11,7 @@ from agents import (
     OpenAIResponsesModel,
     RunConfig,
     Runner,
+    ShellTool,
     SQLiteSession,
     function_tool,
 )
@@ -110,3 +111,27 @@ async def test_what_fails(house: House, client: AsyncOpenAI) -> None:
     house.model.script(*squares.broken_connection())
     with pytest.raises(openai.APIError, match="broke before its answer was complete"):
         await streamed(agent_of(client))
+
+
+async def test_a_hosted_shell(house: House, client: AsyncOpenAI) -> None:
+    """Its items are the server's to make and to answer; the client keeps them, and gives them back."""
+    shell = ShellTool(environment={"type": "container_auto"})
+    agent = agent_of(client, shell, store=False)
+    house.model.script(
+        calls(call("shell", {"commands": ["echo 14 > sum.txt", "cat sum.txt"]})),
+        answer("It is 14."),
+        runs("print(open('sum.txt').read())"),
+        answer("Still 14."),
+    )
+    first = await Runner.run(agent, "Add", run_config=QUIET)
+    kinds = [item.type for item in first.raw_responses[0].output]
+    assert kinds == ["shell_call", "shell_call_output", "message"]
+    again: Any = [*first.to_input_list(), {"role": "user", "content": "And now?"}]
+    streamed = Runner.run_streamed(agent, again, run_config=QUIET)
+    async for _ in streamed.stream_events():
+        pass
+    assert streamed.final_output == "Still 14."
+    told = [
+        message["content"] for message in house.model.asked[-1].json["messages"] if message["role"] == "tool"
+    ]
+    assert told == ["14", "14"]

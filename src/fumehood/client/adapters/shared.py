@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from fumehood.client import serde
 from fumehood.client.errors import (
@@ -51,13 +51,21 @@ def parse_tool_arguments[P](tool: Tool[P, Any], arguments: str | None) -> P:
 
 
 def serialize_tool_message(result: ToolResult[Any]) -> str:
-    """A result as the model reads it."""
+    """A result as the model reads it. A value that has no JSON is shown as Python shows it."""
     shown: dict[str, object] = {"success": result.success}
     if result.message:
-        shown["message"] = result.message
-    if result.value is not None and not result.exclude_value_from_context:
-        shown["payload"] = result.value
-    return serde.encode(shown)
+        shown["message"] = _encodable(result.message)
+    if result.value is None or result.exclude_value_from_context:
+        return serde.encode(shown)
+    try:
+        return serde.encode({**shown, "payload": result.value})
+    except (TypeError, ValueError, RecursionError):
+        return serde.encode({**shown, "payload": _encodable(repr(result.value))})
+
+
+def _encodable(text: str) -> str:
+    """Without halves of surrogate pairs, which no JSON can have."""
+    return text.encode(errors="replace").decode()
 
 
 @dataclass(frozen=True)
@@ -77,20 +85,20 @@ class ToolExecutor:
         """tool: None if the model has called one that does not exist."""
         params: object = arguments
         snapshot = self.context.session.snapshot()
+        limit: PromptEvaluationError | None = None
         try:
             if tool is None:
                 raise PromptEvaluationError(f"There is no tool {name!r}.", phase="tool")
             params = parse_tool_arguments(tool, arguments)
             result = self._allowed(tool, params)
-        except (DeadlineExceededError, BudgetExceededError):
-            raise
-        except PromptEvaluationError as error:
-            result = ToolResult.error(str(error))
         except Exception as error:
-            _log.warning("The tool %s failed.", name, exc_info=True)
             self.context.session.restore(snapshot)
-            result = ToolResult.error(f"The tool {name!r} failed: {type(error).__name__}: {error}")
+            result = ToolResult.error(_told(name, error))
+            if isinstance(error, DeadlineExceededError | BudgetExceededError):
+                limit = error
         publish_invocation(self.context, name, params, result, call_id, serialize_tool_message(result))
+        if limit is not None:
+            raise limit
         return result
 
     def _allowed(self, tool: AnyTool, params: object) -> ToolResult[Any]:
@@ -99,7 +107,22 @@ class ToolExecutor:
                 return ToolResult.error(f"{tool.name!r} may not be called now: {reason}")
         if tool.handler is None:
             return ToolResult.error(f"{tool.name!r} has no handler.")
-        return tool.handler(params, context=self.context)
+        return checked_result(tool.name, tool.handler(params, context=self.context))
+
+
+def checked_result(name: str, result: object) -> ToolResult[Any]:
+    """What a handler gave, if it is what handlers give."""
+    if not isinstance(result, ToolResult):
+        raise TypeError(f"the handler of {name!r} returned {type(result).__name__}, not a ToolResult")
+    return cast(ToolResult[Any], result)
+
+
+def _told(name: str, error: Exception) -> str:
+    """What the model gets to hear."""
+    if isinstance(error, PromptEvaluationError) and error.phase == "tool":
+        return error.message
+    _log.warning("The tool %s failed.", name, exc_info=error)
+    return f"The tool {name!r} failed: {type(error).__name__}: {error}"
 
 
 def publish_invocation(

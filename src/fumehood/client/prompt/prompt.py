@@ -1,5 +1,6 @@
 """Templates made of sections, and prompts made of templates and parameters; imports `dbc`, `resources`, siblings."""
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -167,8 +168,7 @@ class Prompt(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has
                 phase="render",
             )
             given[type(one)] = one
-        bound = object.__new__(type(self))
-        bound.__dict__.update(self.__dict__)
+        bound = copy.copy(self)
         bound.params = tuple(given.values())
         if resources is not None:
             bound.resources = (*self.resources, resources)

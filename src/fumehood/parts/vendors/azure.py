@@ -86,6 +86,7 @@ VENDOR = Vendor(
     shapes=(*STEPS, *openai.SHAPES),
     claims=claims,
     text=openai.VENDOR.text,
+    asked=openai.VENDOR.asked,
     reasoning=openai.VENDOR.reasoning,
     places=places,
 )

@@ -104,6 +104,7 @@ VENDOR = Vendor(
     shapes=SHAPES,
     claims=claims,
     text=Saying({"type": "model_output", "content": [{"type": "text", "text": ""}]}, ("content", 0, "text")),
+    asked=Saying({"type": "user_input", "content": [{"type": "text", "text": ""}]}, ("content", 0, "text")),
     reasoning=Saying({"type": "thought", "summary": [{"type": "text", "text": ""}]}, ("summary", 0, "text")),
     places=places,
 )

@@ -124,6 +124,7 @@ VENDOR = Vendor(
     text=Saying(
         {"object": "entry", "type": "message.output", "role": "assistant", "content": ""}, ("content",)
     ),
+    asked=Saying({"object": "entry", "type": "message.input", "role": "user", "content": ""}, ("content",)),
     reasoning=Saying(
         {
             "object": "entry",

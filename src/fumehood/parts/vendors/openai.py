@@ -138,7 +138,7 @@ SHAPES = (
         type="local_shell_call_output",
         kind="shell",
         result=fields(outputs="output|stdout"),
-        # The reference says that `id` is the call's; servers send a call_id as well.
+        call_id=_CALL_ID,
         execution="client",
     ),
     Shape(
@@ -198,8 +198,7 @@ SHAPES = (
     Shape(
         type="mcp_approval_request",
         kind="mcp_approval",
-        call=fields(server_label="", arguments=""),
-        name=("name",),
+        call=fields(server_label="", name="", arguments=""),
         execution="client",
     ),
     Shape(
@@ -290,6 +289,10 @@ VENDOR = Vendor(
     claims=claims,
     text=Saying(
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": ""}]},
+        ("content", 0, "text"),
+    ),
+    asked=Saying(
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": ""}]},
         ("content", 0, "text"),
     ),
     reasoning=Saying(

@@ -104,6 +104,7 @@ VENDOR = Vendor(
     shapes=(*openai.SHAPES, *CALLS, *X_SEARCHES),
     claims=claims,
     text=openai.VENDOR.text,
+    asked=openai.VENDOR.asked,
     reasoning=openai.VENDOR.reasoning,
     places=places,
 )

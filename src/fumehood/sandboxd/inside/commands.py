@@ -46,6 +46,8 @@ class Commands:
         """Wait for it; interrupts reach this as they reach a program, and then `end` has to be called."""
         self.code = NOT_STARTED
         self._before = self._around()
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # then nobody could tell how it ended
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         guard = self._guard
         guard.depth += 1  # whoever is started has to be known
         try:

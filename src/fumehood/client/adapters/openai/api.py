@@ -76,12 +76,24 @@ class ResponsesApi:
                     ) from error
                 return _read_error(error, prompt_name)
             _fumehood[self.client] = VERSION_HEADER in answer.headers
-            response = msgspec.json.decode(answer.content, type=WireResponse)
+            response = _decoded(answer.content, prompt_name)
             _log.debug("request %s took %.2f s", answer.request_id, time.monotonic() - started)
             response.request_id = answer.request_id
             return response
 
         return retry(once, self._policy, deadline=deadline, prompt_name=prompt_name)
+
+
+def _decoded(content: bytes, prompt_name: str) -> WireResponse:
+    try:
+        return msgspec.json.decode(content, type=WireResponse)
+    except msgspec.DecodeError as error:
+        raise PromptEvaluationError(
+            f"What the provider sent is no response of the Responses API: {error}",
+            prompt_name=prompt_name,
+            phase="response",
+            provider_payload=content[:1000].decode(errors="replace"),
+        ) from error
 
 
 def is_fumehood(client: "OpenAI") -> bool:

@@ -1,8 +1,11 @@
 """A workspace in a container of the provider; imports `container_fs`, `config` and `fumehood.client.workspace`."""
 
+import logging
 import os
+import shutil
 import tarfile
 import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +19,8 @@ from fumehood.client.workspace import HostMount, WorkspaceSection
 
 if TYPE_CHECKING:
     from openai import OpenAI
+
+_log = logging.getLogger(__name__)
 
 _TEXT = f"""Python runs in a container whose working directory, `{MOUNT}`, is the workspace. Read and change the files
 there with Python; paths below are relative to it."""
@@ -57,14 +62,15 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
             accepts_overrides=accepts_overrides,
             template=template,
         )
-        self._container_config = container_config or ContainerConfig()
+        self.container_config = container_config or ContainerConfig()
         self._client = client
         holds_files = any(preview.file_count for preview in self.mount_previews)
-        self._tarball = _packed(self.temp_dir) if holds_files else None
+        tarball = _packed(self.temp_dir) if holds_files else None
+        self._tarball_removal = weakref.finalize(self, tarball.unlink, missing_ok=True) if tarball else None
         self._filesystem = ContainerFilesystem(
             client=self._bound_client,
-            container_config=self._container_config,
-            tarball_path=self._tarball,
+            container_config=self.container_config,
+            tarball_path=tarball,
             local_root=self.temp_dir,
             session=session,
         )
@@ -88,16 +94,24 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         self._client = client
 
     def download_all(self, dest: Path) -> None:
-        if self.container_id is not None:
+        """If the container has expired, what is left are the local copies."""
+        if self.container_id is None:
+            return
+        if self._filesystem.is_alive():
             self._filesystem.download_all(dest)
+        else:
+            _log.warning(
+                "The container %s has expired: what code has written there is lost.", self.container_id
+            )
+            shutil.copytree(self.temp_dir, dest, dirs_exist_ok=True)
 
     def cleanup(self) -> None:
         try:
             super().cleanup()
         finally:
             self._filesystem.cleanup()
-            if self._tarball is not None:
-                self._tarball.unlink(missing_ok=True)
+            if self._tarball_removal is not None:
+                self._tarball_removal()
 
     def notes(self) -> list[str]:
         return [*([_UNPACK] if self._filesystem.is_packed else []), *super().notes()]
@@ -105,7 +119,7 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
     def clone(self, **kwargs: object) -> "OpenAIContainerWorkspaceSection":
         settings = self._settings()
         settings |= {
-            "container_config": self._container_config,
+            "container_config": self.container_config,
             "client": self._client,
             "template": self.template,
         }
