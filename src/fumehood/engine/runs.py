@@ -139,7 +139,8 @@ class EngineRuns:
         return InputTokens(input_tokens=count.tokens, exact=count.exact)
 
     async def compact(self, request: CreateResponse, caller: Caller) -> CompactedResponse:
-        prepared, backend, shown = await self._shown(request, caller)
+        # What one model could not read would keep the conversation from being compacted ever after.
+        prepared, backend, shown = await self._shown(request, caller, gives_files=False)
         self._refuse_when_draining()
         task = asyncio.create_task(self._compact(prepared, backend, shown))
         self._compacting.add(task)
@@ -170,10 +171,10 @@ class EngineRuns:
         )
 
     async def _shown(
-        self, request: CreateResponse, caller: Caller
+        self, request: CreateResponse, caller: Caller, *, gives_files: bool = True
     ) -> tuple[Prepared, ModelBackend, ModelRequest]:
         """What the model would be shown first; raises ApiError."""
-        prepared = await self._preparation.prepare(request, caller)
+        prepared = await self._preparation.prepare(request, caller, gives_files=gives_files)
         backend = self._models.backend(prepared.response.model)
         shown = prepared.first_request()
         await aside(_unrendered(prepared), backend.check, shown)
