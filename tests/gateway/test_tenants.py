@@ -58,6 +58,9 @@ _REQUESTS: dict[str, Body] = {
     "tools: file_ids": lambda own: {
         "tools": [{"type": "code_interpreter", "container": {"type": "auto", "file_ids": [own.upload_id]}}],
     },
+    "input: a file": lambda own: {
+        "input": [{"role": "user", "content": [{"type": "input_file", "file_id": own.upload_id}]}],
+    },
 }
 # How a body can name something, by the route and the field; its owner is answered.
 BODIES: dict[tuple[str, str], dict[str, Body]] = {
