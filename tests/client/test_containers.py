@@ -1,5 +1,6 @@
 """Workspaces in containers of a server that unpacks nothing, as OpenAI's; imports the support."""
 
+import gc
 import io
 import tarfile
 from pathlib import Path
@@ -273,6 +274,23 @@ def test_a_clone_has_a_container_of_its_own(elsewhere: Elsewhere, project: Path)
     clone.cleanup()
 
 
+def test_nothing_is_left_of_a_workspace_that_nobody_cleaned_up(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    workspace = mounted(project)
+    assert len([*place.iterdir()]) == 2
+    workspace.cleanup()
+    assert [*place.iterdir()] == []
+    forgotten = mounted(project)
+    assert forgotten.temp_dir.exists()
+    del forgotten
+    gc.collect()
+    assert [*place.iterdir()] == []
+
+
 def test_one_line_switches_between_container_and_host(elsewhere: Elsewhere, project: Path) -> None:
     for kind in (OpenAIContainerWorkspaceSection, HostWorkspaceSection):
         elsewhere.server.script(response(message("fine")))
@@ -294,13 +312,18 @@ def test_files_are_uploaded_attached_listed_read_and_deleted(elsewhere: Elsewher
     manager = ContainerManager(elsewhere.client)
     container = manager.create()
     assert manager.is_alive(container)
-    assert manager.memory_limit(container) == "4g"
     data = manager.upload(container, "data.csv", b"1,2")
     attached = manager.attach(container, "file-9")
     assert [file.path for file in manager.files(container)] == ["data.csv", "file-9.txt"]
     assert manager.read(container, data.id) == b"1,2"
     manager.delete(container, attached.id)
     assert [file.path for file in manager.files(container)] == ["data.csv"]
+    with pytest.raises(FileNotFoundError):
+        manager.read(container, attached.id)
+    elsewhere.server.expire()
+    assert not manager.is_alive(container)
+    with pytest.raises(ContainerExpiredError, match="has expired, and its files are gone"):
+        manager.files(container)
     assert not manager.is_alive("cntr_none")
     with pytest.raises(PromptEvaluationError, match="cannot be uploaded"):
         manager.upload(container, "run.exe", b"x")

@@ -1,6 +1,7 @@
 """Runs every example of docs/client.md and docs/client-examples.md; imports the support."""
 
 import re
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -275,3 +276,20 @@ def test_from_another_vendor(run: Run) -> None:
 def test_every_example_has_a_test() -> None:
     tests = {name.removeprefix("test_").replace("_", "-") for name in globals() if name.startswith("test_")}
     assert EXAMPLES.keys() <= tests
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_the_script(tmp_path: Path, gateway: House, capsys: pytest.CaptureFixture[str], here: bool) -> None:
+    (tmp_path / "app.py").write_text("x = 1")
+    looks = (
+        calls(call("read_file", {"path": "code/app.py"}))
+        if here
+        else runs("print(open('code/app.py').read())")
+    )
+    gateway.model.script(looks, answer('{"summary": "Short.", "issues": ["app.py: no docstring"]}'))
+    script = runpy.run_path(str(DOCS.parent / "examples" / "review.py"), run_name="review")
+    script["main"]([str(tmp_path), "--model", "gpt-5.2", *(["--here"] if here else [])])
+    said = capsys.readouterr().out
+    assert said.startswith("· read_file: " if here else "· code_interpreter: x = 1\n")
+    assert said.endswith("Short.\n- app.py: no docstring\n")
+    assert "x = 1" in gateway.model.asked[1].json["messages"][-1]["content"]

@@ -357,9 +357,12 @@ def test_client_and_client_config_exclude_each_other(elsewhere: Elsewhere) -> No
 def test_a_client_is_made_of_its_settings(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere.server.script(response(message("made")))
     config = OpenAIClientConfig(api_key="k", base_url=elsewhere.server.url, timeout=5)
-    adapter = OpenAIAdapter(model="gpt-4.1", client_config=config)
-    assert adapter.evaluate(prompt()).text == "made"
-    adapter.client.close()
+    with OpenAIAdapter(model="gpt-4.1", client_config=config) as adapter:
+        assert adapter.evaluate(prompt()).text == "made"
+        client = adapter.client
+    assert client.is_closed()
+    elsewhere.adapter().close()
+    assert not elsewhere.client.is_closed()
     assert "'k'" not in repr(config)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(PromptEvaluationError, match="No client of OpenAI could be made"):
@@ -442,8 +445,9 @@ def test_reasoning_and_hosted_calls_are_replayed_as_they_came(elsewhere: Elsewhe
         function_call("c1", '{"sql": "x"}'),
     ]
     elsewhere.server.script(response(*output), response(message("done")))
-    elsewhere.adapter(hosted_tools=HOSTED).evaluate(prompt(query_tool))
+    found = elsewhere.adapter(hosted_tools=HOSTED).evaluate(prompt(query_tool))
     assert elsewhere.server.asked[1]["input"][1:5] == output
+    assert [file.file_id for file in found.files] == ["f"]  # though it was cited before the last turn
 
 
 NOTE = {
@@ -600,9 +604,11 @@ def test_a_deadline_ends_an_evaluation(elsewhere: Elsewhere) -> None:
     )
     with pytest.raises(DeadlineExceededError, match="before the tool"):
         elsewhere.adapter().evaluate(prompt(slow), budget=Budget(deadline=deadline))
-    with pytest.raises(DeadlineExceededError, match="before the next request"):
-        elsewhere.adapter().evaluate(prompt(slow), deadline=deadline)
-    assert len(elsewhere.server.asked) == 1
+    with pytest.raises(DeadlineExceededError, match="before the first request"):
+        elsewhere.adapter(hosted_tools=HOSTED).evaluate(
+            prompt(slow, sections=(OpenAIContainerWorkspaceSection(session=Session()),)), deadline=deadline
+        )
+    assert elsewhere.server.calls == ["POST /v1/responses"]
 
 
 def test_an_evaluation_without_end_ends(elsewhere: Elsewhere) -> None:

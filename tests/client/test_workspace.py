@@ -87,6 +87,32 @@ def test_only_what_is_included_and_not_excluded_comes(repo: Path, made: list[Hos
     assert made[0].filesystem.glob("**") == ["repo/.git/HEAD", "repo/src/main.py"]
 
 
+def test_patterns_match_at_any_depth(tmp_path: Path, made: list[HostWorkspaceSection]) -> None:
+    root = tmp_path / "root"
+    names = (
+        "a/.git/x/y",
+        ".git/z",
+        "a/b/keep.py",
+        "keep.py",
+        "a/build/out/keep.py",
+        "buildx/keep.py",
+        "a/b/c.txt",
+    )
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("x")
+    for exclude, include, kept in (
+        ((".git/*",), (), ["a/b/c.txt", "a/b/keep.py", "a/build/out/keep.py", "buildx/keep.py", "keep.py"]),
+        ((".git", "build"), ("*.py",), ["a/b/keep.py", "buildx/keep.py", "keep.py"]),
+        ((), ("a/**/keep.py",), ["a/b/keep.py", "a/build/out/keep.py"]),
+        (("a",), ("build*",), ["buildx/keep.py"]),
+        ((), ("x",), ["a/.git/x/y"]),
+    ):
+        mount = HostMount(str(root), "r", include_glob=include, exclude_glob=exclude)
+        made.append(workspace(mount, roots=(root,)))
+        assert [path.removeprefix("r/") for path in made[-1].filesystem.glob("**")] == kept
+
+
 def test_a_file_can_be_mounted(repo: Path, made: list[HostWorkspaceSection]) -> None:
     made.append(workspace(HostMount(str(repo / "README.md")), roots=(repo,)))
     assert made[0].filesystem.read_text("README.md") == "# Hi"

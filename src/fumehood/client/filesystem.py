@@ -64,12 +64,6 @@ def matches(path: str, pattern: str) -> bool:
     return len(wanted) in places
 
 
-def matches_anywhere(path: str, pattern: str) -> bool:
-    """Whether the path, or a directory that it lies in, ends in what fits the pattern, at any depth."""
-    parts = path.split("/")
-    return any(matches("/".join(parts[:end]), f"**/{pattern}") for end in range(1, len(parts) + 1))
-
-
 def _fits(part: str, wanted: list[str], place: int) -> bool:
     return place < len(wanted) and (wanted[place] == "**" or fnmatchcase(part, wanted[place]))
 

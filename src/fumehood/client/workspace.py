@@ -4,13 +4,14 @@
 
 import os
 import stat
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fumehood.client.errors import WorkspaceBudgetError, WorkspaceSecurityError
-from fumehood.client.filesystem import Filesystem, HostFilesystem, matches_anywhere, normalised
+from fumehood.client.filesystem import Filesystem, HostFilesystem, matches, normalised
 from fumehood.client.prompt._types import NoParams, SupportsDataclass
 from fumehood.client.prompt.section import MarkdownSection, markdown
 from fumehood.client.prompt.tool import AnyTool
@@ -37,10 +38,6 @@ class HostMount:
     exclude_glob: tuple[str, ...] = ()
     max_bytes: int | None = None
     follow_symlinks: bool = False
-
-    def wants(self, path: str) -> bool:
-        included = not self.include_glob or any(matches_anywhere(path, one) for one in self.include_glob)
-        return included and not any(matches_anywhere(path, one) for one in self.exclude_glob)
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,8 @@ class _Copying:
         names: list[str] = []
         if is_directory:
             self.target.mkdir(parents=True, exist_ok=True)
-            for file, relative in self._files(self.source, "", frozenset()):
+            included = not self.mount.include_glob
+            for file, relative in self._files(self.source, "", frozenset(), included=included):
                 self._copy(file, self.target / relative)
                 names.append(relative)
         else:
@@ -122,22 +120,28 @@ class _Copying:
             raise FileNotFoundError(f"The host path {str(path)!r} of a mount does not exist.")
         return real
 
-    def _files(self, directory: Path, below: str, above: frozenset[Path]) -> Iterator[tuple[Path, str]]:
-        """The regular files that the mount wants, with their paths in it."""
+    def _files(
+        self, directory: Path, below: str, above: frozenset[Path], *, included: bool
+    ) -> Iterator[tuple[Path, str]]:
+        """The regular files that the mount wants, with their paths in it.
+
+        included: whether all in here are, because a directory above matches.
+        """
         if directory in above:  # a link back to where we come from
             return
         for entry in sorted(os.scandir(directory), key=lambda one: one.name):
             relative = f"{below}{entry.name}"
             path = Path(entry.path)
-            if any(matches_anywhere(relative, one) for one in self.mount.exclude_glob):
+            if _fits(relative, self.mount.exclude_glob):
                 continue
             if entry.is_symlink():
                 if not self.mount.follow_symlinks or not path.exists():
                     continue
                 path = self._allowed(path)
+            wanted = included or _fits(relative, self.mount.include_glob)
             if path.is_dir():
-                yield from self._files(path, f"{relative}/", above | {directory})
-            elif path.is_file() and self.mount.wants(relative):
+                yield from self._files(path, f"{relative}/", above | {directory}, included=wanted)
+            elif wanted and path.is_file():
                 yield path, relative
 
     def _copy(self, source: Path, target: Path) -> None:
@@ -161,6 +165,11 @@ class _Copying:
                 f"The mount of {self.mount.host_path!r} has more than its max_bytes of {limit}; raise the limit or "
                 "leave something out with exclude_glob."
             )
+
+
+def _fits(path: str, patterns: tuple[str, ...]) -> bool:
+    """Whether the path ends in what fits one of the patterns, at any depth."""
+    return any(matches(path, f"**/{pattern}") for pattern in patterns)
 
 
 # --- sections -----------------------------------------------------------------------------------------
@@ -201,10 +210,11 @@ class WorkspaceSection(MarkdownSection[NoParams]):
         self._sync_dir = None if sync_dir is None else Path(sync_dir)
         self._closed = False
         self._temp_dir = _new_directory("fumehood-workspace-")
+        self._removal = weakref.finalize(self, _remove, self._temp_dir)  # for who forgets to clean up
         try:
             self._previews = materialise(mounts, allowed_host_roots, self._temp_dir)
         except BaseException:
-            _remove(self._temp_dir)
+            self._removal()
             raise
 
     @property
@@ -240,7 +250,7 @@ class WorkspaceSection(MarkdownSection[NoParams]):
                 self.download_all(self.sync_dir)
         finally:
             self._closed = True
-            _remove(self._temp_dir)
+            self._removal()
 
     def render(self, params: SupportsDataclass | None, depth: int, number: str) -> str:
         _ = params

@@ -58,7 +58,7 @@ class ResponsesApi(ModelServer):
                 replay_reasoning=settings.replay_reasoning,
                 customs=self._customs,
                 foreign=any(kind != "custom" for kind in settings.pass_tools),
-                takes_files=settings.shows_files,
+                takes_files=bool(settings.shows_files),
             )
         )
 

@@ -33,7 +33,7 @@ class PromptResponse(Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a de
     """The answer to a prompt.
 
     text: the last message as it was written; output: the same as the prompt's output type, if it has one.
-    annotations: all of that message, as the provider sent them; files: the produced files among them.
+    annotations: all of the last response, as the provider sent them; files: what was produced and cited in any turn.
     usage: of all turns together; transcript: every item of this evaluation, in order, as it went over the wire.
     """
 

@@ -1,8 +1,8 @@
 """Prompts to OpenAI's Responses API, or to our gateway: what is asked for, checked; imports its siblings."""
 
 import os
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from fumehood.client.adapters.core import PromptResponse
 from fumehood.client.adapters.openai.api import ContainerGoneError, ResponsesApi, is_fumehood
@@ -84,6 +84,7 @@ class OpenAIAdapter:
         self._model_config = model_config or OpenAIModelConfig()
         self._client_config = client_config or OpenAIClientConfig()
         self._client = client
+        self._owns_client = client is None
         self._hosted_tools = hosted_tools or OpenAIHostedToolsConfig()
         self._compaction = compaction
         self._tool_choice: ToolChoice = tool_choice
@@ -97,6 +98,18 @@ class OpenAIAdapter:
         if self._client is None:
             self._client = self._client_config.make()
         return self._client
+
+    def close(self) -> None:
+        """Close the client, if it was made here."""
+        if self._client is not None and self._owns_client:
+            self._client.close()
+            self._client = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def evaluate(
         self,
@@ -121,29 +134,33 @@ class OpenAIAdapter:
             budget is None or budget_tracker is None,
             "budget and budget_tracker exclude each other; give one.",
         )
-        session = session or Session()
+        session = Session() if session is None else session
+        tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
+        deadline = _earliest(deadline, tracker.budget.deadline if tracker else None)
         bound = prompt.bind(*params)
         rendered = bound.render(session=session)
         workspace = _workspace(rendered)
         request = self._request(rendered, workspace)
+        if deadline is not None:
+            deadline.check("the first request", prompt_name=prompt.name)
         api = ResponsesApi(self.client, self._throttle)
         self._name_container(request, rendered, workspace, api)
         if workspace is not None and workspace.filesystem.is_packed:
             rendered = bound.render(session=session)  # it has something to add now
         request["include"] = self._include(request)
-        tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
-        compaction = self._compaction
-        with ResourceRegistry.joined(
-            [*bound.resources, *([] if resources is None else [resources])]
-        ) as registry:
+        manager = None
+        if self._compaction is not None:
+            manager = CompactionManager(self.client, self._compaction, session, model=self.model, api=api)
+        given = bound.resources if resources is None else (*bound.resources, resources)
+        with ResourceRegistry.joined(given) as registry:
             context = ToolContext(
                 prompt=bound,
                 rendered_prompt=rendered,
                 adapter=self,
                 session=session,
-                event_bus=JoinedBus([session.bus, *([] if bus is None else [bus])]),
+                event_bus=JoinedBus([session.bus] if bus is None else [session.bus, bus]),
                 resources=registry,
-                deadline=_earliest(deadline, tracker.budget.deadline if tracker else None),
+                deadline=deadline,
                 budget_tracker=tracker,
                 filesystem=_filesystem(rendered, registry),
             )
@@ -153,10 +170,9 @@ class OpenAIAdapter:
                 context=context,
                 request=request,
                 executor=ToolExecutor(context, bound.template.policies),
-                manager=CompactionManager(self.client, compaction, session, model=self.model, api=api)
-                if compaction
-                else None,
-                new_container=_renewal(workspace),
+                manager=manager,
+                new_container=None if workspace is None else workspace.filesystem.renew_container,
+                memory_limit=None if workspace is None else workspace.container_config.memory_limit,
                 parse_output=parse_output,
                 max_turns=self._max_turns,
             ).run()
@@ -270,10 +286,6 @@ def _workspace(rendered: RenderedPrompt[Any]) -> OpenAIContainerWorkspaceSection
     found = [section for section in rendered.sections if isinstance(section, OpenAIContainerWorkspaceSection)]
     require(len(found) < 2, "A prompt can have one container workspace.", prompt_name=rendered.prompt_name)
     return found[0] if found else None
-
-
-def _renewal(workspace: OpenAIContainerWorkspaceSection | None) -> Callable[[], str] | None:
-    return None if workspace is None else workspace.filesystem.renew_container
 
 
 def _check_alive(container_id: str, api: ResponsesApi, prompt_name: str) -> None:

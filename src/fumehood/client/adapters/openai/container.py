@@ -1,14 +1,15 @@
 """Containers of the provider and the files in them; imports `api`, `config` and `errors`."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fumehood.client.adapters.openai.api import is_container_gone, is_fumehood
 from fumehood.client.adapters.openai.config import ContainerConfig
 from fumehood.client.dbc import require
-from fumehood.client.errors import PromptEvaluationError
+from fumehood.client.errors import ContainerExpiredError, PromptEvaluationError
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -57,8 +58,10 @@ def _is_text(content: bytes) -> bool:
 
 
 class ContainerManager:
-    """Makes containers, and moves files in and out. Errors of the SDK come out as PromptEvaluationError, those that say
-    that a container is gone as they are.
+    """Makes containers, and moves files in and out.
+
+    Raises ContainerExpiredError if the container is gone, FileNotFoundError if only the file is, and
+    PromptEvaluationError for whatever else the provider refuses.
     """
 
     def __init__(self, client: "OpenAI", config: ContainerConfig | None = None) -> None:
@@ -73,21 +76,17 @@ class ContainerManager:
         try:
             return self._sdk.containers.create(name=name, memory_limit=self.config.memory_limit).id
         except openai.OpenAIError as error:
-            raise _unusable(error) from error
+            raise _refused(error) from error
 
     def is_alive(self, container_id: str) -> bool:
         import openai
 
         try:
-            found = self._sdk.containers.retrieve(container_id)
+            return self._sdk.containers.retrieve(container_id).status not in ("expired", "deleted")
         except openai.NotFoundError:
             return False
         except openai.OpenAIError as error:
-            raise _normalised(error) from error
-        return found.status not in ("expired", "deleted")
-
-    def memory_limit(self, container_id: str) -> str | None:
-        return getattr(self._ask(self._sdk.containers.retrieve, container_id), "memory_limit", None)
+            raise _refused(error) from error
 
     def upload(self, container_id: str, path: str, content: bytes) -> ContainerFile:
         """Put a file there. Its type is checked first."""
@@ -96,60 +95,53 @@ class ContainerManager:
 
     def put(self, container_id: str, path: str, content: bytes) -> ContainerFile:
         """The same for what is not the user's choice: files that code writes, members of a workspace."""
-        return self._post(container_id, path, content)
+        with self._using(container_id):
+            return _file(self._sdk.containers.files.create(container_id, file=(path, io.BytesIO(content))))
 
     def attach(self, container_id: str, file_id: str) -> ContainerFile:
         """Put a file there that was uploaded to the provider before."""
-        return _file(self._ask(self._sdk.containers.files.create, container_id, file_id=file_id))
+        with self._using(container_id):
+            return _file(self._sdk.containers.files.create(container_id, file_id=file_id))
 
     def unpack(self, container_id: str, archive: bytes) -> bool:
         """Put the files of a tar archive there. False if the server cannot unpack: then the archive itself is there,
         as ARCHIVE_NAME, and code has to.
         """
-        if is_fumehood(self.client):
-            self._post(container_id, ARCHIVE_NAME, archive, extra_body={"unpack": "true"})
-            return True
-        self._post(container_id, ARCHIVE_NAME, archive)
-        return False
+        unpacks = is_fumehood(self.client)
+        more = {"extra_body": {"unpack": "true"}} if unpacks else {}
+        with self._using(container_id):
+            self._sdk.containers.files.create(container_id, file=(ARCHIVE_NAME, io.BytesIO(archive)), **more)
+        return unpacks
 
-    def files(self, container_id: str) -> Iterator[ContainerFile]:
-        import openai
-
-        try:
-            for found in self._sdk.containers.files.list(container_id, limit=100):
-                yield _file(found)
-        except openai.OpenAIError as error:
-            raise _normalised(error) from error
+    def files(self, container_id: str) -> list[ContainerFile]:
+        with self._using(container_id):
+            return [_file(found) for found in self._sdk.containers.files.list(container_id, limit=100)]
 
     def read(self, container_id: str, file_id: str) -> bytes:
-        answer = self._ask(self._sdk.containers.files.content.retrieve, file_id, container_id=container_id)
-        return answer.read()
+        with self._using(container_id):
+            return self._sdk.containers.files.content.retrieve(file_id, container_id=container_id).read()
 
     def delete(self, container_id: str, file_id: str) -> None:
-        self._ask(self._sdk.containers.files.delete, file_id, container_id=container_id)
+        with self._using(container_id):
+            self._sdk.containers.files.delete(file_id, container_id=container_id)
 
-    def _post(self, container_id: str, path: str, content: bytes, **more: Any) -> Any:
-        # The name of a part may not have directories in it for every server, so the path goes as the file's name only
-        # where it has none; see ContainerFilesystem for what is done with the others.
-        found = self._ask(
-            self._sdk.containers.files.create, container_id, file=(path, io.BytesIO(content)), **more
-        )
-        return _file(found) if not more else found
-
-    def _ask(self, call: Any, *arguments: Any, **named: Any) -> Any:
+    @contextmanager
+    def _using(self, container_id: str) -> Generator[None]:
+        """Errors of the SDK as ours."""
         import openai
 
         try:
-            return call(*arguments, **named)
+            yield
         except openai.OpenAIError as error:
-            raise _normalised(error) from error
+            if not is_container_gone(error):
+                raise _refused(error) from error
+            if self.is_alive(container_id):
+                raise FileNotFoundError(str(error)) from error
+            message = f"The container {container_id!r} has expired, and its files are gone."
+            raise ContainerExpiredError(container_id, error, message) from error
 
 
-def _normalised(error: Exception) -> Exception:
-    return error if is_container_gone(error) else _unusable(error)
-
-
-def _unusable(error: Exception) -> PromptEvaluationError:
+def _refused(error: Exception) -> PromptEvaluationError:
     return PromptEvaluationError(
         f"The container could not be used: {error}",
         phase="request",

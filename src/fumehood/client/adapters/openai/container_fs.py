@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fumehood.client.adapters.openai.api import is_container_gone
 from fumehood.client.adapters.openai.config import ContainerConfig
 from fumehood.client.adapters.openai.container import ARCHIVE_NAME, ContainerManager
 from fumehood.client.errors import ContainerExpiredError, WorkspaceSecurityError
@@ -153,7 +152,7 @@ class ContainerFilesystem(ListedFilesystem):
                 manager.put(container_id, path, content)
         deleted = {path for path, content in self._changes.items() if content is None}
         if deleted:
-            for file in [*manager.files(container_id)]:
+            for file in manager.files(container_id):
                 if file.path in deleted:
                     manager.delete(container_id, file.id)
         self._container_id = container_id
@@ -167,17 +166,13 @@ class ContainerFilesystem(ListedFilesystem):
             container_id = self._container_id or self.ensure_container()
         try:
             return act(container_id)
-        except Exception as error:
-            if not is_container_gone(error):
-                raise
-            if self._manager.is_alive(container_id):  # then it was the file that is not there
-                raise FileNotFoundError(str(error)) from error
-        return act(self.renew_container())
+        except ContainerExpiredError:
+            return act(self.renew_container())
 
     def _ids(self) -> dict[str, str]:
         """The ids of the container's files by path; of two with one path, the later."""
         found: dict[str, str] = {}
-        for file in self._on_container(lambda container: [*self._manager.files(container)]):
+        for file in self._on_container(self._manager.files):
             if self.is_packed and file.path == ARCHIVE_NAME:
                 continue
             try:

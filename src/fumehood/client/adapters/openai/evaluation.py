@@ -51,6 +51,7 @@ class Evaluation[Out]:
     """request: what every request of it has in common, that is, everything but the input.
 
     new_container: makes another container for the one that has expired, and gives its id; None if it is not ours.
+    memory_limit: of the workspace's container.
     manager: keeps the conversation of the session; without one, every evaluation starts afresh.
     """
 
@@ -61,6 +62,7 @@ class Evaluation[Out]:
     executor: ToolExecutor
     manager: CompactionManager | None
     new_container: Callable[[], str] | None
+    memory_limit: str | None
     parse_output: bool
     max_turns: int
     usage: TokenUsage = field(default_factory=TokenUsage)
@@ -195,6 +197,7 @@ class Evaluation[Out]:
         if tool is None:
             return data, _plain_result(data, self.context)
         params: object = data
+        snapshot = self.context.session.snapshot()
         try:
             if tool.handle_provider_output is not None:
                 made = tool.handle_provider_output(data, self.context, tool.result_type)
@@ -208,6 +211,7 @@ class Evaluation[Out]:
             return params, checked_result(tool.name, tool.handler(params, context=self.context))
         except Exception as error:
             _log.warning("The handler of %s failed.", tool.name, exc_info=True)
+            self.context.session.restore(snapshot)
             return params, ToolResult.error(
                 f"The handler of {tool.name!r} failed: {type(error).__name__}: {error}"
             )
@@ -222,7 +226,7 @@ class Evaluation[Out]:
             text=text,
             output=parse_structured_output(text, self.rendered) if self.parse_output else None,
             annotations=notes,
-            files=citations(notes),
+            files=citations([*annotations(self.transcript)]),
             usage=self.usage,
             transcript=tuple(self.transcript),
         )
@@ -271,7 +275,7 @@ class Evaluation[Out]:
             "model": response.model or self.request["model"],
             "max_output_tokens": self.request.get("max_output_tokens"),
             "container_ids": sorted(containers) or [_container_of(self.request)],
-            "memory_limit": _tier_of(self.request),
+            "memory_limit": self.memory_limit or _tier_of(self.request),
             "input_tokens": usage.input_tokens,
             "output_tokens": usage.output_tokens,
         }

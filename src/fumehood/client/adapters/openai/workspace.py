@@ -5,6 +5,7 @@ import os
 import shutil
 import tarfile
 import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,14 +62,15 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
             accepts_overrides=accepts_overrides,
             template=template,
         )
-        self._container_config = container_config or ContainerConfig()
+        self.container_config = container_config or ContainerConfig()
         self._client = client
         holds_files = any(preview.file_count for preview in self.mount_previews)
-        self._tarball = _packed(self.temp_dir) if holds_files else None
+        tarball = _packed(self.temp_dir) if holds_files else None
+        self._tarball_removal = weakref.finalize(self, tarball.unlink, missing_ok=True) if tarball else None
         self._filesystem = ContainerFilesystem(
             client=self._bound_client,
-            container_config=self._container_config,
-            tarball_path=self._tarball,
+            container_config=self.container_config,
+            tarball_path=tarball,
             local_root=self.temp_dir,
             session=session,
         )
@@ -108,8 +110,8 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
             super().cleanup()
         finally:
             self._filesystem.cleanup()
-            if self._tarball is not None:
-                self._tarball.unlink(missing_ok=True)
+            if self._tarball_removal is not None:
+                self._tarball_removal()
 
     def notes(self) -> list[str]:
         return [*([_UNPACK] if self._filesystem.is_packed else []), *super().notes()]
@@ -117,7 +119,7 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
     def clone(self, **kwargs: object) -> "OpenAIContainerWorkspaceSection":
         settings = self._settings()
         settings |= {
-            "container_config": self._container_config,
+            "container_config": self.container_config,
             "client": self._client,
             "template": self.template,
         }
