@@ -41,7 +41,7 @@ class Uploads:
         return file_id
 
     async def create(
-        self, caller: Caller, new: NewFile | Callable[[], NewFile], content: AsyncIterable[bytes]
+        self, caller: Caller, new: NewFile | Callable[[], NewFile | None], content: AsyncIterable[bytes]
     ) -> FileRecord:
         whole = b"".join([piece async for piece in content])
         told = new() if callable(new) else new
