@@ -265,11 +265,16 @@ def test_story_3(run: Run, openai: Elsewhere) -> None:
 
 
 def test_from_vfs(run: Run) -> None:
-    run("from-vfs", session=Session())["workspace"].cleanup()
+    workspace = run("from-vfs", session=Session())["workspace"]
+    assert isinstance(workspace, OpenAIContainerWorkspaceSection)
+    assert [mount.mount_path for mount in workspace.mounts] == ["data"]
+    workspace.cleanup()
 
 
 def test_from_another_vendor(run: Run) -> None:
     names = run("from-another-vendor", session=Session(), mounts=(), roots=())
+    assert isinstance(names["workspace"], OpenAIContainerWorkspaceSection)
+    assert names["adapter"].model == "gpt-5.2-codex"
     names["workspace"].cleanup()
 
 

@@ -18,9 +18,9 @@ from fumehood.protocol.attachments import (
     ImageAddress,
     decode_inline,
     file_name,
-    free_name,
 )
 from fumehood.protocol.errors import ApiError, InvalidRequest, NotFound
+from fumehood.protocol.names import free_name
 from fumehood.serving.addresses import networks
 from fumehood.serving.resolver import Resolver
 from tests.support.memory_uploads import Uploads

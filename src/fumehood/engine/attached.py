@@ -18,11 +18,11 @@ from fumehood.protocol.attachments import (
     Placed,
     file_name,
     file_parts,
-    free_name,
     may_hold_files,
 )
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import InvalidRequest, NotFound
+from fumehood.protocol.names import free_name
 
 _MOST_FILES = 200
 _MOST_FETCHED = 20  # addresses: each may take its time

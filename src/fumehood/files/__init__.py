@@ -1,1 +1,1 @@
-"""What clients upload, and what becomes of it; its modules import `interfaces` and `protocol`."""
+"""What clients upload, and what becomes of it; its modules import `interfaces`, `protocol` and `serving`."""

@@ -1,4 +1,4 @@
-"""Fetches what somebody else's address leads to, and goes nowhere it should not; imports `serving` and aiohttp.
+"""Fetches what an address of somebody's leads to, and nothing else; imports aiohttp, `protocol` and `serving`.
 
 A name is looked up once, what came is checked, and the connection is made to just that. Every redirection is looked at
 as if it had been the address. Nothing of ours goes along: no credentials, no cookies, no proxy of the environment.

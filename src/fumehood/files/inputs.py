@@ -21,9 +21,9 @@ from fumehood.protocol.attachments import (
     is_text_by_name,
     media_type_of,
     picture_name,
-    picture_type,
 )
 from fumehood.protocol.errors import InvalidRequest, NotFound
+from fumehood.protocol.file_types import picture_type
 from fumehood.protocol.files import FileRecord
 from fumehood.protocol.names import clean_name
 

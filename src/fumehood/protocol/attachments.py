@@ -3,7 +3,6 @@
 import base64
 import binascii
 import mimetypes
-from collections.abc import Collection
 from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 from urllib.parse import unquote_to_bytes
@@ -37,12 +36,6 @@ _TEXTUAL = frozenset(
     }
 )
 _UNKNOWN = "application/octet-stream"
-_PICTURES = (
-    (b"\x89PNG\r\n\x1a\n", "image/png"),
-    (b"\xff\xd8\xff", "image/jpeg"),
-    (b"GIF87a", "image/gif"),
-    (b"GIF89a", "image/gif"),
-)
 _types = mimetypes.MimeTypes()  # the same on every machine
 _SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/gif": ".gif", "image/webp": ".webp"}
 
@@ -178,13 +171,6 @@ def data_url(media_type: str, content: bytes) -> str:
     return f"data:{media_type or _UNKNOWN};base64,{base64.b64encode(content).decode()}"
 
 
-def picture_type(content: bytes) -> str | None:
-    """The type of a picture that models take, by its first bytes; None for anything else."""
-    if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
-        return "image/webp"
-    return next((media_type for mark, media_type in _PICTURES if content.startswith(mark)), None)
-
-
 def media_type_of(filename: str, told: str = "") -> str:
     """What it is called: by whoever gave it, or else by its name."""
     if told and told != _UNKNOWN:
@@ -255,12 +241,3 @@ def file_name(wanted: str, media_type: str = "") -> str:
 def picture_name(media_type: str) -> str:
     """For a picture that has none."""
     return f"image{_SUFFIXES.get(media_type, '')}"
-
-
-def free_name(name: str, taken: Collection[str]) -> str:
-    """The name, or one like it that is free."""
-    if name not in taken:
-        return name
-    path = PurePosixPath(name)
-    others = (f"{path.stem}-{number}{path.suffix}" for number in range(2, len(taken) + 3))
-    return next(other for other in others if other not in taken)

@@ -39,6 +39,9 @@ def _begins(*marks: bytes) -> Callable[[bytes], bool]:
 
 _is_zip = _begins(b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08")
 _is_compound = _begins(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1")
+_is_png = _begins(b"\x89PNG\r\n\x1a\n")
+_is_jpeg = _begins(b"\xff\xd8\xff")
+_is_gif = _begins(b"GIF87a", b"GIF89a")
 
 
 def _is_pdf(head: bytes) -> bool:
@@ -72,17 +75,20 @@ _PROGRAMS = (
     b"\xca\xfe\xba\xbe",
     b"\0asm",
 )
+_PICTURES = {"image/png": _is_png, "image/jpeg": _is_jpeg, "image/gif": _is_gif, "image/webp": _is_webp}
 _SIGNATURES = (
     _is_program,
-    _begins(b"\x89PNG\r\n\x1a\n"),
-    _begins(b"GIF87a", b"GIF89a"),
-    _begins(b"\xff\xd8\xff"),
+    *_PICTURES.values(),
     _begins(b"%PDF-"),
     _begins(b"\x1f\x8b"),
-    _is_webp,
     _is_zip,
     _is_compound,
 )
+
+
+def picture_type(head: bytes) -> str | None:
+    """The type of a picture that models take, by its first bytes; None for anything else."""
+    return next((media_type for media_type, is_it in _PICTURES.items() if is_it(head)), None)
 
 
 def is_text(head: bytes) -> bool:
@@ -148,13 +154,13 @@ _TYPES: dict[str, FileType] = {
     **_texts("application/yaml", "yaml", "yml"),
     "doc": FileType("application/msword", _is_old_office),
     "docx": FileType(f"{_OFFICE}wordprocessingml.document", _is_office),
-    "gif": FileType("image/gif", _begins(b"GIF87a", b"GIF89a")),
-    "jpeg": FileType("image/jpeg", _begins(b"\xff\xd8\xff")),
-    "jpg": FileType("image/jpeg", _begins(b"\xff\xd8\xff")),
+    "gif": FileType("image/gif", _is_gif),
+    "jpeg": FileType("image/jpeg", _is_jpeg),
+    "jpg": FileType("image/jpeg", _is_jpeg),
     "odt": FileType("application/vnd.oasis.opendocument.text", _is_zip),
     "pdf": FileType("application/pdf", _is_pdf),
     "pkl": FileType(BINARY, _is_pickle),
-    "png": FileType("image/png", _begins(b"\x89PNG\r\n\x1a\n")),
+    "png": FileType("image/png", _is_png),
     "ppt": FileType("application/vnd.ms-powerpoint", _is_old_office),
     "pptx": FileType(f"{_OFFICE}presentationml.presentation", _is_office),
     "tar": FileType("application/x-tar", _is_tar),

@@ -6,8 +6,6 @@ import msgspec
 
 from fumehood.protocol.names import clean_name
 
-FILE_PREFIX = "file-"
-
 type UploadPurpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
 """What a client may upload a file for."""
 

@@ -4,7 +4,10 @@ File names come from uploads, archives and code that nobody trusts. Whoever puts
 or a log passes it through `clean_name` first; files are found by their ids, so what it changes is lost to nobody.
 """
 
+import itertools
 import unicodedata
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import PurePosixPath
 
 LONGEST_NAME = 200
 
@@ -23,3 +26,22 @@ def clean_name(name: str, longest: int = LONGEST_NAME) -> str:
     if name.isascii() and name.isprintable():
         return name
     return "".join(_INSTEAD if unicodedata.category(character) in _UNFIT else character for character in name)
+
+
+def free_name(path: str, taken: Collection[str]) -> str:
+    """The path itself, or one like it that nothing has."""
+    return next(name for name in names_like(path) if name not in taken)
+
+
+def names_like(path: str) -> Iterator[str]:
+    """The path, and what is tried in its place, without end: a.txt, a-2.txt, a-3.txt, …"""
+    yield path
+    wanted = PurePosixPath(path)
+    for number in itertools.count(2):
+        yield str(wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}"))
+
+
+def in_words(names: Sequence[str], most: int) -> str:
+    """So many of them, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

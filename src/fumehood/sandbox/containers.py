@@ -178,11 +178,7 @@ class SandboxContainers:
         """As it is at this moment; what is over may still have to be ended."""
         if self._endings.is_over(record):
             return msgspec.structs.replace(record, status="expired")
-        return msgspec.structs.replace(record, last_active_at=self._active_at(record))
-
-    def _active_at(self, record: ContainerRecord) -> float:
-        living = self._living.get(record.id)
-        return max(record.last_active_at, living.record.last_active_at if living else 0)
+        return msgspec.structs.replace(record, last_active_at=self._endings.active_at(record))
 
     async def _used(self, record: ContainerRecord) -> Living:
         """What this process knows of a container that is used now."""
@@ -196,7 +192,7 @@ class SandboxContainers:
     def _known(self, record: ContainerRecord) -> Living:
         living = self._living.get(record.id)
         if living is None or (living.stored != record and not living.users):  # another process has changed it
-            latest = msgspec.structs.replace(record, last_active_at=self._active_at(record))
+            latest = msgspec.structs.replace(record, last_active_at=self._endings.active_at(record))
             living = self._living[record.id] = Living(latest, record)
         self._living.move_to_end(record.id)
         if len(self._living) > _MOST_KNOWN:

@@ -35,8 +35,13 @@ class Endings:
         living = self._living.get(record.id)
         if living is not None and living.users:
             return False
-        active_at = max(record.last_active_at, living.record.last_active_at if living else 0)
-        return now >= active_at + 60 * (record.spec.idle_minutes or self._house.settings.idle_minutes)
+        minutes = record.spec.idle_minutes or self._house.settings.idle_minutes
+        return now >= self.active_at(record) + 60 * minutes
+
+    def active_at(self, record: ContainerRecord) -> float:
+        """When it was last used; the store may not have been told yet."""
+        living = self._living.get(record.id)
+        return max(record.last_active_at, living.record.last_active_at if living else 0)
 
     async def expire(self, record: ContainerRecord) -> None:
         """The files of users stay, for whoever continues the conversation."""
@@ -53,7 +58,7 @@ class Endings:
         await self._end(record, "deleted", 0)
 
     async def _end(self, record: ContainerRecord, status: ContainerStatus, retained: int) -> None:
-        living = self._living.pop(record.id, None)
+        active_at, living = self.active_at(record), self._living.pop(record.id, None)
         if living is not None:
             living.over = True
             record = msgspec.structs.replace(
@@ -63,7 +68,7 @@ class Endings:
             record,
             spec=without_secrets(record.spec),
             status=status,
-            last_active_at=max(record.last_active_at, living.record.last_active_at if living else 0),
+            last_active_at=active_at,
             ended_at=self._house.clock.now(),
             secrets="",
             sandbox="",

@@ -26,7 +26,7 @@ from fumehood.protocol.errors import (
     NotFound,
     Unavailable,
 )
-from fumehood.protocol.names import clean_name
+from fumehood.protocol.names import clean_name, names_like
 from fumehood.protocol.sandbox import ArchiveFormat
 from fumehood.protocol.sandbox_errors import (
     RequestRefused,
@@ -37,7 +37,7 @@ from fumehood.protocol.sandbox_errors import (
     TryLater,
 )
 from fumehood.sandbox.container import House, Living, attached, fresh_sandbox
-from fumehood.sandbox.kept_files import NOT_IN_A_SANDBOX, file_id, kept_bytes, names_like
+from fumehood.sandbox.kept_files import NOT_IN_A_SANDBOX, file_id, kept_bytes
 
 # Puts files into a sandbox; when each of them was written, as the sandbox tells it.
 type Writing = Callable[[Sandbox], Awaitable[Mapping[str, int]]]
@@ -159,11 +159,8 @@ class GivenFiles:
                 if sandbox is not None:
                     await sandbox.delete(record.path)
             except SandboxError as error:
-                if error.status not in (
-                    404,
-                    410,
-                    400,
-                ):  # what is not there, or is no file any more, is deleted
+                # What is not there, or is no file any more, is deleted.
+                if error.status not in (400, 404, 410):
                     raise self._refusal(error) from error
             await self._house.store.put_files([], [record.id])
             await self._house.files.drop([record])

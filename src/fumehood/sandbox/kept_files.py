@@ -5,28 +5,24 @@ Names and sizes are told by a sandbox and trusted by nobody: names are checked, 
 
 import asyncio
 import hashlib
-import itertools
 import logging
 from collections.abc import (
     AsyncGenerator,
     Awaitable,
     Callable,
-    Collection,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 
 import msgspec
 
 from fumehood.interfaces import Blobs, Clock, Sandbox, Store
 from fumehood.protocol.containers import ContainerFileRecord
 from fumehood.protocol.errors import Unavailable
-from fumehood.protocol.names import clean_name
+from fumehood.protocol.names import clean_name, free_name, in_words
 from fumehood.protocol.sandbox import FileEntry, FileListing
 from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, SandboxGone, TooLarge
 
@@ -82,10 +78,10 @@ class Restored:
     refused: list[str]
 
     def notes(self) -> list[str]:
-        notes = [f"Not to be had any more: {in_words(self.gone)}."] if self.gone else []
+        notes = [f"Not to be had any more: {_named(self.gone)}."] if self.gone else []
         return [
             *notes,
-            *([f"Not to be had in this sandbox: {in_words(self.refused)}."] if self.refused else []),
+            *([f"Not to be had in this sandbox: {_named(self.refused)}."] if self.refused else []),
         ]
 
 
@@ -334,7 +330,7 @@ class _Harvest:
     def notes(self) -> list[str]:
         notes: list[str] = []
         if self.unkept:
-            names = in_words(self.unkept)
+            names = _named(self.unkept)
             notes.append(f"There is no room to keep these when the sandbox ends: {names}.")
         if self.left_out:
             notes.append(
@@ -426,20 +422,5 @@ def kept_bytes(records: Iterable[ContainerFileRecord]) -> int:
     return sum(record.bytes for record in records if record.blob)
 
 
-def free_name(path: str, taken: Collection[str]) -> str:
-    """The path itself, or one like it that nothing has."""
-    return next(name for name in names_like(path) if name not in taken)
-
-
-def names_like(path: str) -> Iterator[str]:
-    """The path, and what is tried in its place, without end: a.txt, a-2.txt, a-3.txt, …"""
-    wanted = PurePosixPath(path)
-    yield path
-    for number in itertools.count(2):
-        yield str(wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}"))
-
-
-def in_words(names: Sequence[str]) -> str:
-    """A few names, fit to be read, and how many more there are."""
-    more = len(names) - _NAMED
-    return ", ".join(clean_name(name) for name in names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+def _named(names: Sequence[str]) -> str:
+    return in_words([clean_name(name) for name in names], _NAMED)

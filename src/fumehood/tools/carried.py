@@ -14,10 +14,11 @@ from msgspec.structs import replace
 
 from fumehood.aside import aside
 from fumehood.interfaces import Caller, Containers, Files
-from fumehood.protocol.attachments import Attachment, decode_inline, file_name, file_parts, free_name
+from fumehood.protocol.attachments import Attachment, decode_inline, file_name, file_parts
 from fumehood.protocol.containers import DATA_DIRECTORY, ContainerFileRecord
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import ApiError, NotFound
+from fumehood.protocol.names import free_name, in_words
 from fumehood.protocol.sandbox_errors import SandboxError
 
 _MEMORY = "fumehood:files"
@@ -219,9 +220,4 @@ def _told(name: str, path: str) -> str:
 
 
 def _sentence(brought: Sequence[str]) -> list[str]:
-    if not brought:
-        return []
-    more = len(brought) - _MOST_NAMED
-    return [
-        f"Files of the user: {', '.join(brought[:_MOST_NAMED])}{f' and {more} more' if more > 0 else ''}."
-    ]
+    return [f"Files of the user: {in_words(brought, _MOST_NAMED)}."] if brought else []

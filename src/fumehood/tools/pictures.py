@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from fumehood.protocol.attachments import data_url
+from fumehood.protocol.file_types import picture_type
+
 _SUFFIXES = {
     "image/png": ".png",
     "image/jpeg": ".jpg",
@@ -33,7 +36,7 @@ class Picture:
         return self.mime != _VECTOR
 
     def data_url(self) -> str:
-        return f"data:{self.mime};base64,{base64.b64encode(self.content).decode()}"
+        return data_url(self.mime, self.content)
 
 
 def shown_picture(data: Mapping[str, str], most: int) -> Picture | None:
@@ -53,16 +56,8 @@ def may_be_picture(path: str) -> bool:
 
 
 def kind_of(content: bytes) -> str | None:
-    """The MIME type of a picture that begins so."""
-    if content.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "image/png"
-    if content.startswith(b"\xff\xd8\xff"):
-        return "image/jpeg"
-    if content.startswith((b"GIF87a", b"GIF89a")):
-        return "image/gif"
-    if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
-        return "image/webp"
-    return _VECTOR if b"<svg" in content[:_LOOKED_AT].lower() else None
+    """The MIME type of a picture that begins so, drawings included."""
+    return picture_type(content) or (_VECTOR if b"<svg" in content[:_LOOKED_AT].lower() else None)
 
 
 def _decoded(text: str) -> bytes | None:

@@ -9,7 +9,7 @@ from fumehood.interfaces import Caller, Container, Containers
 from fumehood.protocol.containers import DATA_DIRECTORY, ContainerFileRecord
 from fumehood.protocol.errors import ApiError
 from fumehood.protocol.items import Image, ProducedFile
-from fumehood.protocol.names import clean_name
+from fumehood.protocol.names import clean_name, in_words
 from fumehood.protocol.sandbox_errors import SandboxError
 from fumehood.tools.pictures import Picture, kind_of, may_be_picture
 
@@ -117,11 +117,7 @@ def produced_file(record: ContainerFileRecord) -> ProducedFile:
 
 def named(files: Sequence[ProducedFile]) -> str:
     """What the model is told of them; nothing where there are none."""
-    if not files:
-        return ""
-    names = [file.path for file in files[:_FILES_NAMED]]
-    more = len(files) - len(names)
-    return f"Files: {', '.join(names)}{f' and {more} more' if more else ''}"
+    return f"Files: {in_words([file.path for file in files], _FILES_NAMED)}" if files else ""
 
 
 def content_path(file: ProducedFile) -> str:
