@@ -115,6 +115,14 @@ def test_the_mirror_answers_for_what_is_still_packed(elsewhere: Elsewhere, proje
     workspace.cleanup()
 
 
+def test_of_two_files_with_one_path_the_later_counts(elsewhere: Elsewhere) -> None:
+    files = ContainerFilesystem(client=elsewhere.client, container_config=ContainerConfig())
+    manager = ContainerManager(elsewhere.client)
+    for content in (b"old", b"new"):
+        manager.put(files.ensure_container(), "a.txt", content)
+    assert files.read("a.txt") == b"new"
+
+
 @pytest.mark.parametrize("sign", ["expired", "deleted"])
 def test_an_expired_container_is_made_again_with_what_was_written(
     elsewhere: Elsewhere, project: Path, sign: str

@@ -82,9 +82,12 @@ class OpenAIServer:
             container.status = "expired"
             container.files.clear()
 
-    def answer(self, method: str, path: str, kind: str, body: bytes) -> Reply:
+    def answer(self, method: str, target: str, kind: str, body: bytes) -> Reply:
+        path, _, query = target.partition("?")
         self.calls.append(f"{method} {path}")
         if found := re.fullmatch(r"/v1/containers(?:/(\w+)(?:/files(?:/(\w+)(/content)?)?)?)?", path):
+            if method == "GET" and path.endswith("/files"):
+                return self._files(found[1], query)
             return self._container(method, path, kind, body, *found.groups())
         if path in ("/v1/responses", "/v1/responses/compact"):
             asked: dict[str, Any] = json.loads(body)
@@ -114,17 +117,12 @@ class OpenAIServer:
             return Reply(_shown(made))
         container = self.containers.get(name)
         if container is None:
-            return error(404, f"Container with id '{name}' not found.")
+            return _no_container(name)
         if "/files" not in path:
             return Reply(_shown(container))
         if container.status == "expired":
-            return error(404, "Container is expired.")
+            return _expired()
         if file is None:
-            if method == "GET":
-                listed = [_file(container, one) for one in container.files]
-                return Reply(
-                    {"object": "list", "data": listed, "has_more": False, "first_id": None, "last_id": None}
-                )
             made_file = f"cfile_{next(self._ids)}"
             container.files[made_file] = _upload(kind, body)
             return Reply(_file(container, made_file))
@@ -134,6 +132,25 @@ class OpenAIServer:
             del container.files[file]
             return Reply({"id": file, "deleted": True})
         return Reply(container.files[file][1]) if content else Reply(_file(container, file))
+
+    def _files(self, name: str, query: str) -> Reply:
+        """All on one page, the newest first unless somebody wants it otherwise."""
+        container = self.containers.get(name)
+        if container is None:
+            return _no_container(name)
+        if container.status == "expired":
+            return _expired()
+        listed = [_file(container, one) for one in container.files]
+        data = listed if "order=asc" in query else listed[::-1]
+        return Reply({"object": "list", "data": data, "has_more": False, "first_id": None, "last_id": None})
+
+
+def _no_container(name: str) -> Reply:
+    return error(404, f"Container with id '{name}' not found.")
+
+
+def _expired() -> Reply:
+    return error(404, "Container is expired.")
 
 
 def _shown(container: Container) -> dict[str, Any]:
@@ -183,8 +200,7 @@ def serving() -> Generator[OpenAIServer]:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             if self.path.startswith("/v1/responses"):
                 server.headers.append({name.lower(): value for name, value in self.headers.items()})
-            path, kind = self.path.partition("?")[0], self.headers.get("content-type") or ""
-            reply = server.answer(self.command, path, kind, body)
+            reply = server.answer(self.command, self.path, self.headers.get("content-type") or "", body)
             if reply.closes:
                 self.close_connection = True
                 return

@@ -114,8 +114,10 @@ class ContainerManager:
         return unpacks
 
     def files(self, container_id: str) -> list[ContainerFile]:
+        """All of them, oldest first."""
         with self._using(container_id):
-            return [_file(found) for found in self._sdk.containers.files.list(container_id, limit=100)]
+            listed = self._sdk.containers.files.list(container_id, limit=100, order="asc")
+            return [_file(found) for found in listed]
 
     def read(self, container_id: str, file_id: str) -> bytes:
         with self._using(container_id):
