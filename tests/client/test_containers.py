@@ -212,11 +212,16 @@ def test_nothing_comes_back_unless_it_is_asked_for(elsewhere: Elsewhere, project
     workspace.cleanup()
     assert elsewhere.server.calls == []
     assert workspace.container_id is None
-    unused = mounted(project, client=elsewhere.client, sync_on_cleanup=True)
+
+
+def test_what_was_never_in_a_container_comes_back_as_it_was(
+    elsewhere: Elsewhere, project: Path, tmp_path: Path
+) -> None:
+    elsewhere.server.script()
+    unused = mounted(project, client=elsewhere.client, sync_on_cleanup=True, sync_dir=tmp_path / "back")
     unused.cleanup()
     assert elsewhere.server.calls == []
-    assert unused.sync_dir is not None
-    unused.sync_dir.rmdir()
+    assert (tmp_path / "back/project/src/main.py").read_text() == "print(1)"
 
 
 def test_mode_auto_takes_over_a_live_container_of_the_session(elsewhere: Elsewhere, project: Path) -> None:

@@ -94,16 +94,15 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         self._client = client
 
     def download_all(self, dest: Path) -> None:
-        """If the container has expired, what is left are the local copies."""
-        if self.container_id is None:
-            return
+        """If there is no container yet, or it has expired, the local copies are all there is."""
         if self._filesystem.is_alive():
             self._filesystem.download_all(dest)
-        else:
+            return
+        if self.container_id is not None:
             _log.warning(
                 "The container %s has expired: what code has written there is lost.", self.container_id
             )
-            shutil.copytree(self.temp_dir, dest, dirs_exist_ok=True)
+        shutil.copytree(self.temp_dir, dest, dirs_exist_ok=True)
 
     def cleanup(self) -> None:
         try:
