@@ -24,6 +24,7 @@ from fumehood.cli_remote import (
     print_list,
     print_object,
     remove_all,
+    rows_of,
     save,
     size_of,
     text_of,
@@ -179,7 +180,9 @@ def put(
     if json:
         print_json([made])
     else:
-        note(f"Put {text_of(made, 'path') or cleaned(file.name)}.")
+        more = len(rows_of(made, "fumehood:unpacked")) - 1
+        others = f" and {more} more" if more > 0 else ""
+        note(f"Put {text_of(made, 'path') or cleaned(file.name)}{others}.")
 
 
 def _found(server: Server, below: str, file: str) -> Object:

@@ -91,9 +91,9 @@ class Server:
         while True:
             limit = min(_PAGE, most - len(found))
             page = self.get(path, limit=limit, order="desc", after=after, **query)
-            rows = _rows(page)
-            found += rows
-            more = page.get("has_more") is True and bool(rows)
+            listed = rows_of(page)
+            found += listed
+            more = page.get("has_more") is True and bool(listed)
             if not more or len(found) >= most:
                 return found[:most], more or len(found) > most
             after = found[-1].get("id")
@@ -223,8 +223,9 @@ def _object(answer: http.client.HTTPResponse) -> Object:
     return cast("Object", value)
 
 
-def _rows(page: Object) -> list[Object]:
-    data = page.get("data")
+def rows_of(found: Object, name: str = "data") -> list[Object]:
+    """The objects in a list of a page, or of another object."""
+    data = found.get(name)
     listed = cast("list[object]", data) if isinstance(data, list) else []
     return [cast("Object", row) for row in listed if isinstance(row, dict)]
 

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -111,7 +112,8 @@ def test_mounts(run: Run) -> None:
     made = run("mounts", session=Session())["workspace"]
     assert made.mount_previews[0].entries == ("src/",)
     made.cleanup()
-    made.sync_dir.rmdir()
+    assert (made.sync_dir / "project/src/app.py").read_text() == "import os\n"
+    shutil.rmtree(made.sync_dir)
 
 
 def test_section(run: Run) -> None:

@@ -95,10 +95,13 @@ def test_containers_from_creation_to_removal(url: str, tmp_path: Path) -> None:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as packed:
         packed.writestr("z/one.txt", "one")
+        packed.writestr("z/two.txt", "two")
     (tmp_path / "all.zip").write_bytes(archive.getvalue())
-    assert run("containers", "put", container, "all.zip", "--unpack", url=url).code == 0
+    unpacked = run("containers", "put", container, "all.zip", "--unpack", url=url)
+    assert (unpacked.code, unpacked.err) == (0, "Put /mnt/data/z/one.txt and 1 more.")
     found = {row["path"]: row for row in run("containers", "files", container, "--json", url=url).rows}
-    assert found.keys() == {"/mnt/data/in.csv", "/mnt/data/d/out.csv", "/mnt/data/z/one.txt"}
+    unpacked_paths = {"/mnt/data/z/one.txt", "/mnt/data/z/two.txt"}
+    assert found.keys() == {"/mnt/data/in.csv", "/mnt/data/d/out.csv", *unpacked_paths}
     assert "/mnt/data/z/one.txt" in run("containers", "files", container, url=url).out
     listed = run("containers", "files", container, "--limit", "2", url=url)
     assert listed.err == "There are more than 2; --limit shows them."
