@@ -128,7 +128,7 @@ def test_variables_of_others_are_left_alone() -> None:
         ("models: [{base_url: 'http://h', retrys: 1}]", "there is no setting models[0].retrys; did you mean retries?"),
         ("storage: {url: 'postgres://u:s3cret@h/d'}", "storage.url: only sqlite:///FILE is there."),
         ("providers: {file_search: {enabled: true}}", "providers.file_search.enabled: this version cannot"),
-        ("telemetry: {otlp: 'http://h'}", "telemetry.otlp: this version cannot do that yet"),
+        ("telemetry: {otlp: 'h:4318'}", "telemetry.otlp: an address is written as http://HOST:4318"),
         ("- a", "should hold sections such as"),
         ("a: [", "is not YAML at line 1"),
         ("\tserver: {}", "is not YAML at line 1"),

@@ -393,6 +393,7 @@ def _problems(config: Config) -> Iterator[str]:
         for problem in _interpreter_problems(interpreter.settings):
             yield f"providers.code_interpreter.settings.{problem}"
     yield from _input_problems(config.inputs)
+    yield from _telemetry_problems(config.telemetry)
     for problem in _variable_problems("keys_env", config.compaction.keys_env):
         yield f"compaction.{problem}"
     if config.compaction.keys_env is not None and config.compaction.keys_file is not None:
@@ -402,10 +403,14 @@ def _problems(config: Config) -> Iterator[str]:
     for name, asked in (
         ("providers.file_search.enabled", config.providers.file_search.enabled),
         ("providers.web_search.enabled", config.providers.web_search.enabled),
-        ("telemetry.otlp", config.telemetry.otlp),
     ):
         if asked:
             yield f"{name}: this version cannot do that yet; leave it out."
+
+
+def _telemetry_problems(settings: TelemetrySettings) -> Iterator[str]:
+    if settings.otlp is not None and not settings.otlp.startswith(("http://", "https://")):
+        yield "telemetry.otlp: an address is written as http://HOST:4318."
 
 
 def _input_problems(settings: InputSettings) -> Iterator[str]:

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fumehood.config import CodeInterpreterSettings, Config, FileSettings, Misconfigured, secret
 from fumehood.engine.log import LagLimits
@@ -60,6 +61,9 @@ from fumehood.tools.code_output import OutputLimits
 from fumehood.tools.code_session import InterpreterSettings
 from fumehood.tools.shell import Shell
 from fumehood.tools.shell_session import ShellSettings
+
+if TYPE_CHECKING:
+    from fumehood.telemetry.tracing import Tracing
 
 CODE_INTERPRETER = "code_interpreter"
 _READINESS_SECONDS = 2.0  # that an answer holds, and may take
@@ -138,6 +142,7 @@ async def assembled(
             raise Misconfigured(f"models: {error}.") from None
         stack.push_async_callback(models.close)
         metrics = Metrics()
+        tracing = _tracing(config, environ, stack)
         chosen = config.providers.code_interpreter
         sandboxes = await _sandboxes(chosen.settings, environ, stack, start=chosen.enabled)
         sealer = _sealer(config, environ)
@@ -148,9 +153,10 @@ async def assembled(
         )
         tools = _tools(config, containers, files, clock)
         limits = config.limits
-        runs = EngineRuns(
-            _CountedModels(models, metrics),
-            tools,
+        counted: Models = _CountedModels(models, metrics)
+        runs: Runs = EngineRuns(
+            counted if tracing is None else tracing.models(counted),
+            tools if tracing is None else tracing.tools(tools),
             store,
             clock,
             limits=LoopLimits(
@@ -161,6 +167,8 @@ async def assembled(
             sealer=sealer,
             attachments=_attachments(config, files, stack),
         )
+        if tracing is not None:
+            runs = tracing.runs(runs)
         always = chosen.settings.always_include_outputs
         gateway = Gateway(
             runs=runs,
@@ -203,6 +211,20 @@ def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
         return KeyedSealer(keys)
     except KeysRefused as error:
         raise Misconfigured(f"compaction: {where}: {error}.") from None
+
+
+def _tracing(config: Config, environ: Mapping[str, str], stack: AsyncExitStack) -> "Tracing | None":
+    """None, and nothing imported, unless the operator says where to; raises Misconfigured."""
+    endpoint = config.telemetry.otlp or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    if not endpoint or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    try:
+        from fumehood.telemetry.tracing import tracing_to
+    except ModuleNotFoundError as error:
+        raise Misconfigured("telemetry.otlp: it needs an extra: pip install 'fumehood[otel]'.") from error
+    tracing = tracing_to(endpoint, environ)
+    stack.push_async_callback(asyncio.to_thread, tracing.close)
+    return tracing
 
 
 class _Readiness:

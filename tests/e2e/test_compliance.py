@@ -198,8 +198,8 @@ async def file_input(wire: Wire) -> None:
     status, error = await wire.refused(
         input=[said("user", [{"type": "input_file", "filename": "x", "file_id": "file-1"}])]
     )
-    assert (status, error["param"]) == (400, "input")
-    assert "inline only" in error["message"]
+    assert (status, error["param"]) == (400, "input[0].content[0].file_id")
+    assert error["code"] == "file_not_found"
 
 
 # --- state --------------------------------------------------------------------------------------------

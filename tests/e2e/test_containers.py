@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -237,6 +238,50 @@ def test_a_gib_into_a_container_takes_no_memory(tmp_path: Path) -> None:
         assert len(part.read()) == 10
         client.containers.delete(made.id)
         assert blobs(running) == []
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_what_a_kill_cut_off(tmp_path: Path, socket: Path) -> None:
+    """Calls that run, files that arrive and files that were just written."""
+    elsewhere = settings(sandbox_url=f"unix:{socket}")
+    code = "import time\nfor n in range(600):\n    open(f'{n}.txt', 'w').write(str(n))\n    time.sleep(0.1)"
+    tool: Any = {"type": "code_interpreter"}
+
+    def run(client: OpenAI, container: str, begun: threading.Semaphore) -> None:
+        create: Any = client.responses.create
+        request = {"model": "direct", "input": f"```python\n{code}\n```", "stream": True}
+        with contextlib.suppress(openai.OpenAIError, httpx2.HTTPError):
+            for event in create(tools=[{**tool, "container": container}], **request):
+                if event.type == "response.code_interpreter_call.interpreting":
+                    begun.release()
+
+    def upload(client: OpenAI, container: str) -> None:
+        with contextlib.suppress(openai.OpenAIError, httpx2.HTTPError):
+            while True:
+                client.containers.files.create(container, file=("large.bin", os.urandom(8 << 20)))
+
+    running = served.start(tmp_path, elsewhere)
+    begun = threading.Semaphore(0)
+    with client_of(running) as client:
+        made = [client.containers.create(name=f"{number}").id for number in range(6)]
+        work = [threading.Thread(target=run, args=(client, name, begun)) for name in made]
+        work += [threading.Thread(target=upload, args=(client, name)) for name in made[:2]]
+        for thread in work:
+            thread.start()
+        for _ in made:
+            assert begun.acquire(timeout=60)
+        until(lambda: len(sandboxes(socket) or ()) == len(made) and bool(blobs(running)))
+        running.kill()
+        for thread in work:
+            thread.join(60)
+    with served.serving(tmp_path, elsewhere) as running, client_of(running) as client:
+        assert {container.id for container in client.containers.list()} == set(made)
+        for name in made:
+            client.containers.delete(name)
+        assert sandboxes(socket) == []
+        assert rows(running, "files") == 0
+        left = [path for path in (running.directory / "blobs" / "incoming").iterdir() if path.is_file()]
+        assert (blobs(running), left) == ([], [])
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ PDF = b"%PDF-1.7\n"
 ANSWER = says("Seen.")
 
 
-def engine(*turns: Any, uploads: Uploads, takes_files: bool = False, files: bool = False) -> Engine:
+def engine(*turns: Any, uploads: Uploads, takes_files: bool | None = False, files: bool = False) -> Engine:
     model = ScriptedModel(*turns, profile=ModelProfile(takes_files=takes_files))
     return Engine(model, [Echo(finds_files=files)], attachments=InputFiles(uploads))
 
@@ -189,6 +189,28 @@ async def test_a_file_that_nobody_could_look_at_is_refused() -> None:
     await seeing.block(input=items)
     (found,) = attached(seeing.model.requests[0])
     assert found.data == f"data:application/pdf;base64,{base64.b64encode(PDF).decode()}"
+
+
+async def test_where_nobody_has_said_what_a_model_takes_files_go_to_whoever_may_open_them() -> None:
+    uploads = Uploads()
+    pdf = uploads.add("x.pdf", PDF)
+    items = [user(file(pdf), inline("y.pdf", PDF))]
+    house = engine(ANSWER, ANSWER, ANSWER, says("A summary."), uploads=uploads, takes_files=None, files=True)
+    first = await house.block(input=items)
+    await house.block(previous_response_id=first.id, tools=[{"type": "echo"}])
+    await house.block(input=items, tools=[{"type": "echo"}])
+    body = msgspec.json.encode({"model": "scripted", "input": items})
+    await house.runs.compact(msgspec.json.decode(body, type=CreateResponse), Caller())
+    alone, continued, beside_code, compacted = (
+        shown(request)[0]["content"] for request in house.model.requests
+    )
+    data = f"data:application/pdf;base64,{base64.b64encode(PDF).decode()}"
+    assert alone == [
+        {"type": "file", "file": {"filename": name, "file_data": data}} for name in ("x.pdf", "y.pdf")
+    ]
+    assert continued == alone
+    assert "A code interpreter finds it as /mnt/data/x.pdf." in beside_code
+    assert compacted == beside_code
 
 
 async def test_references_to_items_bring_their_files() -> None:

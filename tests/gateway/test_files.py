@@ -47,7 +47,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 async def arriving(desk: Desk, number: int) -> None:
     """Until so many uploads are on their way."""
-    await until(lambda: sum(map(len, desk.files._arriving.values())) == number)
+    await until(lambda: desk.files.arriving == number)
 
 
 async def post(desk: Desk, *parts: bytes, headers: dict[str, str] | None = None) -> Answer:

@@ -55,6 +55,12 @@ _REQUESTS: dict[str, Body] = {
     "tools: object": lambda own: {
         "tools": [{"type": "code_interpreter", "container": {"id": own.container_id}}],
     },
+    "tools: file_ids": lambda own: {
+        "tools": [{"type": "code_interpreter", "container": {"type": "auto", "file_ids": [own.upload_id]}}],
+    },
+    "input: a file": lambda own: {
+        "input": [{"role": "user", "content": [{"type": "input_file", "file_id": own.upload_id}]}],
+    },
 }
 # How a body can name something, by the route and the field; its owner is answered.
 BODIES: dict[tuple[str, str], dict[str, Body]] = {
@@ -257,17 +263,6 @@ async def test_connections_of_a_tenant_hold_no_more_than_its_share(
         assert await one.refusal(previous_response_id=oldest["id"]) == not_found
         assert (await two.turn(previous_response_id=latest["id"]))["status"] == "completed"
         assert (await ben.turn(previous_response_id=bens["id"]))["status"] == "completed"
-
-
-async def test_files_for_a_container_cannot_be_named_yet(house: House, ann: Objects) -> None:
-    """When they can, this belongs into `BODIES`."""
-    answers = [
-        await house.ann.create(
-            tools=[{"type": "code_interpreter", "container": {"type": "auto", "file_ids": [file_id]}}]
-        )
-        for file_id in (ann.file_id, invented(ann).file_id)
-    ]
-    assert [answer.error for answer in answers] == [(400, None, "tools")] * 2
 
 
 async def test_a_call_that_is_given_back_does_not_open_its_container(house: House, ann: Objects) -> None:

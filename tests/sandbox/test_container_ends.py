@@ -12,7 +12,7 @@ from fumehood.interfaces import Caller
 from fumehood.protocol.containers import ContainerRecord, ContainerSpec
 from fumehood.protocol.errors import BodyTooLarge, ContainerExpired, InvalidRequest, NotFound, RateLimited
 from fumehood.protocol.listing import Window
-from fumehood.protocol.sandbox import DomainSecret, NetworkAllowlist
+from fumehood.protocol.sandbox import DomainSecret, NetworkAllowlist, SandboxSpec
 from fumehood.protocol.sandbox_errors import Unreachable
 from fumehood.sandbox.container import ContainerSettings
 from fumehood.sandbox.containers import SandboxContainers
@@ -364,3 +364,15 @@ async def test_uploads_wait_for_each_other() -> None:
         go_on.set()
         done = await asyncio.gather(*uploads, return_exceptions=True)
         assert [isinstance(one, BaseException) for one in done] == [True, False, False, False, False]
+
+
+async def test_a_sandbox_that_was_made_and_not_written_down_goes_with_its_container() -> None:
+    async with host() as here:
+        deleted, expired = await made(here), await made(here)
+        for name in (deleted, expired):  # as if a process had died before it could write
+            await here.scripted.create(SandboxSpec(tenant="somebody"), f"{name}-1")
+        await here.containers.delete(SOMEBODY, deleted)
+        assert list(here.scripted.specs) == [f"{expired}-1"]
+        here.clock.advance(20 * 60)
+        await here.containers.sweep()
+        assert here.scripted.specs == {}

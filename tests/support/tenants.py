@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fumehood.engine.runs import EngineRuns
+from fumehood.files.inputs import InputFiles
 from fumehood.files.uploads import UploadedFiles
 from fumehood.gateway.auth import Everybody, KeyHolders
 from fumehood.interfaces import Store
@@ -156,9 +157,11 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[House]:
         uploads=files,
     )
     model = ScriptedModel(*[_turn] * _MANY)
-    tools = [CodeInterpreter(containers, clock)]
+    tools = [CodeInterpreter(containers, clock, uploads=files)]
     sealer = KeyedSealer(own_keys(directory / "keys"))
-    runs = EngineRuns(ScriptedModels(model), tools, store, clock, sealer=sealer)
+    runs = EngineRuns(
+        ScriptedModels(model), tools, store, clock, sealer=sealer, attachments=InputFiles(files)
+    )
     ann, ben = await put_key(store, "ann"), await put_key(store, "ben")
     try:
         async with (

@@ -49,11 +49,11 @@ class Attacher:
         entries: tuple[Entry, ...],
         caller: Caller,
         past: Sequence[Segment],
-        takes_files: Callable[[], bool],
+        gives_files: Callable[[], bool],
     ) -> Attached:
         """Raises InvalidRequest that names the part.
 
-        takes_files: whether the model is shown files that are no text.
+        gives_files: whether the model is given files that are no text.
         """
         holding = [
             number
@@ -71,7 +71,7 @@ class Attacher:
             raise InvalidRequest(
                 f"At most {_MOST_FILES} files and pictures can be given at once.", param="input"
             )
-        whole, answered = takes_files(), _answered(entries)
+        whole, answered = gives_files(), _answered(entries)
         names, budget = _Names(past, entries), _Budget()
         attached = list(entries)
         hidden: list[tuple[str, Attachment]] = []
@@ -81,8 +81,9 @@ class Attacher:
                 where = f"input[{number}].{place}"
                 one = await self._find(self._attachments, caller, part, where, whole, number < answered)
                 budget.spend(part, one)
-                found.append(names.given_to(one))
-                if number >= answered and _is_hidden(found[-1], part, whole):
+                given = whole and one.kind == "binary" and (one.data or part.inline) is not None
+                found.append(names.given_to(replace(one, given=given)))
+                if number >= answered and found[-1].hidden:
                     hidden.append((where, found[-1]))
             attached[number] = replace(entries[number], attachments=tuple(found))
         return Attached(tuple(attached), hidden)
@@ -121,12 +122,6 @@ def _answered(entries: Sequence[Entry]) -> int:
         if not said and not entry.type.endswith("_output"):
             return number
     return 0
-
-
-def _is_hidden(found: Attachment, part: FilePart, whole: bool) -> bool:
-    if not found.name or found.gone or found.kind != "binary":
-        return False
-    return not whole or (found.data is None and part.inline is None)
 
 
 def _refused(where: str, error: NotFound | InvalidRequest) -> InvalidRequest:

@@ -143,9 +143,18 @@ class Preparation:
         self._clock = clock
 
     async def prepare(
-        self, request: CreateResponse, caller: Caller, held: Sequence[Segment] | None = None
+        self,
+        request: CreateResponse,
+        caller: Caller,
+        held: Sequence[Segment] | None = None,
+        *,
+        gives_files: bool = True,
     ) -> Prepared:
-        """Raises ApiError. `held` is the conversation before the request, if the store does not keep it."""
+        """Raises ApiError.
+
+        held: the conversation before the request, if the store does not keep it.
+        gives_files: whether a model is given files although nobody has said that it takes them.
+        """
         _refuse_what_is_not_served(request)
         if request.model is None:
             raise InvalidRequest(
@@ -154,7 +163,7 @@ class Preparation:
         specs = _read_tools(request)
         compaction = self._read_compaction(request)
         past = await self._history.past(request, caller) if held is None else held
-        attached = await self._attached(request, request.model, caller, past)
+        attached = await self._attached(request, request.model, specs, caller, past, gives_files)
         added = Segment(attached.entries)
         window = await aside(_sealed(past, added), self._compactor.window, caller, past, added)
         tools, hidden = _NO_TOOLS, attached.hidden
@@ -186,12 +195,23 @@ class Preparation:
         )
 
     async def _attached(
-        self, request: CreateResponse, model: str, caller: Caller, past: Sequence[Segment]
+        self,
+        request: CreateResponse,
+        model: str,
+        specs: Sequence[ToolSpec],
+        caller: Caller,
+        past: Sequence[Segment],
+        gives_files: bool,
     ) -> Attached:
         entries = await self._history.input(request, caller, past)
-        attached = await self._attacher.attach(
-            entries, caller, past, lambda: self._models.backend(model).profile(model).takes_files
-        )
+
+        def given() -> bool:
+            """Where nobody has said whether the model takes them, it is tried if nothing else could open them."""
+            takes = self._models.backend(model).profile(model).takes_files
+            tools = [self._tools[spec.type] for spec in specs if spec.type in self._tools]
+            return (gives_files and not any(tool.finds_files for tool in tools)) if takes is None else takes
+
+        attached = await self._attacher.attach(entries, caller, past, given)
         if attached.entries is not entries:
             check_size(attached.entries, past)
         return attached

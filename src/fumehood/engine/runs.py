@@ -7,7 +7,6 @@ from itertools import takewhile
 from typing import Any
 
 from fumehood.aside import aside
-from fumehood.doorbell import Doorbell
 from fumehood.engine.attached import Attacher
 from fumehood.engine.compaction import USUAL_LIMIT, Compactor
 from fumehood.engine.history import History
@@ -63,12 +62,8 @@ class EngineRun:
         return self._log.watch(after, wake)
 
     async def wait(self) -> Response:
-        if not self.task.done():
-            # A waiter that is cancelled leaves the run alone: ending it is somebody's decision.
-            ended = Doorbell(asyncio.get_running_loop())
-            self.task.add_done_callback(lambda _: ended.ring())
-            await ended
-        response = self.task.result()
+        # A waiter that is cancelled leaves the run alone: ending it is somebody's decision.
+        response = await asyncio.shield(self.task)
         if self._loop.failure is not None and not response.output:
             raise self._loop.failure
         return response
@@ -144,7 +139,8 @@ class EngineRuns:
         return InputTokens(input_tokens=count.tokens, exact=count.exact)
 
     async def compact(self, request: CreateResponse, caller: Caller) -> CompactedResponse:
-        prepared, backend, shown = await self._shown(request, caller)
+        # What one model could not read would keep the conversation from being compacted ever after.
+        prepared, backend, shown = await self._shown(request, caller, gives_files=False)
         self._refuse_when_draining()
         task = asyncio.create_task(self._compact(prepared, backend, shown))
         self._compacting.add(task)
@@ -175,10 +171,10 @@ class EngineRuns:
         )
 
     async def _shown(
-        self, request: CreateResponse, caller: Caller
+        self, request: CreateResponse, caller: Caller, *, gives_files: bool = True
     ) -> tuple[Prepared, ModelBackend, ModelRequest]:
         """What the model would be shown first; raises ApiError."""
-        prepared = await self._preparation.prepare(request, caller)
+        prepared = await self._preparation.prepare(request, caller, gives_files=gives_files)
         backend = self._models.backend(prepared.response.model)
         shown = prepared.first_request()
         await aside(_unrendered(prepared), backend.check, shown)

@@ -68,6 +68,11 @@ class UploadedFiles:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
 
+    @property
+    def arriving(self) -> int:
+        """How many files are being uploaded now."""
+        return sum(map(len, self._arriving.values()))
+
     # ---- upload ---------------------------------------------------------------------------------------------------
 
     async def create(

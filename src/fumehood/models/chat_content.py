@@ -94,7 +94,7 @@ def _render_part(part: Part, files: Iterator[Attachment], takes_files: bool) -> 
         return TextPart(note(found))
     if part.type == "input_image":
         return _image(part, found)
-    return file_part(part, found, takes_files=takes_files)
+    return file_part(part, found, takes_files=takes_files or found.given)
 
 
 def _image(part: Part, found: Attachment) -> ImagePart:

@@ -48,7 +48,7 @@ class RequestWriter:
                 takes_images=settings.takes_images,
                 developer_role=settings.developer_role,
                 replay_reasoning=settings.replay_reasoning,
-                takes_files=settings.shows_files,
+                takes_files=bool(settings.shows_files),
             )
         )
 

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client made for streams of many small events; imports httptools, `doorbell`, the standard library.
+"""A small HTTP/1.1 client made for streams of many small events; imports httptools and the standard library.
 
 HttpTrouble
 ├── NotConnected     no connection came about
@@ -21,8 +21,6 @@ from typing import Any, NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
-
-from fumehood.doorbell import Doorbell
 
 # Less than servers keep an idle connection, which is five seconds for many: else one is used while it is being closed.
 _KEEP_ALIVE_SECONDS = 4.0
@@ -91,7 +89,7 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        self._news = Doorbell(self._loop)
+        self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._silence = 0.0
         self._heard = 0.0
@@ -141,7 +139,7 @@ class _Connection(asyncio.Protocol):
     async def read_head(self) -> None:
         """Until status and headers are there; raises HttpTrouble."""
         while not self._in_body:
-            await self._hear()
+            await self._wait()
 
     async def read(self) -> bytes:
         """All of the body that has come since the last time, at least something; nothing at the end. Raises
@@ -150,7 +148,7 @@ class _Connection(asyncio.Protocol):
         while not self._parts:
             if self.complete:
                 return b""
-            await self._hear()
+            await self._wait()
         return self._taken()
 
     async def tell(self, listener: Listener) -> bool:
@@ -165,7 +163,7 @@ class _Connection(asyncio.Protocol):
                 return True
             self._listener = listener
             try:
-                await self._hear()
+                await self._wait()
             finally:
                 enough, self._listener = self._listener is None, None
             if enough:
@@ -193,26 +191,34 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _hear(self) -> Doorbell:
-        """To be awaited, until something has happened; raises HttpTrouble if nothing can any more."""
+    async def _wait(self) -> None:
+        """Until something has happened; raises HttpTrouble if nothing can any more."""
         if self._trouble is not None:
             raise self._trouble
         self._heard = self._loop.time()
-        return self._news
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _fail(self, trouble: HttpTrouble) -> None:
         if self._trouble is None and not self.complete:
             self._trouble = trouble
-        self._news.ring()
+        self._wake()
         self.abort()
 
     def _check_silence(self) -> None:
         """One timer for a whole answer: it looks when something was last heard, and goes on waiting for the rest."""
         left = self._heard + self._silence - self._loop.time()
-        if self._news.waiting and left <= 0.001:
+        if self._waiter is not None and left <= 0.001:
             self._fail(Silent())
         else:
-            wait = left if self._news.waiting else self._silence
+            wait = left if self._waiter is not None else self._silence
             self._timer = self._loop.call_later(wait, self._check_silence)
 
     # ---- asyncio.Protocol -------------------------------------------------------------------------------------
@@ -235,17 +241,19 @@ class _Connection(asyncio.Protocol):
         if not self._in_body and self._head_bytes > _LONGEST_HEAD:
             self._fail(NotHttp())
             return
-        if self._listener is not None and self._parts and self._goes_on_listening(self._listener):
+        if self._parts and self._trouble is None and self._goes_on_listening():
             return
-        self._news.ring()
+        self._wake()
         if self._size > _HIGH_WATER and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
 
-    def _goes_on_listening(self, listener: Listener) -> bool:
-        """Give it what has come; False if somebody has to be woken."""
+    def _goes_on_listening(self) -> bool:
+        """Give what has come to whoever listens; False if somebody has to be woken."""
+        if self._listener is None:
+            return False
         try:
-            if not listener(self._taken()):
+            if not self._listener(self._taken()):
                 self._listener = None
         except Exception as error:  # a mistake of the listener's, for whoever waits
             self._trouble = error

@@ -55,7 +55,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         /v1/responses/input_tokens does. Without it they are estimated.
     takes_images: whether pictures that code made are shown to it. Those in a user's message always are.
     takes_files: whether PDFs and the like are sent to it, as `file` parts or `input_file`. Without a word, to a
-        `responses` server they are and to others they are not; text is sent as text in any case.
+        `responses` server they are, and to others only where the request has no tool that could open them.
     developer_role: whether it knows that role; else developers' messages are sent as the system's.
     replay_reasoning: whether it is shown the text of its earlier reasoning.
     max_tokens_field: by which name a chat completions server knows a limit of tokens.
@@ -125,8 +125,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 fields[name] = value
 
     @property
-    def shows_files(self) -> bool:
-        return self.backend == "responses" if self.takes_files is None else self.takes_files
+    def shows_files(self) -> bool | None:
+        return True if self.takes_files is None and self.backend == "responses" else self.takes_files
 
     @property
     def is_pattern(self) -> bool:

@@ -58,6 +58,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     file_id: of the upload that it is.
     text: what a model reads of it, where the item itself does not hold it; left_out: bytes that come after that.
     data: the content as a data: URL, where the item does not hold it and somebody needs it.
+    given: the model is given it although it is no text.
     gone: it was there once, and is not to be had any more.
     """
 
@@ -69,7 +70,13 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     text: str | None = None
     left_out: int = 0
     data: str | None = None
+    given: bool = False
     gone: bool = False
+
+    @property
+    def hidden(self) -> bool:
+        """Whether a model is told of it, and cannot look at it."""
+        return self.kind == "binary" and bool(self.name) and not (self.given or self.gone)
 
     @property
     def size(self) -> int:

@@ -154,12 +154,12 @@ type AnyModelEvent = (
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a model; `context_window` in tokens, `takes_files` whether it is shown files that are no text,
-    `counts` whether its server can count tokens.
+    None where nobody has said, `counts` whether its server can count tokens.
     """
 
     context_window: int | None = None
     takes_images: bool = False
-    takes_files: bool = False
+    takes_files: bool | None = None
     counts: bool = False
 
 

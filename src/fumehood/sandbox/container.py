@@ -225,9 +225,8 @@ class SandboxContainer:
 
     async def _reborn(self) -> tuple[Sandbox, list[str]]:
         record = self._living.record
-        # The name tells which of the container's sandboxes it is: whoever tries again finds the same one.
         number = record.incarnation + 1
-        ref = await claimed(self._house, record, f"{record.id}-{number}")
+        ref = await claimed(self._house, record, next_name(record))
         sandbox = await self._house.provider.attach(ref)
         restored = await self._house.files.restore(record.id, sandbox)
         await self._house.files.settle(record.id, restored)
@@ -316,6 +315,11 @@ async def fresh_sandbox(house: House, living: Living) -> AsyncGenerator[Sandbox]
     finally:
         living.passing.discard(ref)
         await release(house.provider, ref)
+
+
+def next_name(record: ContainerRecord) -> str:
+    """Of the container's next sandbox. It tells which one that is: whoever tries again finds the same."""
+    return f"{record.id}-{record.incarnation + 1}"
 
 
 async def attached(provider: SandboxProvider, record: ContainerRecord) -> Sandbox | None:

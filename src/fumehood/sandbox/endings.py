@@ -8,7 +8,7 @@ import msgspec
 from fumehood.interfaces import SandboxRef
 from fumehood.protocol.containers import ContainerRecord, ContainerStatus
 from fumehood.protocol.sandbox_errors import SandboxError
-from fumehood.sandbox.container import House, Living, release
+from fumehood.sandbox.container import House, Living, next_name, release
 from fumehood.sandbox.domain_secrets import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -75,10 +75,18 @@ class Endings:
         gone = [file for file in files if not retained or file.source == "assistant" or not file.blob]
         if not await self._house.store.change_container(ended, [file.id for file in gone]):
             return  # somebody else was faster
-        refs = [SandboxRef(record.sandbox, record.address)] if record.sandbox else []
-        for ref in (*refs, *(living.passing if living else ())):
+        for ref in (*self._sandboxes_of(record), *(living.passing if living else ())):
             await release(self._house.provider, ref)
         await self._house.files.drop(gone)
+
+    def _sandboxes_of(self, record: ContainerRecord) -> list[SandboxRef]:
+        """The one that it has, or the one that a process which died may have made for it and not written down."""
+        if record.sandbox:
+            return [SandboxRef(record.sandbox, record.address)]
+        settings = self._house.settings
+        if settings.sandboxes_outlive and settings.isolation == "container":
+            return [SandboxRef(next_name(record))]
+        return []
 
     async def _trim(self, tenant: str) -> None:
         """Let go of the oldest files that are kept beyond the end of their containers, until they are few enough."""

@@ -1,0 +1,1 @@
+"""What the gateway tells of itself through OpenTelemetry; imports nothing."""

@@ -1,0 +1,48 @@
+"""Sends spans where the operator says, by OpenTelemetry's SDK and its own variables; imports it, and `spans`."""
+
+from collections.abc import Mapping, Sequence
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+
+from fumehood import __version__
+from fumehood.interfaces import HostedTool, Models, Runs
+from fumehood.telemetry.contents import OutputMessages
+from fumehood.telemetry.spans import TracedModels, TracedRuns, TracedTool, no_contents
+
+CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+_CAPTURING = frozenset({"true", "span_only", "span_and_event"})
+
+
+class Tracing:
+    """The wrappers of one gateway, and the thread that sends what they tell."""
+
+    def __init__(self, exporter: SpanExporter, environ: Mapping[str, str]) -> None:
+        name = environ.get("OTEL_SERVICE_NAME") or "fumehood"
+        self._provider = TracerProvider(
+            resource=Resource.create({"service.name": name}), shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("fumehood", __version__)
+        captures = environ.get(CAPTURE, "").lower() in _CAPTURING
+        self._contents = OutputMessages() if captures else no_contents
+
+    def models(self, models: Models) -> TracedModels:
+        return TracedModels(models, self._tracer)
+
+    def tools(self, tools: Sequence[HostedTool]) -> list[HostedTool]:
+        return [TracedTool(tool, self._tracer) for tool in tools]
+
+    def runs(self, runs: Runs) -> TracedRuns:
+        return TracedRuns(runs, self._tracer, self._contents)
+
+    def close(self) -> None:
+        """Send what is left; takes as long as the receiver does."""
+        self._provider.shutdown()
+
+
+def tracing_to(endpoint: str, environ: Mapping[str, str]) -> Tracing:
+    """With the address that other signals would share, as in OTEL_EXPORTER_OTLP_ENDPOINT."""
+    return Tracing(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces"), environ)
