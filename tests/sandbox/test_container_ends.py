@@ -1,7 +1,7 @@
 """What is left of containers, and for how long; imports pytest and fumehood."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,13 +14,15 @@ from fumehood.protocol.errors import BodyTooLarge, ContainerExpired, InvalidRequ
 from fumehood.protocol.listing import Window
 from fumehood.protocol.sandbox import DomainSecret, NetworkAllowlist, SandboxSpec
 from fumehood.protocol.sandbox_errors import Unreachable
+from fumehood.sandbox import given_files
 from fumehood.sandbox.container import ContainerSettings
 from fumehood.sandbox.containers import SandboxContainers
-from fumehood.sandbox.kept_files import FileLimits
+from fumehood.sandbox.kept_files import FileLimits, names_like
 from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.store.sealing import KEY_BYTES, KeyedSealer
-from fumehood.testing import MemoryBlobs, MemoryStore, Step, WriteFile
+from fumehood.testing import FakeClock, MemoryBlobs, MemoryStore, ScriptedSandboxes, Step, WriteFile
 from tests.support.containers import SOMEBODY, Host, host
+from tests.support.memory_uploads import Uploads
 
 HOUR = 3600
 SECRET = "s3cret-value"
@@ -234,6 +236,26 @@ async def test_a_user_may_put_so_much_into_a_container() -> None:
         assert sum(isinstance(one, BodyTooLarge) for one in both) == 1
         kept = sum(file.bytes for file in await here.kept.files(name))
         assert kept == sum(map(len, here.blobs.blobs.values())) <= 10
+
+
+async def test_no_name_is_tried_twice_however_many_uploads_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def noted(path: str) -> Iterator[str]:
+        for name in names_like(path):
+            tried.append(name)
+            yield name
+
+    monkeypatch.setattr(given_files, "names_like", noted)
+    store, uploads = MemoryStore(), Uploads()
+    ids = [uploads.add("a.txt", str(number).encode(), SOMEBODY.tenant) for number in range(200)]
+    async with ScriptedSandboxes() as provider:
+        blobs = ReferredBlobs(uploads.blobs, store)
+        containers = SandboxContainers(provider, store, blobs, FakeClock(), uploads=uploads)
+        record = await containers.create(SOMEBODY, ContainerSpec(file_ids=tuple(ids)))
+        paths = {file.path for file in await containers.files(SOMEBODY, record.id)}
+    assert paths == {"a.txt", *(f"a-{number}.txt" for number in range(2, 201))}
+    assert len(tried) == 200
 
 
 # --- what is secret ------------------------------------------------------------------------------------------

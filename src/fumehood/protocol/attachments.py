@@ -259,8 +259,27 @@ def picture_name(media_type: str) -> str:
 
 def free_name(name: str, taken: Collection[str]) -> str:
     """The name, or one like it that is free."""
-    if name not in taken:
-        return name
-    path = PurePosixPath(name)
-    others = (f"{path.stem}-{number}{path.suffix}" for number in range(2, len(taken) + 3))
-    return next(other for other in others if other not in taken)
+    return FreeNames(taken).take(name)
+
+
+class FreeNames:
+    """Gives out names that are free. However many want the same one, none is tried twice.
+
+    taken: those that are not; it is not changed.
+    """
+
+    def __init__(self, taken: Collection[str]) -> None:
+        self._taken = taken
+        self._given: set[str] = set()
+        self._numbers: dict[str, int] = {}
+
+    def take(self, name: str) -> str:
+        """The name, or one like it."""
+        path, free = PurePosixPath(name), name
+        number = self._numbers.get(name, 2)
+        while free in self._taken or free in self._given:
+            free = f"{path.stem}-{number}{path.suffix}"
+            number += 1
+        self._numbers[name] = number
+        self._given.add(free)
+        return free

@@ -433,10 +433,10 @@ def free_name(path: str, taken: Collection[str]) -> str:
 
 def names_like(path: str) -> Iterator[str]:
     """The path, and what is tried in its place, without end: a.txt, a-2.txt, a-3.txt, …"""
-    wanted = PurePosixPath(path)
+    suffix = PurePosixPath(path).suffix
     yield path
     for number in itertools.count(2):
-        yield str(wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}"))
+        yield f"{path.removesuffix(suffix)}-{number}{suffix}"
 
 
 def in_words(names: Sequence[str]) -> str:
