@@ -124,13 +124,14 @@ class Endings:
     async def _bury(self) -> None:
         """Forget those that ended long ago, with everything that still hangs on them."""
         store, now = self._house.store, self._house.clock.now()
-        for record in await store.ended_containers(
+        while ended := await store.ended_containers(
             expired_before=now - 3600 * self._house.settings.retention_hours,
             deleted_before=now - _TOMBSTONE_SECONDS,
         ):
-            files = await store.files(record.id)
-            await store.delete_container(record.id)
-            await self._house.files.drop(files)
+            for record in ended:
+                files = await store.files(record.id)
+                await store.delete_container(record.id)
+                await self._house.files.drop(files)
 
     async def lose_sandboxes(self) -> None:
         """Those that were bound to a server which is no more have ended with it."""
