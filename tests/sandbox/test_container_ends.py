@@ -117,6 +117,32 @@ async def test_a_container_lives_so_long_however_much_it_is_used() -> None:
         await here.run(await here.open(), "y")
 
 
+async def test_nobody_keeps_a_container_for_ever_by_an_upload_that_does_not_end() -> None:
+    arriving = asyncio.Event()
+
+    async def endless() -> AsyncGenerator[bytes]:
+        yield b"x"
+        arriving.set()
+        await asyncio.Event().wait()
+
+    async with host(Step("x"), settings=ContainerSettings(life_hours=1)) as here:
+        name = await made(here)
+        await here.run(await here.open(name), "x")
+        upload = asyncio.ensure_future(here.containers.put(SOMEBODY, name, "a.txt", endless()))
+        await arriving.wait()
+        here.clock.advance(2 * HOUR - 1)
+        await here.containers.sweep()
+        assert (await record_of(here, name)).status == "running"
+        here.clock.advance(1)
+        await here.containers.sweep()
+        assert (await record_of(here, name)).status == "expired"
+        assert here.scripted.specs == {}
+        upload.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await upload
+        assert here.blobs.blobs == {}
+
+
 async def test_all_that_ended_long_ago_are_forgotten_in_one_sweep() -> None:
     """Else whoever makes and deletes containers faster than one sweep forgets them fills the disk."""
 
