@@ -54,9 +54,7 @@ class Endings:
         """So that nothing is cut off; but whoever sends a file byte by byte must not keep it for ever."""
         longest = 3600 * self._house.settings.life_hours + _LAST_SECONDS
         return (
-            living is not None
-            and living.users > 0
-            and self._house.clock.now() < record.created_at + longest
+            living is not None and living.users > 0 and self._house.clock.now() < record.created_at + longest
         )
 
     async def delete(self, record: ContainerRecord) -> None:
