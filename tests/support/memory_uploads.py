@@ -41,10 +41,11 @@ class Uploads:
         return file_id
 
     async def create(
-        self, caller: Caller, new: NewFile | Callable[[], NewFile], content: AsyncIterable[bytes]
+        self, caller: Caller, new: NewFile | Callable[[], NewFile | None], content: AsyncIterable[bytes]
     ) -> FileRecord:
         whole = b"".join([piece async for piece in content])
         told = new() if callable(new) else new
+        assert told is not None
         return self.records[self.add(told.filename, whole, caller.tenant)]
 
     async def file(self, caller: Caller, file_id: str) -> FileRecord:
