@@ -1,8 +1,9 @@
 """What is left of containers, and for how long; imports pytest and fumehood."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
+from typing import override
 
 import msgspec
 import pytest
@@ -114,6 +115,55 @@ async def test_a_container_lives_so_long_however_much_it_is_used() -> None:
         assert (await record_of(here, name)).status == "expired"  # and then it is over
         assert here.scripted.specs == {}
         await here.run(await here.open(), "y")
+
+
+async def test_nobody_keeps_a_container_for_ever_by_an_upload_that_does_not_end() -> None:
+    arriving = asyncio.Event()
+
+    async def endless() -> AsyncGenerator[bytes]:
+        yield b"x"
+        arriving.set()
+        await asyncio.Event().wait()
+
+    async with host(Step("x"), settings=ContainerSettings(life_hours=1)) as here:
+        name = await made(here)
+        await here.run(await here.open(name), "x")
+        upload = asyncio.ensure_future(here.containers.put(SOMEBODY, name, "a.txt", endless()))
+        await arriving.wait()
+        here.clock.advance(2 * HOUR - 1)
+        await here.containers.sweep()
+        assert (await record_of(here, name)).status == "running"
+        here.clock.advance(1)
+        await here.containers.sweep()
+        assert (await record_of(here, name)).status == "expired"
+        assert here.scripted.specs == {}
+        upload.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await upload
+        assert here.blobs.blobs == {}
+
+
+async def test_all_that_ended_long_ago_are_forgotten_in_one_sweep() -> None:
+    """Else whoever makes and deletes containers faster than one sweep forgets them fills the disk."""
+
+    class FewAtOnce(MemoryStore):
+        @override
+        async def ended_containers(
+            self, *, expired_before: float, deleted_before: float
+        ) -> Sequence[ContainerRecord]:
+            found = await super().ended_containers(
+                expired_before=expired_before, deleted_before=deleted_before
+            )
+            return found[:2]
+
+    async with ScriptedSandboxes() as provider:
+        clock = FakeClock()
+        here = Host(provider, clock=clock, store=FewAtOnce(clock))
+        for _ in range(5):
+            await here.containers.delete(SOMEBODY, await made(here))
+        here.clock.advance(HOUR)
+        await here.containers.sweep()
+        assert list(await here.kept.containers()) == []
 
 
 async def test_those_whose_server_is_gone_have_expired() -> None:
