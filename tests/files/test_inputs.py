@@ -20,7 +20,7 @@ from fumehood.protocol.attachments import (
     file_name,
 )
 from fumehood.protocol.errors import ApiError, InvalidRequest, NotFound
-from fumehood.protocol.names import free_name
+from fumehood.protocol.names import FreeNames, free_name
 from fumehood.serving.addresses import networks
 from fumehood.serving.resolver import Resolver
 from tests.support.memory_uploads import Uploads
@@ -255,3 +255,27 @@ def test_names_that_are_given_out_differ(wanted: list[str]) -> None:
         free = free_name(name, taken)
         assert free not in taken
         taken.add(free)
+
+
+@given(st.lists(st.sampled_from(["a.csv", "a-2.csv", "a", ".a", "a-2", "a-3.csv"])))
+def test_names_that_are_given_out_together_are_the_same(wanted: list[str]) -> None:
+    taken: set[str] = {"a-3.csv"}
+    names = FreeNames(frozenset(taken))
+    for name in wanted:
+        free = free_name(name, taken)
+        assert names.take(name) == free
+        taken.add(free)
+
+
+def test_no_name_is_tried_twice_however_many_files_have_it() -> None:
+    class Asked(set[str]):
+        times = 0
+
+        def __contains__(self, name: object) -> bool:
+            self.times += 1
+            return super().__contains__(name)
+
+    asked = Asked({"a.csv"})
+    names = FreeNames(asked)
+    assert [names.take("a.csv") for _ in range(1000)][-1] == "a-1001.csv"
+    assert asked.times <= 3000

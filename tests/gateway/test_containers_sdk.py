@@ -267,21 +267,31 @@ async def test_files_create_by_id(client: AsyncOpenAI, container: str) -> None:
         await client.containers.files.create(container, file_id="file-unknown")
 
 
-async def test_files_create_from_an_archive(client: AsyncOpenAI, container: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "into"),
+    [
+        ("into/them.tar.gz", "/mnt/data/into"),
+        ("/mnt/data/into/them.tar.gz", "/mnt/data/into"),
+        ("/mnt/data/them.tar.gz", "/mnt/data"),
+    ],
+)
+async def test_files_create_from_an_archive(
+    client: AsyncOpenAI, container: str, name: str, into: str
+) -> None:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        for name in ("a.txt", "sub/b.txt"):
-            info = tarfile.TarInfo(name)
+        for member in ("a.txt", "sub/b.txt"):
+            info = tarfile.TarInfo(member)
             info.size = 3
             archive.addfile(info, io.BytesIO(b"abc"))
     made = await client.containers.files.create(
-        container, file=("into/them.tar.gz", packed.getvalue()), extra_body={"unpack": "true"}
+        container, file=(name, packed.getvalue()), extra_body={"unpack": "true"}
     )
-    assert (made.path, made.bytes, made.source) == ("/mnt/data/into/a.txt", 3, "user")
+    assert (made.path, made.bytes, made.source) == (f"{into}/a.txt", 3, "user")
     unpacked = cast("Any", made.model_extra)["fumehood:unpacked"]
-    assert [file["path"] for file in unpacked] == ["/mnt/data/into/a.txt", "/mnt/data/into/sub/b.txt"]
+    assert [file["path"] for file in unpacked] == [f"{into}/a.txt", f"{into}/sub/b.txt"]
     listed = [file.path async for file in client.containers.files.list(container)]
-    assert sorted(listed) == ["/mnt/data/into/a.txt", "/mnt/data/into/sub/b.txt"]
+    assert sorted(listed) == [f"{into}/a.txt", f"{into}/sub/b.txt"]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """What is left of containers, and for how long; imports pytest and fumehood."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
+from typing import override
 
 import msgspec
 import pytest
@@ -12,15 +13,18 @@ from fumehood.interfaces import Caller
 from fumehood.protocol.containers import ContainerRecord, ContainerSpec
 from fumehood.protocol.errors import BodyTooLarge, ContainerExpired, InvalidRequest, NotFound, RateLimited
 from fumehood.protocol.listing import Window
+from fumehood.protocol.names import names_like
 from fumehood.protocol.sandbox import DomainSecret, NetworkAllowlist, SandboxSpec
 from fumehood.protocol.sandbox_errors import Unreachable
+from fumehood.sandbox import given_files
 from fumehood.sandbox.container import ContainerSettings
 from fumehood.sandbox.containers import SandboxContainers
 from fumehood.sandbox.kept_files import FileLimits
 from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.store.sealing import KEY_BYTES, KeyedSealer
-from fumehood.testing import MemoryBlobs, MemoryStore, Step, WriteFile
+from fumehood.testing import FakeClock, MemoryBlobs, MemoryStore, ScriptedSandboxes, Step, WriteFile
 from tests.support.containers import SOMEBODY, Host, host
+from tests.support.memory_uploads import Uploads
 
 HOUR = 3600
 SECRET = "s3cret-value"
@@ -112,6 +116,55 @@ async def test_a_container_lives_so_long_however_much_it_is_used() -> None:
         assert (await record_of(here, name)).status == "expired"  # and then it is over
         assert here.scripted.specs == {}
         await here.run(await here.open(), "y")
+
+
+async def test_nobody_keeps_a_container_for_ever_by_an_upload_that_does_not_end() -> None:
+    arriving = asyncio.Event()
+
+    async def endless() -> AsyncGenerator[bytes]:
+        yield b"x"
+        arriving.set()
+        await asyncio.Event().wait()
+
+    async with host(Step("x"), settings=ContainerSettings(life_hours=1)) as here:
+        name = await made(here)
+        await here.run(await here.open(name), "x")
+        upload = asyncio.ensure_future(here.containers.put(SOMEBODY, name, "a.txt", endless()))
+        await arriving.wait()
+        here.clock.advance(2 * HOUR - 1)
+        await here.containers.sweep()
+        assert (await record_of(here, name)).status == "running"
+        here.clock.advance(1)
+        await here.containers.sweep()
+        assert (await record_of(here, name)).status == "expired"
+        assert here.scripted.specs == {}
+        upload.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await upload
+        assert here.blobs.blobs == {}
+
+
+async def test_all_that_ended_long_ago_are_forgotten_in_one_sweep() -> None:
+    """Else whoever makes and deletes containers faster than one sweep forgets them fills the disk."""
+
+    class FewAtOnce(MemoryStore):
+        @override
+        async def ended_containers(
+            self, *, expired_before: float, deleted_before: float
+        ) -> Sequence[ContainerRecord]:
+            found = await super().ended_containers(
+                expired_before=expired_before, deleted_before=deleted_before
+            )
+            return found[:2]
+
+    async with ScriptedSandboxes() as provider:
+        clock = FakeClock()
+        here = Host(provider, clock=clock, store=FewAtOnce(clock))
+        for _ in range(5):
+            await here.containers.delete(SOMEBODY, await made(here))
+        here.clock.advance(HOUR)
+        await here.containers.sweep()
+        assert list(await here.kept.containers()) == []
 
 
 async def test_those_whose_server_is_gone_have_expired() -> None:
@@ -234,6 +287,26 @@ async def test_a_user_may_put_so_much_into_a_container() -> None:
         assert sum(isinstance(one, BodyTooLarge) for one in both) == 1
         kept = sum(file.bytes for file in await here.kept.files(name))
         assert kept == sum(map(len, here.blobs.blobs.values())) <= 10
+
+
+async def test_no_name_is_tried_twice_however_many_uploads_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def noted(path: str) -> Iterator[str]:
+        for name in names_like(path):
+            tried.append(name)
+            yield name
+
+    monkeypatch.setattr(given_files, "names_like", noted)
+    store, uploads = MemoryStore(), Uploads()
+    ids = [uploads.add("a.txt", str(number).encode(), SOMEBODY.tenant) for number in range(200)]
+    async with ScriptedSandboxes() as provider:
+        blobs = ReferredBlobs(uploads.blobs, store)
+        containers = SandboxContainers(provider, store, blobs, FakeClock(), uploads=uploads)
+        record = await containers.create(SOMEBODY, ContainerSpec(file_ids=tuple(ids)))
+        paths = {file.path for file in await containers.files(SOMEBODY, record.id)}
+    assert paths == {"a.txt", *(f"a-{number}.txt" for number in range(2, 201))}
+    assert len(tried) == 200
 
 
 # --- what is secret ------------------------------------------------------------------------------------------

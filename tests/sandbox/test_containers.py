@@ -201,6 +201,30 @@ async def test_as_many_containers_as_a_tenant_may_have() -> None:
         await here.open()
 
 
+async def test_a_tenant_whose_containers_are_slow_to_end_keeps_nobody_else_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with host(Step("x"), settings=ContainerSettings(containers_per_tenant=1)) as here:
+        await here.run(await here.open(), "x")
+        here.clock.advance(20 * 60)
+        ending, ended = asyncio.Event(), asyncio.Event()
+        destroy = here.scripted.destroy
+
+        async def slowly(ref: SandboxRef) -> None:
+            ending.set()
+            await ended.wait()
+            await destroy(ref)
+
+        monkeypatch.setattr(here.scripted, "destroy", slowly)
+        waiting = asyncio.create_task(here.open())
+        await ending.wait()
+        async with asyncio.timeout(5):
+            await here.containers.create(Caller("other"), ContainerSpec())
+        assert not waiting.done()
+        ended.set()
+        await waiting
+
+
 # --- the end of a container ---------------------------------------------------------------------------------
 
 

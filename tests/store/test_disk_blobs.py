@@ -1,12 +1,15 @@
 """Blobs on a disk, beyond what the kit asks; imports pytest and fumehood."""
 
 import asyncio
+import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import override
 
 import pytest
 
@@ -59,6 +62,39 @@ async def test_an_upload_that_is_cancelled_leaves_nothing(tmp_path: Path) -> Non
         await upload
     await asyncio.get_running_loop().shutdown_default_executor()
     assert _files(tmp_path) == []
+
+
+async def test_a_download_that_is_cancelled_closes_nothing_under_a_thread_that_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    class Slow(io.FileIO):
+        @override
+        def read(self, size: int | None = -1, /) -> bytes:
+            reading.set()
+            go_on.wait()
+            return b"" if self.closed else super().read(size)
+
+    blobs = DiskBlobs(tmp_path)
+    name = await blobs.put(b"content")
+    opened: list[Slow] = []
+
+    def opens(path: Path, *_: object, **__: object) -> Slow:
+        opened.append(Slow(path))
+        return opened[-1]
+
+    monkeypatch.setattr(Path, "open", opens)
+    pieces = blobs.read(name)
+    download = asyncio.ensure_future(anext(pieces))
+    await asyncio.to_thread(reading.wait)
+    download.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await download
+    closed_too_early = opened[0].closed
+    go_on.set()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert (closed_too_early, opened[0].closed) == (False, True)
 
 
 async def test_what_a_dead_process_left_is_swept_and_nothing_else(tmp_path: Path) -> None:

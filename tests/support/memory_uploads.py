@@ -45,6 +45,7 @@ class Uploads:
     ) -> FileRecord:
         whole = b"".join([piece async for piece in content])
         told = new() if callable(new) else new
+        assert told is not None
         return self.records[self.add(told.filename, whole, caller.tenant)]
 
     async def file(self, caller: Caller, file_id: str) -> FileRecord:

@@ -22,7 +22,7 @@ from fumehood.protocol.attachments import (
 )
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import InvalidRequest, NotFound
-from fumehood.protocol.names import free_name
+from fumehood.protocol.names import FreeNames
 
 _MOST_FILES = 200
 _MOST_FETCHED = 20  # addresses: each may take its time
@@ -154,14 +154,13 @@ class _Names:
     def __init__(self, past: Sequence[Segment], entries: Sequence[Entry]) -> None:
         known = [one for segment in past for entry in segment.entries for one in entry.attachments]
         known += [one for entry in entries for one in entry.attachments]
-        self._taken = {one.name for one in known if one.name}
+        self._free = FreeNames({one.name for one in known if one.name})
         self._of_uploads = {one.file_id: one.name for one in known if one.file_id}
 
     def given_to(self, found: Attachment) -> Attachment:
         if not found.name:
             return found
-        name = self._of_uploads.get(found.file_id) or free_name(found.name, self._taken)
-        self._taken.add(name)
+        name = self._of_uploads.get(found.file_id) or self._free.take(found.name)
         if found.file_id:
             self._of_uploads[found.file_id] = name
         return replace(found, name=name)

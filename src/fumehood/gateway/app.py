@@ -39,7 +39,7 @@ type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
 NOBODY = Caller()
 _SOCKET_PATH = "/v1/responses"
-FILE_BYTES = 512 << 20
+FILE_BYTES = 2 << 30
 
 logger = logging.getLogger(__name__)
 

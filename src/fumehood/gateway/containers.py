@@ -15,6 +15,7 @@ from fumehood.gateway.multipart import Form, is_form
 from fumehood.gateway.reading import check_json, decode
 from fumehood.interfaces import Caller, Containers
 from fumehood.protocol.containers import (
+    DATA_DIRECTORY,
     ContainerFileRecord,
     ContainerSpec,
     CreateContainer,
@@ -119,7 +120,7 @@ class ContainerFiles:
                 self._metrics.uploaded(record.bytes)
                 await exchange.answer_json(file_on_the_wire(record))
                 return
-            into = name.rpartition("/")[0]
+            into = name.removeprefix(f"{DATA_DIRECTORY}/").rpartition("/")[0]
             records = await self._containers.unpack(caller, container_id, content, _archive(name), into)
         if not records:
             raise InvalidRequest("There is no file in this archive.", param="file", code="invalid_value")

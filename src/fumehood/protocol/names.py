@@ -30,15 +30,34 @@ def clean_name(name: str, longest: int = LONGEST_NAME) -> str:
 
 def free_name(path: str, taken: Collection[str]) -> str:
     """The path itself, or one like it that nothing has."""
-    return next(name for name in names_like(path) if name not in taken)
+    return FreeNames(taken).take(path)
 
 
 def names_like(path: str) -> Iterator[str]:
     """The path, and what is tried in its place, without end: a.txt, a-2.txt, a-3.txt, …"""
+    suffix = PurePosixPath(path).suffix
     yield path
-    wanted = PurePosixPath(path)
     for number in itertools.count(2):
-        yield str(wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}"))
+        yield f"{path.removesuffix(suffix)}-{number}{suffix}"
+
+
+class FreeNames:
+    """Gives out names that are free. However many want the same one, none is tried twice.
+
+    taken: those that are not; it is not changed.
+    """
+
+    def __init__(self, taken: Collection[str]) -> None:
+        self._taken = taken
+        self._given: set[str] = set()
+        self._untried: dict[str, Iterator[str]] = {}
+
+    def take(self, name: str) -> str:
+        """The name, or one like it."""
+        untried = self._untried.setdefault(name, names_like(name))
+        free = next(one for one in untried if one not in self._taken and one not in self._given)
+        self._given.add(free)
+        return free
 
 
 def in_words(names: Sequence[str], most: int) -> str:

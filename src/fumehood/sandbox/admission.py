@@ -12,6 +12,7 @@ _ANY_DOMAIN = "*"
 _LONGEST_NAME = 256
 _LONGEST_PART = 255  # bytes
 _MOST_PARTS = 32
+_LONGEST_PATH = 4096  # bytes
 _OWN_PREFIX = ".fumehood-"  # at the top of the data directory it is the sandbox server's
 
 
@@ -76,11 +77,11 @@ def _unfit(path: str) -> str | None:
     if any(ord(character) < 32 or ord(character) == 127 for character in path):
         return "it holds a control character"
     try:
-        longest = max(len(part.encode()) for part in parts)
+        longest, whole = max(len(part.encode()) for part in parts), len(path.encode())
     except UnicodeEncodeError:
         return "it is not text"
-    if longest > _LONGEST_PART or len(parts) > _MOST_PARTS:
-        return f"a path has at most {_MOST_PARTS} parts of {_LONGEST_PART} bytes"
+    if longest > _LONGEST_PART or len(parts) > _MOST_PARTS or whole > _LONGEST_PATH:
+        return f"a path has at most {_MOST_PARTS} parts of {_LONGEST_PART} bytes, and {_LONGEST_PATH} in all"
     return "such names are the sandbox server's own" if path.startswith(_OWN_PREFIX) else None
 
 

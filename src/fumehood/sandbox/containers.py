@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from contextlib import aclosing
 from typing import Self
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -64,7 +65,7 @@ class SandboxContainers:
         self._living: OrderedDict[str, Living] = OrderedDict()  # those used last at the end
         self._endings = Endings(self._house, self._living)
         self._seal = secrets.token_bytes(32)
-        self._beginning = asyncio.Lock()
+        self._beginning = WeakValueDictionary[str, asyncio.Lock]()
         self._sweeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -201,7 +202,7 @@ class SandboxContainers:
         return living
 
     async def _begun(self, caller: Caller, container_id: str, spec: ContainerSpec) -> ContainerRecord:
-        async with self._beginning:  # else several at once could be one too many
+        async with self._turn(caller.tenant):  # else several at once could be one too many
             if await self._house.store.container(container_id) is not None:
                 return await self.check(caller, container_id)
             running = await self._house.store.containers(caller.tenant, running=True)
@@ -225,6 +226,13 @@ class SandboxContainers:
             )
             await self._house.store.put_container(record)
             return record
+
+    def _turn(self, tenant: str) -> asyncio.Lock:
+        """A tenant's own: what is in the way may have to be ended first, and that can take its time."""
+        turn = self._beginning.get(tenant)
+        if turn is None:
+            turn = self._beginning[tenant] = asyncio.Lock()
+        return turn
 
     async def _inherit(self, caller: Caller, record: ContainerRecord, earlier_id: str) -> None:
         """Give it what users had put into a container that has expired."""

@@ -13,6 +13,7 @@ from fumehood.sandbox.domain_secrets import without_secrets
 
 logger = logging.getLogger(__name__)
 
+_LAST_SECONDS = 3600.0  # for what still goes on when a container has lived as long as it may
 _TOMBSTONE_SECONDS = 3600.0  # in which leftovers of a deleted container are still known for what they are
 
 
@@ -46,13 +47,20 @@ class Endings:
     async def expire(self, record: ContainerRecord) -> None:
         """The files of users stay, for whoever continues the conversation."""
         living = self._living.get(record.id)
-        if record.status != "running" or (living is not None and living.users):
+        if record.status != "running" or self._is_in_use(record, living):
             return  # it ends as soon as nobody is in it any more
         files = await self._house.store.files(record.id)
         kept = [file for file in files if file.source == "user" and file.blob]
         retained = sum(file.bytes for file in kept) if self._house.settings.retention_hours else 0
         await self._end(record, "expired", retained)
         await self._trim(record.tenant)
+
+    def _is_in_use(self, record: ContainerRecord, living: Living | None) -> bool:
+        """So that nothing is cut off; but whoever sends a file byte by byte must not keep it for ever."""
+        longest = 3600 * self._house.settings.life_hours + _LAST_SECONDS
+        return (
+            living is not None and living.users > 0 and self._house.clock.now() < record.created_at + longest
+        )
 
     async def delete(self, record: ContainerRecord) -> None:
         await self._end(record, "deleted", 0)
@@ -116,7 +124,7 @@ class Endings:
         running = await store.containers(running=True)
         for record in running:
             living = self._living.get(record.id)
-            if living is not None and living.users:
+            if living is not None and self._is_in_use(record, living):
                 living.change(last_active_at=clock.now())
                 await living.write(store)
             elif self.is_over(record):
@@ -129,13 +137,14 @@ class Endings:
     async def _bury(self) -> None:
         """Forget those that ended long ago, with everything that still hangs on them."""
         store, now = self._house.store, self._house.clock.now()
-        for record in await store.ended_containers(
+        while ended := await store.ended_containers(
             expired_before=now - 3600 * self._house.settings.retention_hours,
             deleted_before=now - _TOMBSTONE_SECONDS,
         ):
-            files = await store.files(record.id)
-            await store.delete_container(record.id)
-            await self._house.files.drop(files)
+            for record in ended:
+                files = await store.files(record.id)
+                await store.delete_container(record.id)
+                await self._house.files.drop(files)
 
     async def lose_sandboxes(self) -> None:
         """Those that were bound to a server which is no more have ended with it."""

@@ -261,15 +261,31 @@ def _settled(
     there: list[ContainerFileRecord] = []
     missing: list[Given] = []
     taken = {path: record.blob for path, record in known.items()}
+    tried: dict[str, _Tried] = {}
     for given in wanted:
         blob = given.kept.name
-        path = next(name for name in names_like(given.path) if taken.get(name, blob) == blob)
+        path = tried.setdefault(given.path, _Tried(given.path)).name_of(blob, taken)
         if path in known:
             there.append(known[path])
         elif path not in taken:
             missing.append(Given(path, given.kept))
         taken[path] = blob
     return there, missing
+
+
+class _Tried:
+    """Names like one, tried once each, however many files are called so; found: those that were taken, by blob."""
+
+    def __init__(self, path: str) -> None:
+        self._names = names_like(path)
+        self._found: dict[str, str] = {}
+
+    def name_of(self, blob: str, taken: Mapping[str, str]) -> str:
+        """The first that is free, or has this very content."""
+        while blob not in self._found:
+            name = next(self._names)
+            self._found.setdefault(taken.get(name, blob), name)
+        return self._found[blob]
 
 
 def _obstacle(given: Collection[str], files: Collection[str]) -> str | None:

@@ -158,7 +158,9 @@ class _Incoming:
 
 
 class _Reading:
-    """A blob that is being read, from `start` up to `end`."""
+    """A blob that is being read, from `start` up to `end`, by one thread after another. Whoever is cancelled closes it
+    while a thread may still read: then that one does, since the descriptor could be somebody else's file by then.
+    """
 
     def __init__(self, path: Path, name: str, start: int, end: int | None) -> None:
         try:
@@ -167,14 +169,22 @@ class _Reading:
             raise KeyError(name) from None
         self._file.seek(start)
         self._left = sys.maxsize if end is None else max(end - start, 0)
+        self._busy = threading.Lock()
+        self._over = False
 
     def next(self) -> bytes:
-        piece = self._file.read(min(_PIECE, self._left))
+        with self._busy:
+            piece = b"" if self._over else self._file.read(min(_PIECE, self._left))
         self._left -= len(piece)
+        if self._over:
+            self._file.close()
         return piece
 
     def close(self) -> None:
-        self._file.close()
+        self._over = True
+        if self._busy.acquire(blocking=False):
+            self._file.close()
+            self._busy.release()
 
 
 async def _write(incoming: _Incoming, content: AsyncIterable[bytes]) -> bytes:

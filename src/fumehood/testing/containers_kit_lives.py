@@ -244,6 +244,7 @@ class GivenFilesKit:
             "a\0b",
             "a\nb",
             "x" * 256,
+            "/".join(["x" * 200] * 32),
             ".fumehood-x",
             "\ud800",
         ],

@@ -18,7 +18,7 @@ from fumehood.protocol.attachments import Attachment, decode_inline, file_name, 
 from fumehood.protocol.containers import DATA_DIRECTORY, ContainerFileRecord
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import ApiError, NotFound
-from fumehood.protocol.names import free_name, in_words
+from fumehood.protocol.names import FreeNames, free_name, in_words
 from fumehood.protocol.sandbox_errors import SandboxError
 
 _MEMORY = "fumehood:files"
@@ -87,6 +87,7 @@ async def chosen_files(
     earlier: that container; had: the uploads that it was given.
     """
     chosen: list[Known] = []
+    names = FreeNames(())
     for file_id in file_ids:
         given = {earlier} if earlier is not None and file_id in had else set[str]()
         try:
@@ -97,8 +98,7 @@ async def chosen_files(
             if given:
                 continue
             name = file_name(file_id)
-        name = free_name(name, [one.file.name for one in chosen])
-        chosen.append(Known(Attachment(name=name, file_id=file_id), containers=given))
+        chosen.append(Known(Attachment(name=names.take(name), file_id=file_id), containers=given))
     return chosen
 
 

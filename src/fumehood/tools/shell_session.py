@@ -165,11 +165,11 @@ class ShellSession:
     async def _run_command(
         self, container: Container, command: str, arguments: _Arguments, answer: "_Answer"
     ) -> AsyncGenerator[Sequence[StreamEvent]]:
-        longest = self._settings.execution_timeout
+        longest = self._settings.execution_timeout * 1000
         request = ExecuteRequest(
             code=command,
             language="shell",
-            timeout_seconds=min(longest, (arguments.timeout_ms or longest * 1000) / 1000),
+            timeout_seconds=min(longest, arguments.timeout_ms or longest) / 1000,  # of any size: no float yet
         )
         remaining = self._context.deadline - self._clock.monotonic()
         answer.begin()
