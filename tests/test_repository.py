@@ -16,6 +16,8 @@ PACKAGE = ROOT / "src" / "fumehood"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 600
 
+# What a merge leaves where it needs a decision.
+CONFLICTS = re.compile(r"^(?:<{7}|>{7}) ")
 # Paths that exist on one machine only; each written so that it does not find itself.
 LOCAL_PATHS = re.compile(r"(?<![\w./-])/wor[k]/|(?<![\w/])\.\./share[d]\b|file:/[/]/opt\b")
 
@@ -67,7 +69,7 @@ def test_module_is_short_enough_to_read(path: Path) -> None:
     assert lines <= MAX_LINES, f"{lines} lines; split it by idea"
 
 
-def test_no_file_names_a_path_of_one_machine() -> None:
+def _found(pattern: re.Pattern[str]) -> list[str]:
     found: list[str] = []
     for path in _tracked():
         try:
@@ -75,9 +77,17 @@ def test_no_file_names_a_path_of_one_machine() -> None:
         except UnicodeDecodeError:
             continue
         for number, line in enumerate(text.splitlines(), 1):
-            if match := LOCAL_PATHS.search(line):
+            if match := pattern.search(line):
                 found.append(f"{_name(path)}:{number}: {match.group()}")
-    assert not found
+    return found
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    assert not _found(LOCAL_PATHS)
+
+
+def test_no_file_was_committed_with_a_conflict() -> None:
+    assert not _found(CONFLICTS)
 
 
 def test_lock_file_names_the_public_index_only() -> None:

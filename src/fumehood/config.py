@@ -142,7 +142,7 @@ class CodeInterpreterSettings(_Section, frozen=True):
     model_characters: Annotated[int, Meta(ge=100)] = 20_000
     kept_characters: Annotated[int, Meta(ge=100)] = 1 << 18
     file_bytes: Positive = 64 << 20
-    container_bytes: Positive = 512 << 20
+    container_bytes: Positive = 2 << 30
     container_files: Positive = 1000
     idle_minutes: Positive = 20
     longest_idle_minutes: Positive = 60
@@ -210,7 +210,7 @@ class FileSettings(_Section, frozen=True):
     types: extensions that are accepted besides the usual ones; `*` accepts everything.
     """
 
-    file_bytes: Positive = 512 << 20
+    file_bytes: Positive = 2 << 30
     tenant_bytes: Positive = 64 << 30
     tenant_files: Positive = 10_000
     uploads_at_once: Positive = 16

@@ -66,8 +66,7 @@ class Outcome:
 async def run(
     sandbox: LocalSandbox, code: str, *, timeout: float = 60, language: Language = "python"
 ) -> Outcome:
-    execution = sandbox.start(code, timeout=timeout, language=language)
-    return Outcome([event async for event in execution.events()])
+    return Outcome([event async for event in sandbox.execute(code, timeout=timeout, language=language)])
 
 
 def environment() -> dict[str, str]:

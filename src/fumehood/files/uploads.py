@@ -39,7 +39,7 @@ class UploadSettings:
     sweep_seconds: how often those are deleted whose time is over.
     """
 
-    file_bytes: int = 512 << 20
+    file_bytes: int = 2 << 30
     tenant: Amount = field(default_factory=lambda: Amount(10_000, 64 << 30))
     at_once: int = 16
     types: AcceptedTypes = field(default_factory=AcceptedTypes)

@@ -39,7 +39,7 @@ type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
 NOBODY = Caller()
 _SOCKET_PATH = "/v1/responses"
-FILE_BYTES = 512 << 20
+FILE_BYTES = 2 << 30
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class Gateway:
             exchange.extra.append((b"x-should-retry", b"false"))  # OpenAI's SDKs would repeat it
         await exchange.refuse(error)
 
-    def _tell(self, exchange: Exchange, place: "_Place | None") -> None:
+    def _tell(self, exchange: Exchange, place: "_Path | None") -> None:
         route = "(unknown)" if place is None else place.path
         if exchange.status == 101:  # which takes as long as the client stays
             route += " (websocket)"
@@ -242,7 +242,7 @@ class Gateway:
         await exchange.answer(self.metrics.text(), content_type=CONTENT_TYPE)
 
 
-class _Place:
+class _Path:
     """All handlers of one path."""
 
     def __init__(self, path: str) -> None:
@@ -255,19 +255,19 @@ class _Routes:
 
     def __init__(self, *routes: tuple[str, str, Handler]) -> None:
         self.all = [(method, path) for method, path, _ in routes]
-        places: dict[str, _Place] = {}
+        places: dict[str, _Path] = {}
         for method, path, handler in routes:
-            places.setdefault(path, _Place(path)).handlers[method] = handler
+            places.setdefault(path, _Path(path)).handlers[method] = handler
         self._places = {path: place for path, place in places.items() if "{" not in path}
-        self._patterns: list[tuple[Pattern[str], _Place]] = [
+        self._patterns: list[tuple[Pattern[str], _Path]] = [
             (compile_path(path)[0], place) for path, place in places.items() if "{" in path
         ]
 
-    def at(self, path: str) -> _Place:
+    def at(self, path: str) -> _Path:
         """The place of a path without parameters."""
         return self._places[path]
 
-    def find(self, exchange: Exchange) -> _Place | None:
+    def find(self, exchange: Exchange) -> _Path | None:
         place = self._places.get(exchange.path)
         if place is not None:
             return place
@@ -278,7 +278,7 @@ class _Routes:
         return None
 
 
-def _handler(place: _Place | None, exchange: Exchange) -> Handler:
+def _handler(place: _Path | None, exchange: Exchange) -> Handler:
     if place is None:
         raise NotFound(
             f"Unknown request URL: {exchange.method} {exchange.path[:200]}. What there is begins with /v1."

@@ -26,7 +26,7 @@ _LONGEST_ODD = 1 << 21  # bytes that are worth the slow way of reading what is n
 _BOM = b"\xef\xbb\xbf"
 
 
-class Reading(Protocol):
+class TurnReader(Protocol):
     """One turn. Give it what each read brought, then `finish` at the end of the body; take the events.
 
     failure: set once the answer cannot go on; the events before it were given. ended: `TurnEnded` was given; over: one
@@ -55,7 +55,7 @@ class Reading(Protocol):
 
 
 class AnswerParser[Told](ABC):
-    """A `Reading`, but for what the events mean; `decoder` reads one."""
+    """A `TurnReader`, but for what the events mean; `decoder` reads one."""
 
     def __init__(
         self,

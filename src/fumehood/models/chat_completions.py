@@ -1,6 +1,6 @@
 """Models behind any server of /v1/chat/completions; imports siblings and `protocol`."""
 
-from fumehood.models.answers import Reading
+from fumehood.models.answers import TurnReader
 from fumehood.models.chat_parsing import ChatParser
 from fumehood.models.chat_request import RequestWriter
 from fumehood.models.model_server import ModelServer
@@ -27,5 +27,5 @@ class ChatCompletions(ModelServer):
     def _counted(self, request: ModelRequest) -> bytes:
         return self._writer.tokenization(request)
 
-    def _reading(self, request: ModelRequest, errors: UpstreamErrors) -> Reading:
+    def _reader(self, request: ModelRequest, errors: UpstreamErrors) -> TurnReader:
         return ChatParser(errors, [spec.name for spec in request.functions])

@@ -8,7 +8,7 @@ from msgspec import Raw
 
 from fumehood.models.answers import LONGEST_ANSWER, LONGEST_LINE, AnswerParser, tokens
 from fumehood.models.chat_calls import CallDelta, CallReader, FunctionDelta, StrangeCall
-from fumehood.models.repeats import Repeats
+from fumehood.models.repeated_lines import RepeatedLines
 from fumehood.models.think_tags import ThinkTags
 from fumehood.models.upstream_errors import UpstreamErrors
 from fumehood.protocol.ids import new_id
@@ -118,7 +118,7 @@ class ChatParser(AnswerParser[_Chunk]):
         self._calls = CallReader(functions, new_call_id)
         self._reason: str | None = None
         self._usage: Usage | None = None
-        self._repeats: Repeats | None = None
+        self._repeats: RepeatedLines | None = None
         self._is_going = False
         self._repeated: Callable[[str], AnyModelEvent] = Text
         self._trials = _TRIALS if in_runs else 0
@@ -241,7 +241,7 @@ class ChatParser(AnswerParser[_Chunk]):
                 self._repeated = type(event)
             case _:
                 return
-        self._repeats = Repeats.learn(payload, name.encode(), same)
+        self._repeats = RepeatedLines.learn(payload, name.encode(), same)
 
 
 def _only_string(chunk: _Chunk) -> tuple[str, _Delta | FunctionDelta | None]:

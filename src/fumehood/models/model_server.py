@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from fumehood.aside import LARGE, aside
 from fumehood.interfaces import Take
-from fumehood.models.answers import Reading, in_pieces
+from fumehood.models.answers import TurnReader, in_pieces
 from fumehood.models.forced_calls import ForcedCall
 from fumehood.models.http_client import Address, Patience, header_lines
 from fumehood.models.settings import ModelSettings, Secret
@@ -54,7 +54,7 @@ class _Turn:
 
     __slots__ = ("_forced", "_take", "begun", "events", "parser", "unread")
 
-    def __init__(self, parser: Reading, forced: ForcedCall | None, take: Take | None) -> None:
+    def __init__(self, parser: TurnReader, forced: ForcedCall | None, take: Take | None) -> None:
         self.parser = parser
         self.events: Sequence[AnyModelEvent] = ()
         self.begun = False
@@ -123,7 +123,7 @@ class ModelServer(ABC):
         """What is sent to have its tokens counted; raises InvalidRequest."""
 
     @abstractmethod
-    def _reading(self, request: ModelRequest, errors: UpstreamErrors) -> Reading:
+    def _reader(self, request: ModelRequest, errors: UpstreamErrors) -> TurnReader:
         """What the answer is read by."""
 
     @abstractmethod
@@ -137,7 +137,7 @@ class ModelServer(ABC):
     ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         errors = self._errors(request.model)
         body = self._body(request)
-        turn = _Turn(self._reading(request, errors), ForcedCall.of(request), take)
+        turn = _Turn(self._reader(request, errors), ForcedCall.of(request), take)
         patience = self._patience if request.streamed else self._long_patience
         async with self._upstream.request(
             self._address, self.path, self._headers, patience, errors, body=body

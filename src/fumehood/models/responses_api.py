@@ -7,7 +7,7 @@ hosted here are plain functions to it.
 import msgspec
 from msgspec import Raw
 
-from fumehood.models.answers import Reading
+from fumehood.models.answers import TurnReader
 from fumehood.models.model_server import ModelServer
 from fumehood.models.responses_parsing import ResponsesParser
 from fumehood.models.responses_rendering import Dialect, ResponsesRenderer
@@ -127,7 +127,7 @@ class ResponsesApi(ModelServer):
 
     # ---- what comes -------------------------------------------------------------------------------------------
 
-    def _reading(self, request: ModelRequest, errors: UpstreamErrors) -> Reading:
+    def _reader(self, request: ModelRequest, errors: UpstreamErrors) -> TurnReader:
         return ResponsesParser(errors, self._origin(request))
 
 

@@ -49,7 +49,7 @@ class FileLimits:
     """
 
     file_bytes: int = 64 << 20
-    container_bytes: int = 512 << 20
+    container_bytes: int = 2 << 30
     files: int = 1000
     seconds: float = 60.0
 

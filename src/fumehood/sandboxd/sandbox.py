@@ -353,9 +353,11 @@ class LocalSandbox:
         self._spawn(self._run_to_its_end(execution))
         return execution
 
-    async def execute(self, code: str, *, timeout: float = 60.0) -> AsyncGenerator[AnyOutput]:
+    async def execute(
+        self, code: str, *, timeout: float = 60.0, language: Language = "python"
+    ) -> AsyncGenerator[AnyOutput]:
         """Run code and yield its events; abandoning the iterator interrupts the code."""
-        execution = self.start(code, timeout=timeout)
+        execution = self.start(code, timeout=timeout, language=language)
         try:
             async for event in execution.events():
                 yield event

@@ -187,10 +187,12 @@ class SqliteStore:
         return len(failed)
 
     async def response(self, tenant: str, response_id: str) -> Response | None:
+        # What was shown to somebody has to be there after a crash, so its beginning is written before it is read.
+        found = await self._read(response_id, lambda db: rows.response(db, tenant, response_id))
         begun = self._running.get(response_id)
-        if begun is not None and not begun.job.applied:
-            return msgspec.structs.replace(begun.response, output=[]) if begun.tenant == tenant else None
-        return await self._read(response_id, lambda db: rows.response(db, tenant, response_id))
+        if found is None and begun is not None and not begun.job.applied and begun.tenant == tenant:
+            return msgspec.structs.replace(begun.response, output=[])  # the disk did not take it
+        return found
 
     async def conversation(self, tenant: str, response_id: str) -> Sequence[Segment] | None:
         cached = self._cached.find(tenant, response_id)

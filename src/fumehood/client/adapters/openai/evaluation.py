@@ -32,6 +32,7 @@ from fumehood.client.adapters.shared import (
     serialize_tool_message,
 )
 from fumehood.client.budget import TokenUsage
+from fumehood.client.dbc import ensure
 from fumehood.client.errors import (
     CompactionError,
     ContainerExpiredError,
@@ -103,6 +104,12 @@ class Evaluation[Out]:
         self._check_limits("the next request")
         window = self.manager.inject_encrypted_items(self.history) if self.manager else self.history
         request = {**self.request, "input": normalize_input_messages(window)}
+        ensure(
+            all(
+                "container" in tool for tool in request.get("tools", ()) if tool["type"] == "code_interpreter"
+            ),
+            "a code interpreter is sent without a container",
+        )
         try:
             response = self._send(request)
         except ContainerGoneError as gone:

@@ -14,7 +14,7 @@ _STRING = re.compile(rb'\s*("(?:[^"\\]|\\.)*")', re.DOTALL)
 _strings = msgspec.json.Decoder(list[str])
 
 
-class Repeats:
+class RepeatedLines:
     """Events `data: ` + prefix + string + suffix, one after another."""
 
     def __init__(self, prefix: bytes, suffix: bytes) -> None:
