@@ -449,3 +449,22 @@ async def test_a_sandbox_that_was_made_and_not_written_down_goes_with_its_contai
         here.clock.advance(20 * 60)
         await here.containers.sweep()
         assert here.scripted.specs == {}
+
+
+@pytest.mark.parametrize("used", [False, True])
+async def test_a_ceiling_that_was_lowered_holds_for_containers_from_before(used: bool) -> None:
+    async with host(Step("x"), settings=OPEN) as here:
+        name = await made(here, network=NetworkAllowlist(allowed_domains=["api.example.com"]))
+        if used:
+            await here.run(await here.open(name), "x")
+        there = Host(here.scripted, ContainerSettings(), here.clock, here.kept, here.blobs)
+        ran = await there.run(await there.open(name), "x")
+        assert (ran.end.status, ran.end.reason) == snapshot(
+            (
+                "lost",
+                "The sandbox refused: The network of this container is not allowed any more; create another one.",
+            )
+        )
+        if not used:
+            assert here.scripted.specs == {}
+            await here.run(await here.open(name), "x")

@@ -114,6 +114,16 @@ async def test_a_time_out_keeps_the_variables(sandbox: LocalSandbox) -> None:
     assert (await run(sandbox, "kept")).result == "11"
 
 
+async def test_a_time_out_takes_along_what_has_moved_away_and_nothing_from_before(
+    sandbox: LocalSandbox,
+) -> None:
+    await command(sandbox, "sleep 701 &")
+    moving = "(setsid sleep 702 &); setsid -f sleep 703; nohup sleep 704 & x() { x & }; x; sleep 705"
+    assert (await command(sandbox, moving, timeout=1)).end.status == "timeout"
+    running = (await command(sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).stdout
+    assert [number for number in range(701, 706) if f"sleep {number}" in running] == [701]
+
+
 class _OlderRequest(msgspec.Struct, forbid_unknown_fields=True):
     """What a server of protocol 1 knew before there were commands."""
 

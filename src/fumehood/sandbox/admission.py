@@ -6,9 +6,9 @@ from fumehood.protocol.containers import DATA_DIRECTORY, ContainerSpec
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
 from fumehood.protocol.sandbox import NetworkAllowlist
+from fumehood.sandbox.ceiling import beyond, spelt
 from fumehood.sandbox.container import ContainerSettings
 
-_ANY_DOMAIN = "*"
 _LONGEST_NAME = 256
 _LONGEST_PART = 255  # bytes
 _MOST_PARTS = 32
@@ -36,19 +36,15 @@ def _check_network(network: NetworkAllowlist, settings: ContainerSettings) -> No
     ceiling = settings.allowed_domains
     if not ceiling:
         raise _refused("network_policy", "this server allows containers no network")
-    domains = {_spelt(domain) for domain in network.allowed_domains}
-    beyond = [] if _ANY_DOMAIN in ceiling else sorted(domains - {_spelt(domain) for domain in ceiling})
-    if beyond:
-        raise _refused("network_policy", f"this server does not allow the domain '{clean_name(beyond[0])}'")
+    domain = beyond(network, ceiling)
+    if domain is not None:
+        raise _refused("network_policy", f"this server does not allow the domain '{clean_name(domain)}'")
+    domains = {spelt(domain) for domain in network.allowed_domains}
     for secret in network.domain_secrets:
-        if _spelt(secret.domain) not in domains:
+        if spelt(secret.domain) not in domains:
             raise _refused(
                 "network_policy", f"the secret {secret.name} is for a domain that is not in allowed_domains"
             )
-
-
-def _spelt(domain: str) -> str:
-    return domain.lower().removesuffix(".")
 
 
 def path_of(name: str) -> str:

@@ -16,6 +16,7 @@ from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest, Note, SandboxSpec, Tenant
 from fumehood.protocol.sandbox_errors import (
     AtCapacity,
+    RequestRefused,
     SandboxError,
     SandboxGone,
     SandboxNotFound,
@@ -23,6 +24,7 @@ from fumehood.protocol.sandbox_errors import (
     TryLater,
     Unreachable,
 )
+from fumehood.sandbox.ceiling import beyond
 from fumehood.sandbox.domain_secrets import DomainSecrets
 from fumehood.sandbox.executions import followed, lost
 from fumehood.sandbox.kept_files import FileLimits, KeptFiles, Placed
@@ -213,6 +215,7 @@ class SandboxContainer:
         known = self._living.sandbox
         if known is not None and known.id == self._living.record.sandbox:
             return known, []
+        _check_ceiling(self._house, self._living.record)
         try:
             async with asyncio.timeout(self._house.settings.claim_timeout):
                 living = await attached(self._house.provider, self._living.record)
@@ -332,8 +335,15 @@ async def attached(provider: SandboxProvider, record: ContainerRecord) -> Sandbo
         return None
 
 
+def _check_ceiling(house: House, record: ContainerRecord) -> None:
+    """An operator may have lowered it since the container was made. Raises RequestRefused."""
+    if beyond(record.spec.network, house.settings.allowed_domains) is not None:
+        raise RequestRefused("The network of this container is not allowed any more; create another one.")
+
+
 async def claimed(house: House, record: ContainerRecord, name: str) -> SandboxRef:
     """A sandbox of that name, as soon as there is one to be had; raises SandboxError when it takes too long."""
+    _check_ceiling(house, record)
     clock, patience = house.clock, house.settings.claim_timeout
     until = clock.monotonic() + patience
     pause = _FIRST_PAUSE
