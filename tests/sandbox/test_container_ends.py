@@ -407,7 +407,7 @@ def test_the_page_tells_the_bounds() -> None:
     assert f"`retained_bytes` ({settings.retained_bytes >> 30} GiB)" in page
     assert f"`limits.containers_per_tenant` ({settings.containers_per_tenant})" in page
     assert f"at most {settings.files.files:,} files (`container_files`)" in page
-    assert f"of {settings.files.container_bytes >> 20} MiB together (`container_bytes`)" in page
+    assert f"of {settings.files.container_bytes >> 30} GiB together (`container_bytes`)" in page
 
 
 async def test_uploads_wait_for_each_other() -> None:
