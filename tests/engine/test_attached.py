@@ -183,7 +183,10 @@ async def test_a_file_that_nobody_could_look_at_is_refused() -> None:
 
     coding = engine(ANSWER, uploads=uploads, files=True)
     await coding.block(input=items, tools=[{"type": "echo"}])
-    assert "A code interpreter finds it as /mnt/data/x.pdf." in shown(coding.model.requests[0])[0]["content"]
+    assert (
+        "If there is a code interpreter, it finds it as /mnt/data/x.pdf."
+        in shown(coding.model.requests[0])[0]["content"]
+    )
 
     seeing = engine(ANSWER, uploads=uploads, takes_files=True)
     await seeing.block(input=items)
@@ -209,7 +212,7 @@ async def test_where_nobody_has_said_what_a_model_takes_files_go_to_whoever_may_
         {"type": "file", "file": {"filename": name, "file_data": data}} for name in ("x.pdf", "y.pdf")
     ]
     assert continued == alone
-    assert "A code interpreter finds it as /mnt/data/x.pdf." in beside_code
+    assert "If there is a code interpreter, it finds it as /mnt/data/x.pdf." in beside_code
     assert compacted == beside_code
 
 

@@ -141,7 +141,7 @@ def test_other_files_are_files_to_models_that_take_them(content: bytes, mime: st
     (told,) = render(given)
     assert told["content"] == (
         f"The file x ({mime or 'of unknown type'}, {len(content)} bytes) cannot be shown here. "
-        "A code interpreter finds it as /mnt/data/x."
+        "If there is a code interpreter, it finds it as /mnt/data/x."
     )
 
 
@@ -170,14 +170,14 @@ def test_what_an_id_stands_for_was_found_before() -> None:
         {
             "type": "text",
             "text": "The file t-2.csv:\na,b\n\n[About 1,234 more characters are left out here. "
-            "A code interpreter finds it as /mnt/data/t-2.csv.]",
+            "If there is a code interpreter, it finds it as /mnt/data/t-2.csv.]",
         },
         {"type": "text", "text": "between"},
         {"type": "image_url", "image_url": {"url": PICTURE, "detail": "low"}},
         {
             "type": "text",
             "text": "The file x.pdf (application/pdf, 12,345 bytes) cannot be shown here. "
-            "A code interpreter finds it as /mnt/data/x.pdf.",
+            "If there is a code interpreter, it finds it as /mnt/data/x.pdf.",
         },
         {
             "type": "file",
@@ -194,7 +194,7 @@ def test_of_a_long_text_the_beginning_is_shown() -> None:
     (rendered,) = render(segment(message([part])))
     assert rendered["content"] == (
         "The file x.txt:\n" + "x" * LONGEST_TEXT + "\n[About 1,000 more characters are left out here. "
-        "A code interpreter finds it as /mnt/data/x.txt.]"
+        "If there is a code interpreter, it finds it as /mnt/data/x.txt.]"
     )
 
 

@@ -305,7 +305,7 @@ async def test_files_that_are_known_here_are_sent_by_what_they_are() -> None:
         Attachment(),
     )
     given = segment(msgspec.structs.replace(message(parts), attachments=found))
-    cannot = "cannot be shown here. A code interpreter finds it as /mnt/data/"
+    cannot = "cannot be shown here. If there is a code interpreter, it finds it as /mnt/data/"
     seen = [
         {"type": "input_image", "detail": "low", "image_url": picture},
         {"type": "input_text", "text": "The file b.csv:\n1,2"},

@@ -222,7 +222,7 @@ def note(attachment: Attachment) -> str:
 
 
 def found_by_code(name: str) -> str:
-    return f"A code interpreter finds it as /mnt/data/{name}."
+    return f"If there is a code interpreter, it finds it as /mnt/data/{name}."
 
 
 # --- names --------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ async def test_files_of_messages_of_every_kind(house: House, client: AsyncOpenAI
         {
             "type": "text",
             "text": f"The file {NAME} (of unknown type, {len(CONTENT):,} bytes) cannot be shown here. "
-            f"A code interpreter finds it as /mnt/data/{NAME}.",
+            f"If there is a code interpreter, it finds it as /mnt/data/{NAME}.",
         },
         {"type": "text", "text": "The file t.csv:\na,b\n1,2\n"},
         {"type": "image_url", "image_url": {"url": picture, "detail": "low"}},
