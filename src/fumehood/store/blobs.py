@@ -54,8 +54,12 @@ class DiskBlobs:
             if named is not None:
                 await named(name)
             await _uninterrupted(_on_disk(self._move, incoming, name))
+        except Exception:
+            with suppress(OSError):  # what went wrong first is told
+                await asyncio.to_thread(incoming.discard)
+            raise
         except BaseException:
-            # Not here: it may have to wait.
+            # Whoever is cancelled does not wait for a thread that still writes.
             asyncio.get_running_loop().run_in_executor(None, incoming.discard)
             raise
         return name
