@@ -6,6 +6,7 @@ climbs with `..` raises WorkspaceSecurityError.
 """
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -80,14 +81,14 @@ def _closed(places: set[int], wanted: list[str]) -> set[int]:
 # --- what all share -----------------------------------------------------------------------------------
 
 
-class _Text:
+class _Text(ABC):
     """Text over bytes."""
 
-    def read(self, path: str) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def read(self, path: str) -> bytes: ...
 
-    def write(self, path: str, content: bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def write(self, path: str, content: bytes) -> None: ...
 
     def read_text(self, path: str, encoding: str = "utf-8") -> str:
         return self.read(path).decode(encoding)
@@ -99,9 +100,9 @@ class _Text:
 class ListedFilesystem(_Text):
     """Answers every question about directories from the list of all files."""
 
+    @abstractmethod
     def paths(self) -> Collection[str]:
         """Every file, in any order."""
-        raise NotImplementedError
 
     def exists(self, path: str) -> bool:
         place, files = normalised(path), self.paths()

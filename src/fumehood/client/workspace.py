@@ -5,6 +5,7 @@
 import os
 import stat
 import weakref
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,12 +235,12 @@ class WorkspaceSection(MarkdownSection[NoParams]):
         return self._previews
 
     @property
-    def filesystem(self) -> Filesystem:
-        raise NotImplementedError
+    @abstractmethod
+    def filesystem(self) -> Filesystem: ...
 
+    @abstractmethod
     def download_all(self, dest: Path) -> None:
         """Put all files of the workspace, as they are now, into a directory."""
-        raise NotImplementedError
 
     def cleanup(self) -> None:
         """Keep what is to be kept, and remove the local copies. A second time does nothing."""

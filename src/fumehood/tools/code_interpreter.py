@@ -17,12 +17,12 @@ from fumehood.protocol.items import ProducedFile
 from fumehood.protocol.names import clean_name
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
 from fumehood.tools.carried import Known, files_of, memory_of
-from fumehood.tools.code_session import NAME, NOTHING, CodeSession, InterpreterSettings
+from fumehood.tools.code_session import NAME, CodeSession, InterpreterSettings
 from fumehood.tools.container_config import echoed, read_container
 from fumehood.tools.produced import produced_file
+from fumehood.tools.running import NOTHING
 from fumehood.tools.workplace import (
     OfferedInContainer,
-    Workplace,
     container_of,
     find_workplace,
     used_containers,
@@ -145,13 +145,8 @@ class CodeInterpreter:
         )
 
 
-class OfferedInterpreter(OfferedInContainer):
-    """An `OfferedTool`: one container for all calls of a request."""
-
-    def __init__(self, place: Workplace, settings: InterpreterSettings, clock: Clock) -> None:
-        super().__init__(place)
-        self._settings = settings
-        self._clock = clock
+class OfferedInterpreter(OfferedInContainer[InterpreterSettings]):
+    """An `OfferedTool`."""
 
     @property
     def function(self) -> FunctionSpec:

@@ -28,7 +28,7 @@ from fumehood.protocol.streaming_json import StringField
 from fumehood.tools.arguments import read_arguments, replayable
 from fumehood.tools.code_output import CodeOutput, OutputLimits
 from fumehood.tools.produced import Gatherer, Produced, named
-from fumehood.tools.running import RAN, ended, executed
+from fumehood.tools.running import NOTHING, RAN, ended, executed
 from fumehood.tools.workplace import Workplace
 
 NAME = "code_interpreter"
@@ -40,7 +40,6 @@ LIBRARIES = (
 _LEFT_OUT = (
     "[{left_out:,} characters are left out here. Print less, or write to a file and look at parts of it.]"
 )
-NOTHING = "(no output)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

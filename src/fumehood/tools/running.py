@@ -10,6 +10,7 @@ from fumehood.interfaces import Container
 from fumehood.protocol.sandbox import AnyOutput, End, EndStatus, ExecuteRequest
 
 RAN = frozenset({"ok", "error"})  # code that raises has run, and so has a command that fails
+NOTHING = "(no output)"  # what a model is told of a call that said nothing
 _LAST_WORD_SECONDS = 0.5  # the sandbox's own time-out tells more than ours
 
 

@@ -14,8 +14,9 @@ from fumehood.protocol.conversation import Entry, Exchange, Segment
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
 from fumehood.tools.container_config import echoed_shell, read_environment
-from fumehood.tools.shell_session import MOST_COMMANDS, NAME, NOTHING, ShellSession, ShellSettings
-from fumehood.tools.workplace import OfferedInContainer, Workplace, container_of, find_workplace
+from fumehood.tools.running import NOTHING
+from fumehood.tools.shell_session import MOST_COMMANDS, NAME, ShellSession, ShellSettings
+from fumehood.tools.workplace import OfferedInContainer, container_of, find_workplace
 
 _CALL = "shell_call"
 _OUTPUT = "shell_call_output"
@@ -132,13 +133,8 @@ class Shell:
         return None
 
 
-class OfferedShell(OfferedInContainer):
+class OfferedShell(OfferedInContainer[ShellSettings]):
     """An `OfferedTool`."""
-
-    def __init__(self, place: Workplace, settings: ShellSettings, clock: Clock) -> None:
-        super().__init__(place)
-        self._settings = settings
-        self._clock = clock
 
     @property
     def function(self) -> FunctionSpec:

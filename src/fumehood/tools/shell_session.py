@@ -44,11 +44,10 @@ from fumehood.protocol.streaming_json import StringPiece, StringsField
 from fumehood.tools.arguments import read_arguments, replayable
 from fumehood.tools.code_output import CodeOutput, OutputLimits
 from fumehood.tools.produced import Gatherer, Produced, named
-from fumehood.tools.running import RAN, ended, executed
+from fumehood.tools.running import NOTHING, RAN, ended, executed
 from fumehood.tools.workplace import Workplace
 
 NAME = "shell"
-NOTHING = "(no output)"
 MOST_COMMANDS = 64
 _LEFT_OUT = "[{left_out:,} characters are left out here. Write to a file, and look at parts of it.]"
 _LONGEST_HEADING = 200

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from fumehood.interfaces import Caller, Container, Containers, Files, OfferedTool
+from fumehood.interfaces import Caller, Clock, Container, Containers, Files, OfferedTool
 from fumehood.protocol.containers import DATA_DIRECTORY, ContainerSpec
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import ContainerExpired, InvalidRequest, NotFound
@@ -100,11 +100,13 @@ class Workplace:
         return directory, network
 
 
-class OfferedInContainer:
-    """What offered tools that run in containers have in common."""
+class OfferedInContainer[Settings]:
+    """What offered tools that run in containers have in common: one container for all calls of a request."""
 
-    def __init__(self, place: Workplace) -> None:
+    def __init__(self, place: Workplace, settings: Settings, clock: Clock) -> None:
         self.place = place
+        self._settings = settings
+        self._clock = clock
 
     async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
         wanted = frozenset(paths)
@@ -123,7 +125,7 @@ async def find_workplace(
     last, else a new one; with the files of the conversation. Raises ApiError, with `tools` for its parameter.
     """
     _approve(containers, choice)
-    shared = next((tool.place for tool in beside if isinstance(tool, OfferedInContainer)), None)
+    shared = _shared(beside)
     if choice.container_id is not None:
         place = await _named(containers, caller, choice.container_id, choice.spec)
     elif shared is not None:
@@ -135,6 +137,13 @@ async def find_workplace(
     await place.give(uploads, choice)
     place.carried.add(files_of(past, container_of))
     return place
+
+
+def _shared(beside: Sequence[OfferedTool]) -> Workplace | None:
+    for tool in beside:
+        if isinstance(tool, OfferedInContainer):
+            return tool.place
+    return None
 
 
 async def _named(containers: Containers, caller: Caller, container_id: str, spec: ContainerSpec) -> Workplace:
