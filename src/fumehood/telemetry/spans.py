@@ -1,7 +1,7 @@
 """Spans of runs, model turns and tool calls, as wrappers of the seams; imports OpenTelemetry's API and what is below.
 
 A run is a task of its own, and its turns and calls happen in it: the variable that names the run's span is set before
-the task is made and copied into it. No other context is looked at, so that traces are not mixed up.
+the task is made and copied into it. Besides it only the caller's own trace is looked at, so that none are mixed up.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ from fumehood.protocol.items import ProducedFile
 from fumehood.protocol.models import AnyModelEvent, ModelRequest, TurnEnded
 from fumehood.protocol.responses import CreateResponse, Response, Usage
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
+from fumehood.telemetry.trace_context import Propagation, callers_trace
 
 PROVIDER = "fumehood"
 _run_span: ContextVar[Span | None] = ContextVar("fumehood_run_span", default=None)
@@ -46,8 +47,9 @@ def no_contents(_response: Response) -> dict[str, str]:
 
 
 def _within_run() -> Context:
+    """Where a turn or a call stands: in its run, or in what its caller does, if that asked for something else."""
     span = _run_span.get()
-    return Context() if span is None else set_span_in_context(span, Context())
+    return callers_trace() if span is None else set_span_in_context(span, Context())
 
 
 def _failed(span: Span, kind: str, description: str = "") -> None:
@@ -66,9 +68,12 @@ def _used(span: Span, usage: Usage) -> None:
 class TracedRuns:
     """`Runs` with a span for each, from the request until the response is durable."""
 
-    def __init__(self, runs: Runs, tracer: Tracer, contents: Contents = no_contents) -> None:
+    def __init__(
+        self, runs: Runs, tracer: Tracer, propagation: Propagation, contents: Contents = no_contents
+    ) -> None:
         self._runs = runs
         self._tracer = tracer
+        self._propagation = propagation
         self._contents = contents
         self._ending: set[asyncio.Task[None]] = set()
         self.count = runs.count
@@ -85,7 +90,9 @@ class TracedRuns:
         attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.provider.name": PROVIDER}
         if request.model is not None:
             attributes["gen_ai.request.model"] = request.model
-        span = self._tracer.start_span("invoke_agent", Context(), SpanKind.INTERNAL, attributes)
+        span = self._tracer.start_span(
+            "invoke_agent", self._propagation.parent_of(request), SpanKind.INTERNAL, attributes
+        )
         token = _run_span.set(span)
         try:
             run = await self._runs.start(request, caller, response_id, past=past)
@@ -139,9 +146,10 @@ def _kind_of(error: BaseException) -> str:
 class TracedModels:
     """`Models` with a span for each turn."""
 
-    def __init__(self, models: Models, tracer: Tracer) -> None:
+    def __init__(self, models: Models, tracer: Tracer, propagation: Propagation) -> None:
         self._models = models
         self._tracer = tracer
+        self._propagation = propagation
         self._traced: dict[ModelBackend, ModelBackend] = {}
         self.cards = models.cards
         self.close = models.close
@@ -150,14 +158,15 @@ class TracedModels:
         backend = self._models.backend(model)
         traced = self._traced.get(backend)
         if traced is None:
-            traced = self._traced[backend] = _TracedBackend(backend, self._tracer)
+            traced = self._traced[backend] = _TracedBackend(backend, self._tracer, self._propagation)
         return traced
 
 
 class _TracedBackend:
-    def __init__(self, backend: ModelBackend, tracer: Tracer) -> None:
+    def __init__(self, backend: ModelBackend, tracer: Tracer, propagation: Propagation) -> None:
         self._backend = backend
         self._tracer = tracer
+        self._propagation = propagation
         self.check = backend.check
         self.count = backend.count
         self.profile = backend.profile
@@ -175,6 +184,7 @@ class _TracedBackend:
             attributes["gen_ai.request.temperature"] = request.sampling.temperature
         span = self._tracer.start_span(f"chat {request.model}", _within_run(), SpanKind.CLIENT, attributes)
         turn = _Turn(span)
+        request = self._propagation.told(request, span)
         batches = self._backend.stream(request, None if take is None else turn.noting(take))
         try:
             async with aclosing(batches):

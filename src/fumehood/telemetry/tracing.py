@@ -9,8 +9,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
 from fumehood import __version__
 from fumehood.interfaces import HostedTool, Models, Runs
+from fumehood.serving.exchange import Application
 from fumehood.telemetry.contents import OutputMessages
 from fumehood.telemetry.spans import TracedModels, TracedRuns, TracedTool, no_contents
+from fumehood.telemetry.trace_context import Propagation
 
 CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 _CAPTURING = frozenset({"true", "span_only", "span_and_event"})
@@ -26,17 +28,21 @@ class Tracing:
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("fumehood", __version__)
+        self._propagation = Propagation(environ)
         captures = environ.get(CAPTURE, "").lower() in _CAPTURING
         self._contents = OutputMessages() if captures else no_contents
 
     def models(self, models: Models) -> TracedModels:
-        return TracedModels(models, self._tracer)
+        return TracedModels(models, self._tracer, self._propagation)
 
     def tools(self, tools: Sequence[HostedTool]) -> list[HostedTool]:
         return [TracedTool(tool, self._tracer) for tool in tools]
 
     def runs(self, runs: Runs) -> TracedRuns:
-        return TracedRuns(runs, self._tracer, self._contents)
+        return TracedRuns(runs, self._tracer, self._propagation, self._contents)
+
+    def edge(self, app: Application) -> Application:
+        return self._propagation.at_the_edge(app)
 
     def close(self) -> None:
         """Send what is left; takes as long as the receiver does."""
