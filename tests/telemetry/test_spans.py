@@ -21,6 +21,7 @@ from fumehood.telemetry.contents import OutputMessages
 from fumehood.telemetry.observing import ObservedModels, ObservedRuns, ObservedTool
 from fumehood.telemetry.seen import Observer
 from fumehood.telemetry.spans import Contents, Spans, no_contents
+from fumehood.telemetry.trace_context import Propagation
 from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModels, calls, says
 from tests.support.engines import ECHO, tokens, until
 from tests.support.tools import Echo
@@ -38,7 +39,8 @@ class Traced:
     def __post_init__(self) -> None:
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        observer, clock = Observer([Spans(provider.get_tracer("test"), self.contents)]), FakeClock()
+        spans = Spans(provider.get_tracer("test"), Propagation({}), self.contents)
+        observer, clock = Observer([spans]), FakeClock()
         runs = EngineRuns(
             ObservedModels(ScriptedModels(self.model), observer),
             [ObservedTool(tool, observer) for tool in self.tools],

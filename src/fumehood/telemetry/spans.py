@@ -1,6 +1,7 @@
 """Spans of what was seen; imports OpenTelemetry's API, `protocol` and siblings.
 
-Parents are given, never looked up: the context that OpenTelemetry keeps of its own would mix up traces.
+Parents are given, never looked up: the context that OpenTelemetry keeps of its own would mix up traces. Besides what was
+seen, only the caller's own trace is looked at.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from opentelemetry.util.types import AttributeValue
 
 from fumehood.protocol.responses import Response, Usage
 from fumehood.telemetry.seen import CallSeen, Listener, RunSeen, Seen, TurnSeen
+from fumehood.telemetry.trace_context import Propagation, callers_trace
 
 PROVIDER = "fumehood"
 
@@ -28,8 +30,9 @@ def no_contents(_response: Response) -> dict[str, str]:
 class Spans(Listener):
     """`invoke_agent` with `chat MODEL` and `execute_tool NAME` below it."""
 
-    def __init__(self, tracer: Tracer, contents: Contents = no_contents) -> None:
+    def __init__(self, tracer: Tracer, propagation: Propagation, contents: Contents = no_contents) -> None:
         self._tracer = tracer
+        self._propagation = propagation
         self._contents = contents
 
     @override
@@ -64,7 +67,8 @@ class Spans(Listener):
         attributes: Attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.provider.name": PROVIDER}
         if run.request.model is not None:
             attributes["gen_ai.request.model"] = run.request.model
-        self._begin(run, "invoke_agent", Context(), SpanKind.INTERNAL, attributes)
+        parent = self._propagation.parent_of(run.request)
+        self._begin(run, "invoke_agent", parent, SpanKind.INTERNAL, attributes)
 
     def _turn_began(self, turn: TurnSeen) -> None:
         request = turn.request
@@ -76,6 +80,7 @@ class Spans(Listener):
         if request.sampling.temperature is not None:
             attributes["gen_ai.request.temperature"] = request.sampling.temperature
         self._begin(turn, f"chat {request.model}", _within(turn.run), SpanKind.CLIENT, attributes)
+        turn.request = self._propagation.told(request, turn.span)
 
     def _call_began(self, call: CallSeen) -> None:
         attributes: Attributes = {
@@ -99,7 +104,8 @@ class Spans(Listener):
 
 
 def _within(parent: Seen | None) -> Context:
-    return Context() if parent is None else set_span_in_context(parent.span, Context())
+    """In its run, or in what its caller does, if that asked for something else."""
+    return callers_trace() if parent is None else set_span_in_context(parent.span, Context())
 
 
 def _tell_turn(span: Span, turn: TurnSeen) -> None:

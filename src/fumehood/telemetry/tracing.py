@@ -9,10 +9,12 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
 from fumehood import __version__
 from fumehood.interfaces import HostedTool, Models, Runs
+from fumehood.serving.exchange import Application
 from fumehood.telemetry.contents import OutputMessages
 from fumehood.telemetry.observing import ObservedModels, ObservedRuns, ObservedTool
 from fumehood.telemetry.seen import Observer
 from fumehood.telemetry.spans import Spans, no_contents
+from fumehood.telemetry.trace_context import Propagation
 
 CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 _CAPTURING = frozenset({"true", "span_only", "span_and_event"})
@@ -29,7 +31,9 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         captures = environ.get(CAPTURE, "").lower() in _CAPTURING
         tracer = self._provider.get_tracer("fumehood", __version__)
-        self._observer = Observer([Spans(tracer, OutputMessages() if captures else no_contents)])
+        self._propagation = Propagation(environ)
+        contents = OutputMessages() if captures else no_contents
+        self._observer = Observer([Spans(tracer, self._propagation, contents)])
 
     def models(self, models: Models) -> Models:
         return ObservedModels(models, self._observer)
@@ -39,6 +43,9 @@ class Tracing:
 
     def runs(self, runs: Runs) -> Runs:
         return ObservedRuns(runs, self._observer)
+
+    def edge(self, app: Application) -> Application:
+        return self._propagation.at_the_edge(app)
 
     def close(self) -> None:
         """Send what is left; takes as long as the receiver does."""
