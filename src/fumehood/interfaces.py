@@ -8,7 +8,7 @@ else.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from fumehood.protocol.attachments import Attachment, FilePart
@@ -521,6 +521,7 @@ class SandboxRef:
 
     id: str
     address: str = ""
+    warm: bool | None = field(default=None, compare=False)  # of one just made: whether it had been waiting
 
 
 class Sandbox(Protocol):
