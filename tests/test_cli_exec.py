@@ -288,7 +288,6 @@ def test_json(tmp_path: Path) -> None:
         "type": "exit",
         "code": 1,
         "reason": "",
-        "packages_ms": 0,
         "directory": str(tmp_path / "out"),
         "files": [
             {"path": "figure-1.png", "source": None, "size": picture},
