@@ -203,6 +203,9 @@ class _ObservedOffer:
     async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
         return await self.bare.find_files(paths)
 
+    def close(self) -> None:
+        self.bare.close()
+
 
 class _ObservedSession:
     def __init__(self, session: CallSession, observer: Observer, name: str, call_id: str) -> None:
