@@ -222,7 +222,7 @@ class LimitSettings(_Section, frozen=True):
     requests_per_minute, concurrent, containers_per_tenant, body_bytes: what each key may do, unless it was made with
         other limits; `concurrent` are responses in the making at once.
     concurrent_total: the same of everybody together.
-    body_bytes_total: the bodies of all requests that are worked on, together.
+    body_bytes_total: the bodies of all requests that are worked on and the files that they refer to, together.
     turns, response_seconds: how often the model may be asked for one response, and how long that may take.
     turn_characters: that the model may write each time.
     behind_events, behind_seconds: how far a reader of a stream may fall behind, and for how long.

@@ -19,7 +19,7 @@ from fumehood.protocol.attachments import (
     decode_inline,
     file_name,
 )
-from fumehood.protocol.errors import ApiError, InvalidRequest, NotFound
+from fumehood.protocol.errors import ApiError, InvalidRequest, NotFound, RateLimited
 from fumehood.protocol.names import FreeNames, free_name
 from fumehood.serving.addresses import networks
 from fumehood.serving.resolver import Resolver
@@ -116,6 +116,32 @@ async def test_a_picture_is_one_by_its_content() -> None:
         with pytest.raises(InvalidRequest, match="no picture for a model") as refused:
             await house.of_upload("x.png", content, "input_image")
         assert refused.value.param == "file_id"
+
+
+async def test_what_is_read_is_told_before_it_is() -> None:
+    house, told = House(), list[int]()
+
+    async def found(filename: str, content: bytes, kind: str = "input_file") -> tuple[int, int]:
+        """How much was told, and how much is held."""
+        told.clear()
+        file_id = house.uploads.add(filename, content, SOMEBODY.tenant)
+        part = FilePart(type=kind, file_id=file_id)
+        one = await house.subject.find(SOMEBODY, part, whole=True, take=told.append)
+        return sum(told), len(one.text or one.data or "")
+
+    assert await found("t.csv", b"x" * 1000) == (1000, 1000)
+    for content, kind in ((PDF, "input_file"), (PNG, "input_image")):
+        said, held = await found("x", content, kind)
+        assert held - 50 < said < held  # which has a head besides
+
+    def refuse(_: int) -> None:
+        raise RateLimited("Too much.")
+
+    house.uploads.reads.clear()
+    picture = FilePart(type="input_image", file_id=house.uploads.add("x.png", PNG, SOMEBODY.tenant))
+    with pytest.raises(RateLimited):
+        await house.subject.find(SOMEBODY, picture, whole=True, take=refuse)
+    assert house.uploads.reads == []
 
 
 async def test_an_upload_of_somebody_else_is_not_there() -> None:

@@ -7,6 +7,7 @@ as if it had been the address. Nothing of ours goes along: no credentials, no co
 import asyncio
 import ipaddress
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -65,11 +66,11 @@ class Fetcher:
         self._addresses = Addresses(private)
         self._resolver = resolver or Resolver({}, timeout=self._limits.seconds)
 
-    async def fetch(self, url: str) -> Fetched:
-        """Raises FetchRefused."""
+    async def fetch(self, url: str, take: Callable[[int], None] = lambda _: None) -> Fetched:
+        """Raises FetchRefused, and what `take` raises, which is told of the bytes as they come."""
         try:
             async with asyncio.timeout(self._limits.seconds):
-                return await self._follow(url)
+                return await self._follow(url, take)
         except TimeoutError:
             raise _refused(f"it took longer than {self._limits.seconds:g} seconds") from None
         except (aiohttp.ClientError, OSError, ValueError):  # their words may tell of our network
@@ -78,10 +79,10 @@ class Fetcher:
     def close(self) -> None:
         self._resolver.close()
 
-    async def _follow(self, url: str) -> Fetched:
+    async def _follow(self, url: str, take: Callable[[int], None]) -> Fetched:
         address = _checked(url)
         for _ in range(_MOST_REDIRECTIONS + 1):
-            found = await self._ask(address)
+            found = await self._ask(address, take)
             if isinstance(found, Fetched):
                 return found
             if address.scheme == "https" and found.scheme != "https":
@@ -89,7 +90,7 @@ class Fetcher:
             address = found
         raise _refused("it leads on and on")
 
-    async def _ask(self, url: URL) -> Fetched | URL:
+    async def _ask(self, url: URL, take: Callable[[int], None]) -> Fetched | URL:
         """The answer, or where it leads to."""
         pinned = _Pinned(await self._usable(url))
         connector = aiohttp.TCPConnector(resolver=pinned, use_dns_cache=False, force_close=True)
@@ -107,9 +108,9 @@ class Fetcher:
                 return _checked(str(url.join(URL(answer.headers.get("Location", "")))))
             if answer.status != HTTPStatus.OK:
                 raise _refused(f"its server answers with status {answer.status}")
-            return Fetched(await self._read(answer), answer.content_type, url.name)
+            return Fetched(await self._read(answer, take), answer.content_type, url.name)
 
-    async def _read(self, answer: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, answer: aiohttp.ClientResponse, take: Callable[[int], None]) -> bytes:
         if answer.headers.get("Content-Encoding", "identity") != "identity":
             raise _refused("its server compresses it, unasked")
         if not answer.content_type.startswith(self._limits.media_types):
@@ -117,6 +118,7 @@ class Fetcher:
         content = bytearray()
         if (answer.content_length or 0) <= self._limits.bytes:
             async for piece in answer.content.iter_chunked(_PIECE):
+                take(len(piece))
                 content += piece
                 if len(content) > self._limits.bytes:
                     break

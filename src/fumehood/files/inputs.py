@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from fumehood.aside import aside
 from fumehood.files.fetching import Fetcher, FetchRefused
-from fumehood.interfaces import Caller, Files
+from fumehood.interfaces import Caller, Files, TakeRoom
 from fumehood.protocol.attachments import (
     BYTES_OF_LONGEST_TEXT,
     LONGEST_TEXT,
@@ -51,22 +51,27 @@ class InputFiles:
         self._fetcher = fetcher
         self._limits = limits or InputLimits()
 
-    async def find(self, caller: Caller, part: FilePart, *, whole: bool) -> Attachment:
+    async def find(
+        self, caller: Caller, part: FilePart, *, whole: bool, take: TakeRoom | None = None
+    ) -> Attachment:
+        take = take or _take_nothing
         is_picture = part.type == "input_image"
         if part.inline is not None:
             return await aside(len(part.inline), _inline_picture if is_picture else _inline_file, part)
         if part.file_id is not None:
             record = await self._record(caller, part.file_id)
             if is_picture:
-                return await self._picture(caller, record)
-            return await self._file(caller, record, whole)
+                return await self._picture(caller, record, take)
+            return await self._file(caller, record, whole, take)
         address = part.address if is_picture else part.file_url
         if not address:
             choices = "an image_url or a file_id" if is_picture else "a file_id, file_data or a file_url"
             raise InvalidRequest(
                 f"An {part.type} needs {choices}.", param="file_id", code="missing_required_parameter"
             )
-        return Attachment() if self._fetcher is None else await self._fetched(self._fetcher, part, address)
+        return (
+            Attachment() if self._fetcher is None else await self._fetched(self._fetcher, part, address, take)
+        )
 
     # ---- uploads ------------------------------------------------------------------------------------------------
 
@@ -80,9 +85,10 @@ class InputFiles:
                 code="file_not_found",
             ) from None
 
-    async def _picture(self, caller: Caller, record: FileRecord) -> Attachment:
+    async def _picture(self, caller: Caller, record: FileRecord, take: TakeRoom) -> Attachment:
         if record.bytes > self._limits.picture_bytes:
             raise _no_picture(record, f"is larger than {self._limits.picture_bytes:,} bytes")
+        take(_as_data(record.bytes))
         content = await self._read(caller, record, record.bytes)
         media_type = picture_type(content)
         if media_type is None:
@@ -96,7 +102,7 @@ class InputFiles:
             data=await aside(len(content), data_url, media_type, content),
         )
 
-    async def _file(self, caller: Caller, record: FileRecord, whole: bool) -> Attachment:
+    async def _file(self, caller: Caller, record: FileRecord, whole: bool, take: TakeRoom) -> Attachment:
         start = await self._read(caller, record, BYTES_OF_LONGEST_TEXT)
         named = media_type_of(record.filename)
         text, left_out = await aside(len(start), _beginning, named, start, record.bytes)
@@ -109,8 +115,10 @@ class InputFiles:
             text=text,
             left_out=left_out,
         )
+        take(found.size)
         if text is not None or not whole or record.bytes > self._limits.file_bytes:
             return found
+        take(_as_data(record.bytes))
         content = await self._read(caller, record, record.bytes)
         data = await aside(len(content), data_url, found.media_type, content)
         return replace(found, data=data)
@@ -122,12 +130,12 @@ class InputFiles:
 
     # ---- addresses ----------------------------------------------------------------------------------------------
 
-    async def _fetched(self, fetcher: Fetcher, part: FilePart, address: str) -> Attachment:
+    async def _fetched(self, fetcher: Fetcher, part: FilePart, address: str, take: TakeRoom) -> Attachment:
         """It is kept as if it had come inline: nobody is asked for it again."""
         is_picture = part.type == "input_image"
         param = "image_url" if is_picture else "file_url"
         try:
-            fetched = await fetcher.fetch(address)
+            fetched = await fetcher.fetch(address, take)
         except FetchRefused as error:
             raise NotFound(str(error), param=param, code="invalid_value") from None
         if not is_picture:
@@ -140,8 +148,13 @@ class InputFiles:
                     f"What the address leads to is no {_PICTURES}, or too large.", param=param
                 )
             found = _picture(file_name(fetched.name or picture_name(media_type)), media_type, fetched.content)
+        take(_as_data(len(fetched.content)) - len(fetched.content))
         data = await aside(len(fetched.content), data_url, found.media_type, fetched.content)
         return replace(found, data=data)
+
+
+def _take_nothing(_: int) -> None:
+    pass
 
 
 # --- contents -----------------------------------------------------------------------------------------
@@ -172,6 +185,11 @@ def _picture(name: str, media_type: str, content: bytes) -> Attachment:
 def _file(name: str, told: str, content: bytes) -> Attachment:
     kind = "binary" if as_text(told, content) is None else "text"
     return Attachment(name=name, kind=kind, media_type=media_type_of(name, told), bytes=len(content))
+
+
+def _as_data(size: int) -> int:
+    """How large so many bytes are as a data: URL."""
+    return (size + 2) // 3 * 4
 
 
 def _beginning(named: str, start: bytes, size: int) -> tuple[str | None, int]:

@@ -23,6 +23,7 @@ from fumehood.interfaces import (
     Run,
     Runs,
     Take,
+    TakeRoom,
     ToolResult,
     ToolStep,
 )
@@ -81,6 +82,7 @@ class TracedRuns:
         response_id: str | None = None,
         *,
         past: Sequence[Segment] | None = None,
+        take: TakeRoom | None = None,
     ) -> Run:
         attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.provider.name": PROVIDER}
         if request.model is not None:
@@ -88,7 +90,7 @@ class TracedRuns:
         span = self._tracer.start_span("invoke_agent", Context(), SpanKind.INTERNAL, attributes)
         token = _run_span.set(span)
         try:
-            run = await self._runs.start(request, caller, response_id, past=past)
+            run = await self._runs.start(request, caller, response_id, past=past, take=take)
         except BaseException as error:
             _failed(span, _kind_of(error))
             span.end()
