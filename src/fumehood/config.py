@@ -64,10 +64,12 @@ class StorageSettings(_Section, frozen=True):
     """
     url: sqlite:///FILE; four slashes make the file's path absolute.
     blobs: the directory of files that were uploaded or produced; no two databases may share one.
+    spare_bytes: of its disk, that no file may take.
     """
 
     url: str = "sqlite:///fumehood.db"
     blobs: str = "./blobs"
+    spare_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
 
     @property
     def file(self) -> Path:
@@ -223,6 +225,7 @@ class LimitSettings(_Section, frozen=True):
         other limits; `concurrent` are responses in the making at once.
     concurrent_total: the same of everybody together.
     body_bytes_total: the bodies of all requests that are worked on and the files that they refer to, together.
+    body_bytes_per_second: that a body, an upload or a message has to come with, on the whole; 0 lets it drip.
     turns, response_seconds: how often the model may be asked for one response, and how long that may take.
     turn_characters: that the model may write each time.
     behind_events, behind_seconds: how far a reader of a stream may fall behind, and for how long.
@@ -234,6 +237,7 @@ class LimitSettings(_Section, frozen=True):
     containers_per_tenant: Positive = 50
     body_bytes: Positive = 32 << 20
     body_bytes_total: Positive = 512 << 20
+    body_bytes_per_second: Annotated[int, Meta(ge=0)] = 1024
     turns: Positive = 64
     response_seconds: Seconds = 1800.0
     turn_characters: Annotated[int, Meta(ge=1000)] = 1 << 22

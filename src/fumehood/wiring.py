@@ -192,6 +192,7 @@ async def assembled(
                 monotonic=clock.monotonic,
             ),
             always_include=(OUTPUTS,) if always else (),
+            slowest=limits.body_bytes_per_second,
             show_metrics=config.telemetry.metrics,
             unready=_Readiness(sandboxes if chosen.enabled else None, clock),
         )
@@ -306,7 +307,7 @@ async def _store(config: Config, stack: AsyncExitStack) -> SqliteStore:
 async def _blobs(config: Config, store: SqliteStore, clock: Clock, stack: AsyncExitStack) -> ReferredBlobs:
     directory = Path(config.storage.blobs)
     try:
-        disk = DiskBlobs(directory, await store.identity())
+        disk = DiskBlobs(directory, await store.identity(), config.storage.spare_bytes)
     except StoreRefused as error:
         raise CannotServe(str(error)) from error
     except OSError as error:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -460,6 +460,15 @@ async def serving_gateway(
         server.stop()
         await task
         listener.close()
+
+
+async def drip(writer: asyncio.StreamWriter, content: bytes) -> None:
+    """Send it byte by byte, slowly, until the other side has gone."""
+    with suppress(ConnectionError):
+        for byte in content:
+            writer.write(bytes((byte,)))
+            await writer.drain()
+            await asyncio.sleep(0.02)
 
 
 def raw_items(*items: dict[str, Any]) -> list[Entry]:

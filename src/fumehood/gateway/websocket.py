@@ -174,11 +174,11 @@ class Handshake(Exchange):
 
     __slots__ = ("receive", "send_raw")
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, slowest: int) -> None:
         async def answer(part: MutableMapping[str, Any]) -> None:
             await send({**part, "type": f"websocket.{part['type']}"})
 
-        super().__init__({**scope, "method": "GET"}, receive, answer)
+        super().__init__({**scope, "method": "GET"}, receive, answer, slowest)
         self.receive = receive
         self.send_raw = send
 
@@ -214,7 +214,12 @@ class Sockets:
         identity = (b"x-request-id", exchange.request_id.encode())
         largest = self.responses.message_bytes(caller)
         await exchange.send_raw(
-            {"type": "websocket.accept", "headers": [VERSION, identity], "message_bytes": largest}
+            {
+                "type": "websocket.accept",
+                "headers": [VERSION, identity],
+                "message_bytes": largest,
+                "slowest": exchange.slowest,
+            }
         )
         connection = _Connection(self, exchange, caller, largest)
         try:
