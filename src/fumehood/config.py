@@ -92,6 +92,7 @@ class InputSettings(_Section, frozen=True):
     picture_bytes: the largest picture; file_bytes: the largest other file, for models that take such.
     fetch_urls: whether those that are given by their address are fetched; fetch_bytes, fetch_seconds: how large they
         may be, and how long that may take. fetch_networks: private networks that may be reached for it.
+    pass_urls: whether addresses that are not fetched are passed on to the model's server, which may fetch them itself.
     """
 
     picture_bytes: Positive = 20 << 20
@@ -100,6 +101,7 @@ class InputSettings(_Section, frozen=True):
     fetch_bytes: Positive = 20 << 20
     fetch_seconds: Seconds = 20.0
     fetch_networks: tuple[str, ...] = ()
+    pass_urls: bool = False
 
 
 class AuthSettings(_Section, frozen=True):

@@ -17,7 +17,7 @@ from fumehood.config import CodeInterpreterSettings, Config, FileSettings, Misco
 from fumehood.engine.log import LagLimits
 from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRuns
-from fumehood.files.fetching import Fetcher, FetchLimits
+from fumehood.files.fetching import Fetcher, FetchLimits, Passing
 from fumehood.files.inputs import InputFiles, InputLimits
 from fumehood.files.uploads import UploadedFiles, UploadSettings
 from fumehood.gateway.app import Gateway
@@ -365,13 +365,16 @@ def _container_settings(config: Config) -> ContainerSettings:
 def _attachments(config: Config, files: Files, stack: AsyncExitStack) -> InputFiles:
     """Who finds the files of requests; nothing is fetched from anywhere unless the operator says so."""
     settings = config.inputs
-    fetcher: Fetcher | None = None
+    addresses: Fetcher | Passing | None = None
+    private = networks(settings.fetch_networks)
     if settings.fetch_urls:
         limits = FetchLimits(bytes=settings.fetch_bytes, seconds=settings.fetch_seconds)
-        fetcher = Fetcher(limits, networks(settings.fetch_networks))
-        stack.callback(fetcher.close)
+        addresses = Fetcher(limits, private)
+        stack.callback(addresses.close)
+    elif settings.pass_urls:
+        addresses = Passing(private)
     return InputFiles(
-        files, fetcher, InputLimits(picture_bytes=settings.picture_bytes, file_bytes=settings.file_bytes)
+        files, addresses, InputLimits(picture_bytes=settings.picture_bytes, file_bytes=settings.file_bytes)
     )
 
 

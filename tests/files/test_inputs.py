@@ -3,11 +3,12 @@
 import base64
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.files.fetching import Fetcher, FetchLimits
+from fumehood.files.fetching import Fetcher, FetchLimits, Passing
 from fumehood.files.inputs import InputFiles, InputLimits
 from fumehood.interfaces import Caller
 from fumehood.protocol.attachments import (
@@ -195,13 +196,27 @@ async def test_parts_that_hold_nothing(part: dict[str, Any], param: str) -> None
 # --- addresses ----------------------------------------------------------------------------------------
 
 
-async def test_addresses_are_left_alone_unless_somebody_fetches_them() -> None:
-    house = House()
-    for part in (
-        {"type": "input_image", "image_url": "https://x.test/"},
-        {"type": "input_file", "file_url": "u"},
-    ):
-        assert await house.of(**part) == Attachment()
+ADDRESSED = (
+    {"type": "input_image", "image_url": "https://x.test/"},
+    {"type": "input_image", "image_url": {"url": "https://x.test/", "detail": "low"}},
+    {"type": "input_file", "file_url": "https://x.test/t.pdf"},
+)
+
+
+@pytest.mark.parametrize("part", ADDRESSED)
+async def test_addresses_are_refused_unless_somebody_deals_with_them(part: dict[str, Any]) -> None:
+    error = await House().refusal(**msgspec.structs.asdict(msgspec.convert(part, FilePart)))
+    assert (error.param, error.wire_code) == (
+        "image_url" if part["type"] == "input_image" else "file_url",
+        "unsupported_parameter",
+    )
+    assert "inputs.pass_urls" in error.message
+
+
+@pytest.mark.parametrize("part", ADDRESSED)
+async def test_addresses_may_pass(part: dict[str, Any]) -> None:
+    subject = InputFiles(Uploads(), Passing())
+    assert await subject.find(SOMEBODY, msgspec.convert(part, FilePart), whole=False) == Attachment()
 
 
 async def test_what_was_fetched_is_kept_like_what_came_inline() -> None:

@@ -1,4 +1,4 @@
-"""Fetches what an address of somebody's leads to, and nothing else; imports aiohttp, `protocol` and `serving`.
+"""Fetches what an address of somebody's leads to, or lets it pass; imports aiohttp, `protocol` and `serving`.
 
 A name is looked up once, what came is checked, and the connection is made to just that. Every redirection is looked at
 as if it had been the address. Nothing of ours goes along: no credentials, no cookies, no proxy of the environment.
@@ -24,6 +24,7 @@ _REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
 _LONGEST_URL = 8192
 _PIECE = 64 << 10
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_OWN_DOMAINS = frozenset({"localhost", "local", "internal", "localdomain", "lan", "home"})
 _HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "fumehood"}
 
 
@@ -149,6 +150,31 @@ class Fetcher:
         return address not in _NAT64 or any(address in network for network in self._private)
 
 
+class Passing:
+    """Lets addresses pass to the model's server, which fetches what they lead to from where it stands. Those that lead
+    to no public address by their own words are refused; where a name leads, only that server will find out.
+
+    private: networks that may be reached although nobody else can reach them.
+    """
+
+    def __init__(self, private: tuple[Network, ...] = ()) -> None:
+        self._addresses = Addresses(private)
+
+    def check(self, url: str) -> None:
+        """Raises FetchRefused."""
+        host = (_checked(url).raw_host or "").rstrip(".")
+        if not url.isascii() or not url.isprintable() or any(mark in url for mark in " \\"):
+            raise _refused("it is no http or https address")  # or not the same one to everybody
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            public = _is_name(host)
+        else:
+            public = self._addresses.allowed(host)
+        if not public:
+            raise _refused("it leads to an address that is not public")
+
+
 class _Pinned(AbstractResolver):
     """Knows the addresses that were checked, and no others."""
 
@@ -189,6 +215,14 @@ def _checked(text: str) -> URL:
     if "%" in (url.raw_host or ""):
         raise _refused("it leads to an address that is not public")
     return url.with_fragment(None)
+
+
+def _is_name(host: str) -> bool:
+    """Whether it may be a name that everybody knows, and is no number in disguise: 127.1, 0x7f000001."""
+    *above, last = host.lower().split(".")
+    return (
+        bool(above) and last not in _OWN_DOMAINS and last.removeprefix("0x").strip("0123456789abcdef") != ""
+    )
 
 
 def _refused(why: str) -> FetchRefused:

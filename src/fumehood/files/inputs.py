@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from fumehood.aside import aside
-from fumehood.files.fetching import Fetcher, FetchRefused
+from fumehood.files.fetching import Fetched, Fetcher, FetchRefused, Passing
 from fumehood.interfaces import Caller, Files, TakeRoom
 from fumehood.protocol.attachments import (
     BYTES_OF_LONGEST_TEXT,
@@ -42,13 +42,16 @@ class InputLimits:
 
 
 class InputFiles:
-    """`Attachments` over uploads. Without a fetcher, addresses are left to the model's server."""
+    """`Attachments` over uploads.
+
+    addresses: who fetches what they lead to, or lets them pass to the model's server; without anybody they are refused.
+    """
 
     def __init__(
-        self, files: Files, fetcher: Fetcher | None = None, limits: InputLimits | None = None
+        self, files: Files, addresses: Fetcher | Passing | None = None, limits: InputLimits | None = None
     ) -> None:
         self._files = files
-        self._fetcher = fetcher
+        self._addresses = addresses
         self._limits = limits or InputLimits()
 
     async def find(
@@ -69,9 +72,7 @@ class InputFiles:
             raise InvalidRequest(
                 f"An {part.type} needs {choices}.", param="file_id", code="missing_required_parameter"
             )
-        return (
-            Attachment() if self._fetcher is None else await self._fetched(self._fetcher, part, address, take)
-        )
+        return await self._addressed(part, address, take)
 
     # ---- uploads ------------------------------------------------------------------------------------------------
 
@@ -130,15 +131,23 @@ class InputFiles:
 
     # ---- addresses ----------------------------------------------------------------------------------------------
 
-    async def _fetched(self, fetcher: Fetcher, part: FilePart, address: str, take: TakeRoom) -> Attachment:
-        """It is kept as if it had come inline: nobody is asked for it again."""
-        is_picture = part.type == "input_image"
-        param = "image_url" if is_picture else "file_url"
+    async def _addressed(self, part: FilePart, address: str, take: TakeRoom) -> Attachment:
+        param = "image_url" if part.type == "input_image" else "file_url"
         try:
-            fetched = await fetcher.fetch(address, take)
+            match self._addresses:
+                case None:
+                    raise _no_addresses(param)
+                case Passing() as passing:
+                    passing.check(address)
+                    return Attachment()
+                case Fetcher() as fetcher:
+                    return await self._kept(part, await fetcher.fetch(address, take), param, take)
         except FetchRefused as error:
             raise NotFound(str(error), param=param, code="invalid_value") from None
-        if not is_picture:
+
+    async def _kept(self, part: FilePart, fetched: Fetched, param: str, take: TakeRoom) -> Attachment:
+        """As if it had come inline: nobody is asked for it again."""
+        if part.type != "input_image":
             name = file_name(part.filename or fetched.name)
             found = _file(name, fetched.media_type, fetched.content)
         else:
@@ -151,6 +160,17 @@ class InputFiles:
         take(_as_data(len(fetched.content)) - len(fetched.content))
         data = await aside(len(fetched.content), data_url, found.media_type, fetched.content)
         return replace(found, data=data)
+
+
+def _no_addresses(param: str) -> NotFound:
+    kind = "picture" if param == "image_url" else "file"
+    return NotFound(
+        f"This server neither fetches what a {param} leads to nor passes it on to the model's server: send the {kind} "
+        "inline, or upload it and send its file_id. Who runs the server may allow it with inputs.fetch_urls or "
+        "inputs.pass_urls.",
+        param=param,
+        code="unsupported_parameter",
+    )
 
 
 def _take_nothing(_: int) -> None:
