@@ -171,6 +171,20 @@ async def test_inline_files_are_looked_at_and_not_kept_twice() -> None:
         assert found == Attachment(name="image.png", kind="picture", media_type="image/png", bytes=len(PNG))
 
 
+async def test_what_is_inline_is_bounded_as_uploads_are() -> None:
+    house = House(picture_bytes=len(PNG), file_bytes=len(PDF))
+    for content, too_large in ((PDF, False), (PDF + b"\n", True)):
+        found = await house.of(
+            type="input_file", filename="x.pdf", file_data=inline(content, "application/pdf")
+        )
+        assert (found.kind, found.bytes, found.too_large) == ("binary", len(content), too_large)
+    text = await house.of(type="input_file", filename="x.txt", file_data=inline(b"x" * 1000, "text/plain"))
+    assert (text.kind, text.too_large) == ("text", False)
+    assert (await house.of(type="input_image", image_url=inline(PNG, "image/png"))).kind == "picture"
+    error = await house.refusal(type="input_image", image_url=inline(PNG + b"x", "image/png"))
+    assert (error.param, error.wire_code) == ("image_url", "invalid_value")
+
+
 async def test_what_is_inline_comes_before_what_is_referred_to() -> None:
     found = await House().of(type="input_file", filename="x.txt", file_data=inline(b"x"), file_id="file-gone")
     assert (found.name, found.file_id) == ("x.txt", "")

@@ -83,7 +83,8 @@ class Attacher:
                 finding = self._attachments.find(caller, part, whole=whole, take=take)
                 one = await _found(finding, part, where, number < answered)
                 budget.spend(part, one)
-                given = whole and one.kind == "binary" and (one.data or part.inline) is not None
+                is_there = (one.data or part.inline) is not None and not one.too_large
+                given = whole and one.kind == "binary" and is_there
                 found.append(names.given_to(replace(one, given=given)))
                 if number >= answered and found[-1].hidden:
                     hidden.append((where, found[-1]))

@@ -220,9 +220,8 @@ def _checked(text: str) -> URL:
 def _is_name(host: str) -> bool:
     """Whether it may be a name that everybody knows, and is no number in disguise: 127.1, 0x7f000001."""
     *above, last = host.lower().split(".")
-    return (
-        bool(above) and last not in _OWN_DOMAINS and last.removeprefix("0x").strip("0123456789abcdef") != ""
-    )
+    is_number = last.isdigit() or last.startswith("0x")
+    return bool(above) and not is_number and last not in _OWN_DOMAINS
 
 
 def _refused(why: str) -> FetchRefused:

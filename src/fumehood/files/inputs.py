@@ -60,7 +60,8 @@ class InputFiles:
         take = take or _take_nothing
         is_picture = part.type == "input_image"
         if part.inline is not None:
-            return await aside(len(part.inline), _inline_picture if is_picture else _inline_file, part)
+            found = await aside(len(part.inline), _inline_picture if is_picture else _inline_file, part)
+            return self._bounded(found, "image_url")
         if part.file_id is not None:
             record = await self._record(caller, part.file_id)
             if is_picture:
@@ -73,6 +74,19 @@ class InputFiles:
                 f"An {part.type} needs {choices}.", param="file_id", code="missing_required_parameter"
             )
         return await self._addressed(part, address, take)
+
+    def _bounded(self, found: Attachment, param: str) -> Attachment:
+        """What is there whole, if a model may be shown it; a file that is none for a model is there for code. Raises
+        InvalidRequest.
+        """
+        if found.kind == "picture" and found.bytes > self._limits.picture_bytes:
+            raise InvalidRequest(
+                f"The picture is larger than {self._limits.picture_bytes:,} bytes, so it is none for a model.",
+                param=param,
+                code="invalid_value",
+            )
+        too_large = found.kind == "binary" and found.bytes > self._limits.file_bytes
+        return replace(found, too_large=True) if too_large else found
 
     # ---- uploads ------------------------------------------------------------------------------------------------
 
@@ -152,11 +166,10 @@ class InputFiles:
             found = _file(name, fetched.media_type, fetched.content)
         else:
             media_type = picture_type(fetched.content)
-            if media_type is None or len(fetched.content) > self._limits.picture_bytes:
-                raise InvalidRequest(
-                    f"What the address leads to is no {_PICTURES}, or too large.", param=param
-                )
+            if media_type is None:
+                raise InvalidRequest(f"What the address leads to is no {_PICTURES}.", param=param)
             found = _picture(file_name(fetched.name or picture_name(media_type)), media_type, fetched.content)
+        found = self._bounded(found, param)
         take(_as_data(len(fetched.content)) - len(fetched.content))
         data = await aside(len(fetched.content), data_url, found.media_type, fetched.content)
         return replace(found, data=data)
