@@ -341,8 +341,13 @@ class HostedTool(Protocol):
         """What the model is shown of an item of this tool's that a client gave back."""
         ...
 
-    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:
-        """What must outlive the items of this conversation, which are about to be compacted; None if nothing must."""
+    async def remember(
+        self, caller: Caller, past: Sequence[Segment], kept: Sequence[Entry] = ()
+    ) -> Memory | None:
+        """What must outlive the items of this conversation, which are about to be compacted; None if nothing must.
+
+        kept: those among them that stay as they are.
+        """
         ...
 
 
