@@ -1,10 +1,12 @@
 """The sandbox server's figures, each moved by the real thing; imports aiohttp and `fumehood.sandboxd`."""
 
 import asyncio
+import errno
 import io
 import os
 import re
 import signal
+import threading
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Self
@@ -12,6 +14,7 @@ from typing import Any, Self
 import pytest
 import pytest_asyncio
 
+from fumehood.sandboxd.places import Places
 from tests.support.index import Index, wheel
 from tests.support.sandboxes import has_cgroups, settings
 from tests.support.server import Client, Running, serving
@@ -95,12 +98,6 @@ async def eventually(client: Client, holds: Callable[[Figures], bool]) -> None:
     async with asyncio.timeout(PATIENCE):
         while not holds(await figures(client)):
             await asyncio.sleep(0.01)
-
-
-def zygote_of(server: Running) -> int:
-    pid = server.service.supervisor.zygote.pid
-    assert pid is not None
-    return pid
 
 
 def ended(status: str, state: str = "kept", number: int = 1) -> Figures:
@@ -216,6 +213,16 @@ async def test_packages(client: Client) -> None:
     assert seen['executions_total{state="kept",status="install_failed"}'] == 1
 
 
+async def test_whoever_waits(client: Client, index: Index) -> None:
+    index.add(wheel("late", "1.0", {"late.py": ""}))
+    index.hold = threading.Event()
+    asked = asyncio.ensure_future(client.make("box", requirements=["late"]))
+    await eventually(client, lambda now: now["fumehood_sandbox_waiting"] == 1)
+    index.hold.set()
+    await asked
+    assert (await figures(client))["fumehood_sandbox_waiting"] == 0
+
+
 async def test_the_network(client: Client, site: Website) -> None:
     network: dict[str, Any] = {"type": "allowlist", "allowed_domains": [SITE]}
     await client.make("box", network=network)
@@ -263,24 +270,18 @@ async def test_the_pool() -> None:
         assert now["fumehood_sandbox_pool_failures_total"] == 0
 
 
-async def test_whoever_waits_and_a_pool_that_cannot_be_filled() -> None:
-    """The process that makes sandboxes stops, and then dies with two of them half made."""
+async def test_a_pool_that_cannot_be_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "no descriptors are left")
+
     async with serving(settings(preload=(), pool=1, capacity=4)) as server:
-        client = server.client
-        await eventually(client, lambda now: now["fumehood_sandbox_parked"] == 1)
-        zygote = zygote_of(server)
-        os.kill(zygote, signal.SIGSTOP)
-        await client.make("the-parked-one")
-        asked = asyncio.ensure_future(client.ask("PUT", "/sandboxes/waits"))
-        await eventually(
-            client, lambda now: (now["fumehood_sandbox_waiting"], now["fumehood_sandbox_live"]) == (1, 3)
-        )
-        os.kill(zygote, signal.SIGKILL)
-        await asked
-        await eventually(client, lambda now: now["fumehood_sandbox_parked"] == 1)
-        now = await figures(client)
-    assert now["fumehood_sandbox_waiting"] == 0
-    assert now["fumehood_sandbox_pool_failures_total"] == 1
-    assert now["fumehood_sandbox_pool_refills_total"] == 2
-    assert now["fumehood_sandbox_lost_total"] == 1
-    assert now["fumehood_sandbox_zygote_restarts_total"] == 1
+        await eventually(server.client, lambda now: now["fumehood_sandbox_parked"] == 1)
+        monkeypatch.setattr(Places, "take", refuse)
+        await server.client.make("takes-the-parked-one")
+        await eventually(server.client, lambda now: now["fumehood_sandbox_pool_failures_total"] >= 1)
+        monkeypatch.undo()
+        pid = server.service.supervisor.zygote.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await eventually(server.client, lambda now: now["fumehood_sandbox_zygote_restarts_total"] == 1)
+        await eventually(server.client, lambda now: now["fumehood_sandbox_lost_total"] == 1)
