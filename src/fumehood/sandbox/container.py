@@ -102,7 +102,7 @@ class Living:
     turn: calls come one after another, so that each finds its own files; across processes the sandbox server sees to
         their order.
     filing: for whoever changes both the sandbox's files and what is recorded of them.
-    users: calls and transfers that run or wait.
+    users: calls and transfers that run or wait. stays: those that have opened it and not left yet.
     sandbox: the one that was used last, and most likely lives.
     passing: sandboxes that end with what they are used for.
     over: whether the store has said that there is no such container any more.
@@ -113,6 +113,7 @@ class Living:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     filing: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
+    stays: int = 0
     sandbox: Sandbox | None = None
     passing: set[SandboxRef] = field(default_factory=set[SandboxRef])
     over: bool = False
@@ -136,6 +137,14 @@ class Living:
         finally:
             self.users -= 1
 
+    def learn(self, record: ContainerRecord, stored: ContainerRecord) -> None:
+        """Another process has changed it."""
+        self.record, self.stored, self.sandbox, self.over = record, stored, None, False
+
+    @property
+    def in_use(self) -> bool:
+        return self.users > 0 or self.stays > 0
+
 
 class SandboxContainer:
     """A `Container`, for one call: what `collect` gives is what that call left."""
@@ -145,6 +154,8 @@ class SandboxContainer:
         self._living = living
         self._found: Sequence[ContainerFileRecord] = ()
         self._just_opened = True
+        self._stays = True
+        living.stays += 1
 
     @property
     def id(self) -> str:
@@ -159,6 +170,12 @@ class SandboxContainer:
             async with aclosing(run(request, execution_id)) as events:
                 async for event in events:
                     yield event
+
+    def leave(self) -> None:
+        if self._stays:
+            self._stays = False
+            self._living.stays -= 1
+            self._living.change(last_active_at=self._house.clock.now())
 
     async def collect(self) -> Sequence[ContainerFileRecord]:
         found, self._found = self._found, ()

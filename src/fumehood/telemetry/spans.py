@@ -256,6 +256,9 @@ class _TracedOffer:
     async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
         return await self.bare.find_files(paths)
 
+    def close(self) -> None:
+        self.bare.close()
+
 
 class _TracedSession:
     def __init__(self, session: CallSession, tracer: Tracer, name: str, call_id: str) -> None:

@@ -129,6 +129,9 @@ class OfferedScriptedTool:
     async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
         return [file for file in self._tool.files if file.path in paths]
 
+    def close(self) -> None:
+        pass
+
 
 class ScriptedCall:
     def __init__(self, tool: ScriptedTool, context: CallContext) -> None:
