@@ -1,7 +1,7 @@
 """Spans of what was seen; imports OpenTelemetry's API, `protocol` and siblings.
 
-Parents are given, never looked up: the context that OpenTelemetry keeps of its own would mix up traces. Besides what was
-seen, only the caller's own trace is looked at.
+Parents are given, never looked up: the context that OpenTelemetry keeps of its own would mix up traces. Besides what
+was seen, only the caller's own trace is looked at.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_
 from opentelemetry.util.types import AttributeValue
 
 from fumehood.protocol.responses import Response, Usage
-from fumehood.telemetry.seen import CallSeen, Listener, RunSeen, Seen, TurnSeen
+from fumehood.telemetry.seen import CallSeen, Listener, PhaseSeen, RunSeen, Seen, TurnSeen
 from fumehood.telemetry.trace_context import Propagation, callers_trace
 
 PROVIDER = "fumehood"
@@ -28,7 +28,7 @@ def no_contents(_response: Response) -> dict[str, str]:
 
 
 class Spans(Listener):
-    """`invoke_agent` with `chat MODEL` and `execute_tool NAME` below it."""
+    """`invoke_agent` with `chat MODEL` and `execute_tool NAME` below it, and below that the phases of a sandbox."""
 
     def __init__(self, tracer: Tracer, propagation: Propagation, contents: Contents = no_contents) -> None:
         self._tracer = tracer
@@ -44,6 +44,8 @@ class Spans(Listener):
                 self._turn_began(seen)
             case CallSeen():
                 self._call_began(seen)
+            case PhaseSeen():
+                self._phase_began(seen)
             case _:
                 pass
 
@@ -90,6 +92,11 @@ class Spans(Listener):
             "gen_ai.tool.type": "extension",
         }
         self._begin(call, f"execute_tool {call.name}", _within(call.run), SpanKind.INTERNAL, attributes)
+
+    def _phase_began(self, seen: PhaseSeen) -> None:
+        phase = seen.phase
+        attributes: Attributes = {f"fumehood.sandbox.{fact}": value for fact, value in phase.facts.items()}
+        self._begin(seen, f"sandbox {phase.name}", _within(seen.call), SpanKind.INTERNAL, attributes)
 
     def _begin(self, seen: Seen, name: str, parent: Context, kind: SpanKind, attributes: Attributes) -> None:
         seen.span = self._tracer.start_span(name, parent, kind, attributes, start_time=seen.began_at)
