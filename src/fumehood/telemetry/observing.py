@@ -20,6 +20,7 @@ from fumehood.interfaces import (
     Run,
     Runs,
     Take,
+    TakeRoom,
     ToolResult,
     ToolStep,
 )
@@ -63,12 +64,13 @@ class ObservedRuns:
         response_id: str | None = None,
         *,
         past: Sequence[Segment] | None = None,
+        take: TakeRoom | None = None,
     ) -> Run:
         seen = RunSeen(request=request)
         self._observer.began(seen)
         token = _run.set(seen)
         try:
-            run = await self._runs.start(request, caller, response_id, past=past)
+            run = await self._runs.start(request, caller, response_id, past=past, take=take)
         except BaseException as error:
             seen.error = kind_of(error)
             self._observer.ended(seen)
