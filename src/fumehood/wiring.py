@@ -17,6 +17,7 @@ from fumehood.config import CodeInterpreterSettings, Config, FileSettings, Misco
 from fumehood.engine.log import LagLimits
 from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRuns
+from fumehood.figures import Figures
 from fumehood.files.fetching import Fetcher, FetchLimits, Passing
 from fumehood.files.inputs import InputFiles, InputLimits
 from fumehood.files.uploads import UploadedFiles, UploadSettings
@@ -64,9 +65,14 @@ from fumehood.tools.shell import Shell
 from fumehood.tools.shell_session import ShellSettings
 
 if TYPE_CHECKING:
-    from fumehood.telemetry.tracing import Tracing
+    from fumehood.telemetry.signals import Signals
 
 CODE_INTERPRETER = "code_interpreter"
+_SIGNALS = ("TRACES", "METRICS", "LOGS")
+_ENDPOINTS = (
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    *(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT" for signal in _SIGNALS),
+)
 _READINESS_SECONDS = 2.0  # that an answer holds, and may take
 
 logger = logging.getLogger(__name__)
@@ -143,7 +149,7 @@ async def assembled(
             raise Misconfigured(f"models: {error}.") from None
         stack.push_async_callback(models.close)
         metrics = Metrics()
-        tracing = _tracing(config, environ, stack)
+        signals = _signals(config, environ, Figures(), stack)
         chosen = config.providers.code_interpreter
         sandboxes = await _sandboxes(chosen.settings, environ, stack, start=chosen.enabled)
         sealer = _sealer(config, environ)
@@ -156,8 +162,8 @@ async def assembled(
         limits = config.limits
         counted: Models = _CountedModels(models, metrics)
         runs: Runs = EngineRuns(
-            counted if tracing is None else tracing.models(counted),
-            tools if tracing is None else tracing.tools(tools),
+            counted if signals is None else signals.models(counted),
+            tools if signals is None else signals.tools(tools),
             store,
             clock,
             limits=LoopLimits(
@@ -168,8 +174,8 @@ async def assembled(
             sealer=sealer,
             attachments=_attachments(config, files, stack),
         )
-        if tracing is not None:
-            runs = tracing.runs(runs)
+        if signals is not None:
+            runs = signals.runs(runs)
         always = chosen.settings.always_include_outputs
         gateway = Gateway(
             runs=runs,
@@ -197,7 +203,7 @@ async def assembled(
             show_metrics=config.telemetry.metrics,
             unready=_Readiness(sandboxes if chosen.enabled else None, clock),
         )
-        yield Assembled(gateway if tracing is None else tracing.edge(gateway), runs, keyless)
+        yield Assembled(gateway if signals is None else signals.edge(gateway), runs, keyless)
 
 
 def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
@@ -215,18 +221,36 @@ def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
         raise Misconfigured(f"compaction: {where}: {error}.") from None
 
 
-def _tracing(config: Config, environ: Mapping[str, str], stack: AsyncExitStack) -> "Tracing | None":
+def _signals(
+    config: Config, environ: Mapping[str, str], figures: Figures, stack: AsyncExitStack
+) -> "Signals | None":
     """None, and nothing imported, unless the operator says where to; raises Misconfigured."""
-    endpoint = config.telemetry.otlp or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    if not endpoint or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+    endpoint = config.telemetry.otlp
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
+    if not endpoint and not any(environ.get(variable) for variable in _ENDPOINTS):
+        return None
+    _check_exporters(environ)
     try:
-        from fumehood.telemetry.tracing import tracing_to
+        from fumehood.telemetry.signals import Signals
     except ModuleNotFoundError as error:
         raise Misconfigured("telemetry.otlp: it needs an extra: pip install 'fumehood[otel]'.") from error
-    tracing = tracing_to(endpoint, environ)
-    stack.push_async_callback(asyncio.to_thread, tracing.close)
-    return tracing
+    names = [model.match for model in config.models if not model.is_pattern]
+    signals = Signals(endpoint, environ, figures, names)
+    stack.push_async_callback(asyncio.to_thread, signals.close)
+    return signals
+
+
+def _check_exporters(environ: Mapping[str, str]) -> None:
+    """Whoever chose another way of sending would wait for it in vain. Raises Misconfigured."""
+    for signal in _SIGNALS:
+        variable = f"OTEL_{signal}_EXPORTER"
+        if environ.get(variable, "otlp").strip().lower() not in ("", "otlp", "none"):
+            raise Misconfigured(f"{variable}: otlp and none are there.")
+    for infix in ("", *(f"{signal}_" for signal in _SIGNALS)):
+        variable = f"OTEL_EXPORTER_OTLP_{infix}PROTOCOL"
+        if environ.get(variable, "http/protobuf").strip().lower() not in ("", "http/protobuf"):
+            raise Misconfigured(f"{variable}: only http/protobuf is there.")
 
 
 class _Readiness:

@@ -176,7 +176,9 @@ class Orchard:
 
 def test_a_null_stands_for_the_default_wherever_a_dataclass_is() -> None:
     leaf = '{"name": "a", "weight": null}'
-    read = serde.decode(f'{{"rows": [{leaf}], "named": {{"x": {leaf}}}, "listed": {{"y": [{leaf}]}}}}', Orchard)
+    read = serde.decode(
+        f'{{"rows": [{leaf}], "named": {{"x": {leaf}}}, "listed": {{"y": [{leaf}]}}}}', Orchard
+    )
     assert read == Orchard([Leaf("a")], {"x": Leaf("a")}, {"y": [Leaf("a")]})
 
 

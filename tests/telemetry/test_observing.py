@@ -108,4 +108,4 @@ async def test_pauses_between_pieces_are_counted_where_they_happen() -> None:
     for _ in range(4):
         turn.note(says("x"))
     turn.note(())
-    assert (sum(turn.gaps), turn.gap_total > 0, turn.first > 0) == (3, True, True)
+    assert (turn.gaps.number, turn.gaps.total > 0, turn.first > 0) == (3, True, True)

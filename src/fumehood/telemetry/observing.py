@@ -136,7 +136,7 @@ class _ObservedBackend:
     async def stream(
         self, request: ModelRequest, take: Take | None = None
     ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
-        seen = TurnSeen(request=request, run=_run.get())
+        seen = TurnSeen(request=request, run=_run.get(), server=self._backend.profile(request.model).server)
         if self._observer.records_content:
             seen.pieces = []
         self._observer.began(seen)

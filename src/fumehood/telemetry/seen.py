@@ -5,7 +5,6 @@ made of it (spans, metrics, events) is the listeners' affair.
 """
 
 import logging
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns, time_ns
@@ -13,6 +12,7 @@ from typing import Protocol
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
+from fumehood.figures import Distribution
 from fumehood.phases import Phase
 from fumehood.protocol.models import AnyModelEvent, ModelRequest, TurnEnded
 from fumehood.protocol.responses import CreateResponse, Response
@@ -70,8 +70,7 @@ class TurnSeen(Seen):
 
     request: what the model's server is asked; a listener may put the trace in before it is sent.
     server: the host and the port of that server, None where there is none.
-    first: nanoseconds until its first piece came, 0 if none has. gaps: how long the others took, by `BOUNDS`, and
-        gap_total all of them together.
+    first: nanoseconds until its first piece came, 0 if none has. gaps: seconds that each of the others took.
     pieces: everything that it said, None unless content is recorded.
     """
 
@@ -79,8 +78,7 @@ class TurnSeen(Seen):
     run: RunSeen | None = None
     server: tuple[str, int] | None = None
     first: int = 0
-    gaps: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
-    gap_total: float = 0.0
+    gaps: Distribution = field(default_factory=lambda: Distribution(BOUNDS))
     pieces: list[AnyModelEvent] | None = None
     end: TurnEnded | None = None
     _last: int = 0
@@ -91,9 +89,7 @@ class TurnSeen(Seen):
             return
         now = perf_counter_ns()
         if self.first:
-            gap = (now - self._last) / 1e9
-            self.gaps[bisect_left(BOUNDS, gap)] += 1
-            self.gap_total += gap
+            self.gaps.add((now - self._last) / 1e9)
         else:
             self.first = now - self._since
             if self.run is not None and not self.run.first:
