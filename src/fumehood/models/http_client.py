@@ -366,9 +366,9 @@ class HttpClient:
         patience: Patience,
         body: Sequence[bytes] | None = None,
     ) -> HttpAnswer:
-        """A POST with that body, which is given in pieces, or a GET; its answer, whatever its status. Entering it raises
-        HttpTrouble. Leaving it before its end closes the connection, which is how a server learns that nobody wants the
-        rest.
+        """A POST with that body, which is given in pieces, or a GET; its answer, whatever its status. Entering it
+        raises HttpTrouble. Leaving it before its end closes the connection, which is how a server learns that nobody
+        wants the rest.
         """
         asking = self._answering(address, _message(address, path, headers, body), patience)
         return HttpAnswer(asking, partial(self._give_back, address))
