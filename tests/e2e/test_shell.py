@@ -126,6 +126,10 @@ def test_blocking_retrieval_and_replay_by_the_client(house: House) -> None:
         "tool",
     ]
     assert client.responses.retrieve(second.id).output == second.output
+    include: Any = ["fumehood:execution"]
+    whole: Any = client.responses.retrieve(second.id, include=include).output[1].to_dict()
+    assert whole["fumehood:execution"]["stdout"] == "one\n"
+    assert "fumehood:execution" not in said.to_dict()
     listed = client.responses.input_items.list(second.id).data
     assert {"shell_call", "shell_call_output"} <= {item.type for item in listed}
 
