@@ -52,6 +52,7 @@ from fumehood.sandbox.kept_files import FileLimits
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings
 from fumehood.sandbox.remote import RemoteSandboxes
 from fumehood.serving.addresses import networks
+from fumehood.serving.exchange import Application
 from fumehood.store.blobs import DiskBlobs
 from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.store.sealing import KeyedSealer, KeysRefused, own_keys, read_keys, read_keys_file
@@ -90,9 +91,9 @@ class SystemClock:
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A gateway with everything behind it, ready to be served; `open` if no key is needed."""
+    """A gateway with everything behind and around it, ready to be served; `open` if no key is needed."""
 
-    gateway: Gateway
+    app: Application
     runs: Runs
     open: bool
 
@@ -103,7 +104,7 @@ async def serve(
     """Until a signal comes; raises Misconfigured, CannotServe."""
     lines = RequestLines(_to_standard_error, config.telemetry.log_format)
     async with assembled(config, environ, lines) as parts:
-        server = Server(parts.gateway, sock, lambda: parts.runs.drain(config.server.grace))
+        server = Server(parts.app, sock, lambda: parts.runs.drain(config.server.grace))
         await server.run(lambda: on_ready(parts))
     lines.flush()
 
@@ -196,7 +197,7 @@ async def assembled(
             show_metrics=config.telemetry.metrics,
             unready=_Readiness(sandboxes if chosen.enabled else None, clock),
         )
-        yield Assembled(gateway, runs, keyless)
+        yield Assembled(gateway if tracing is None else tracing.edge(gateway), runs, keyless)
 
 
 def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
