@@ -11,7 +11,7 @@ from inline_snapshot import snapshot
 from msgspec import UNSET, Raw
 
 from fumehood.interfaces import Caller, FurtherItem
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.errors import InvalidRequest, NotFound
 from fumehood.protocol.events import ShellOutputDelta, StreamEvent
 from fumehood.protocol.folding import EXECUTION, project_item
@@ -46,7 +46,7 @@ class Ran:
     events: list[StreamEvent]
     call: ShellCall
     further: FurtherItem
-    exchange: Exchange
+    exchange: ToolExchange
     files: Sequence[str]
 
     @property
@@ -536,7 +536,7 @@ async def test_items_that_come_back() -> None:
         environment = {"type": "container_reference", "container_id": "cntr_1"}
         action = {"commands": ["ls"], "timeout_ms": None, "max_output_length": 5}
         called = {"type": "shell_call", "call_id": "c", "action": action, "environment": environment}
-        assert shop.shell.recall(given_back(called)) == Exchange(
+        assert shop.shell.recall(given_back(called)) == ToolExchange(
             call_id="c",
             name="shell",
             arguments='{"commands":["ls"],"max_output_length":5}',

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 import msgspec
 
 from fumehood.interfaces import Take
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.models import (
     AnyModelEvent,
@@ -113,9 +113,9 @@ def _may_call(request: ModelRequest) -> bool:
 # --- what is asked ------------------------------------------------------------------------------------
 
 
-def _latest(segments: Sequence[Segment]) -> tuple[str, list[Exchange]]:
+def _latest(segments: Sequence[Segment]) -> tuple[str, list[ToolExchange]]:
     """The last message of the user, and the calls since."""
-    exchanges: list[Exchange] = []
+    exchanges: list[ToolExchange] = []
     for entry in _backwards(segments):
         if entry.exchange is not None:
             if entry.exchange.name == _FUNCTION:
@@ -129,14 +129,14 @@ def _latest(segments: Sequence[Segment]) -> tuple[str, list[Exchange]]:
     return "", exchanges[::-1]
 
 
-def _answered(entry: Entry) -> Exchange:
+def _answered(entry: Entry) -> ToolExchange:
     """A call that the client itself has answered, as a gateway before this one does."""
     try:
         output = msgspec.json.decode(entry.raw, type=_Output).output
     except msgspec.DecodeError:
         output = None
     text = output if isinstance(output, str) else "\n".join(part.text or "" for part in output or ())
-    return Exchange(call_id="", name=_FUNCTION, arguments="{}", output=text)
+    return ToolExchange(call_id="", name=_FUNCTION, arguments="{}", output=text)
 
 
 def _backwards(segments: Sequence[Segment]) -> Iterator[Entry]:
@@ -180,7 +180,7 @@ def _is_python(text: str) -> bool:
 # --- what is answered ---------------------------------------------------------------------------------
 
 
-def _answer(exchanges: Sequence[Exchange]) -> str:
+def _answer(exchanges: Sequence[ToolExchange]) -> str:
     output = "\n".join(exchange.output.rstrip("\n") for exchange in exchanges).strip("\n") or _NO_OUTPUT
     links = [f"[{path.rpartition('/')[2]}](sandbox:{path})" for path in _paths(output)]
     return "\n\n".join([output, "\n".join(links)]) if links else output

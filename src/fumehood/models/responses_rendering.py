@@ -16,7 +16,7 @@ from fumehood.models.foreign_items import read as read_foreign
 from fumehood.models.item_content import Content, Part, shown_arguments, spoken
 from fumehood.models.sealed import Origin
 from fumehood.protocol.attachments import Attachment, is_file, note
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
 
@@ -316,7 +316,7 @@ class _Rendering:
                 self._add(_encode(_FunctionCall(call.call_id, call.name, arguments)))
             case Result() as result if result.call_id in self._foreign:
                 self._items.append(_encode(_FunctionOutput(result.call_id, result.text)))
-            case Exchange() as exchange:
+            case ToolExchange() as exchange:
                 self._take_exchange(exchange, answered)
             case _:
                 pass
@@ -348,11 +348,11 @@ class _Rendering:
             case _:
                 return raw
 
-    def _is_told(self, exchange: Exchange) -> bool:
+    def _is_told(self, exchange: ToolExchange) -> bool:
         """A result alone is told if its call was: as a function, that is, and not as its server's own."""
         return exchange.tells != "result" or exchange.call_id in self._hosted
 
-    def _take_exchange(self, exchange: Exchange, answered: set[str | None]) -> None:
+    def _take_exchange(self, exchange: ToolExchange, answered: set[str | None]) -> None:
         if exchange.tells == "call" and exchange.call_id not in answered:
             return  # nobody can answer it any more
         if exchange.tells != "result":

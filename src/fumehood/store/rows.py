@@ -14,7 +14,7 @@ import msgspec
 
 from fumehood.interfaces import IdempotencyClaim
 from fumehood.protocol.attachments import Attachment
-from fumehood.protocol.conversation import Entry, Exchange
+from fumehood.protocol.conversation import Entry, ToolExchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.items import AuthoredItem, OutputItem
 from fumehood.protocol.keys import ApiKey
@@ -29,7 +29,7 @@ DEEPEST_FORK = 8
 LARGEST_READ = 256 << 20
 
 _responses = msgspec.json.Decoder(Response)
-_exchanges = msgspec.json.Decoder(Exchange)
+_exchanges = msgspec.json.Decoder(ToolExchange)
 _attachments = msgspec.json.Decoder(tuple[Attachment, ...])
 _authored: msgspec.json.Decoder[AuthoredItem] = msgspec.json.Decoder(AuthoredItem)
 _keys = msgspec.json.Decoder(ApiKey)

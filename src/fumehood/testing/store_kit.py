@@ -11,7 +11,7 @@ import pytest
 
 from fumehood.interfaces import Fenced, IdempotencyClaim
 from fumehood.protocol.attachments import Attachment
-from fumehood.protocol.conversation import Entry, Exchange
+from fumehood.protocol.conversation import Entry, ToolExchange
 from fumehood.protocol.errors import Unavailable
 from fumehood.protocol.folding import OUTPUTS, project_response
 from fumehood.protocol.ids import new_id
@@ -109,7 +109,7 @@ class ResponsesKit:
         ]
 
     async def test_entries_come_back_as_they_were(self, subject: StoreSubject) -> None:
-        exchange = Exchange(
+        exchange = ToolExchange(
             call_id="call_1",
             name="code_interpreter",
             arguments='{"code":"é"}',

@@ -14,7 +14,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from fumehood.interfaces import CallContext, Clock, Container, FurtherItem, ToolResult, ToolStep
-from fumehood.protocol.conversation import Exchange
+from fumehood.protocol.conversation import ToolExchange
 from fumehood.protocol.errors import ApiError
 from fumehood.protocol.events import (
     CommandAdded,
@@ -241,8 +241,8 @@ class ShellSession:
             files=produced.files,
         )
 
-    def _exchange(self, output: str, images: tuple[str, ...]) -> Exchange:
-        return Exchange(
+    def _exchange(self, output: str, images: tuple[str, ...]) -> ToolExchange:
+        return ToolExchange(
             call_id=self._context.call_id,
             name=NAME,
             arguments=replayable(self._field.text, {"commands": self._field.values}),
