@@ -107,7 +107,7 @@ class CodeInterpreter:
     def recall(self, entry: Entry) -> ToolExchange | None:
         try:
             item = _replayed.decode(entry.raw)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
             return None
         urls = [output.url for output in item.outputs or () if output.url is not None]
         return ToolExchange(
