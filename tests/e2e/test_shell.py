@@ -243,3 +243,15 @@ def test_an_upload_is_there_for_commands(house: House, tmp_path: Path) -> None:
     assert said.output[0].stdout == "a\nb\n"
     message: Any = response.output[2]
     assert [note.filename for note in message.content[0].annotations] == ["sorted.txt"]
+
+
+def test_it_can_be_tried_without_a_model(house: House) -> None:
+    said = "```sh\nseq 3 > n.txt\n```\n```python\nprint(open('n.txt').read().split())\n```"
+    response = house.strict.responses.create(model="direct", input=said, tools=[SHELL, INTERPRETER])
+    assert [item.type for item in response.output] == [
+        "shell_call",
+        "shell_call_output",
+        "code_interpreter_call",
+        "message",
+    ]
+    assert "['1', '2', '3']" in response.output_text
