@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import math
 import socket
@@ -232,13 +233,40 @@ def _signals(
         return None
     _check_exporters(environ)
     try:
-        from fumehood.telemetry.signals import Signals
+        from fumehood.telemetry.signals import Signals, SignalSettings
     except ModuleNotFoundError as error:
         raise Misconfigured("telemetry.otlp: it needs an extra: pip install 'fumehood[otel]'.") from error
-    names = [model.match for model in config.models if not model.is_pattern]
-    signals = Signals(endpoint, environ, figures, names)
+    settings = SignalSettings(
+        endpoint=endpoint,
+        profile=config.telemetry.profile,
+        content_bytes=config.telemetry.content_bytes,
+        redact=_redactor(config.telemetry.redact),
+        models=[model.match for model in config.models if not model.is_pattern],
+    )
+    signals = Signals(settings, environ, figures)
     stack.push_async_callback(asyncio.to_thread, signals.close)
     return signals
+
+
+def _redactor(named: str | None) -> Callable[[str], str] | None:
+    """The operator's own function; raises Misconfigured."""
+    if named is None:
+        return None
+    module, _, name = named.partition(":")
+    try:
+        found: object = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise Misconfigured(f"telemetry.redact: {named} cannot be found: {error}.") from error
+    if not callable(found):
+        raise Misconfigured(f"telemetry.redact: {named} is no function.")
+
+    def redact(text: str) -> str:
+        said = found(text)
+        if not isinstance(said, str):
+            raise TypeError(f"{named} gave back no text")
+        return said
+
+    return redact
 
 
 def _check_exporters(environ: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""A receiver of spans, metrics and events over OTLP, and what tests ask of it; imports OpenTelemetry's types of the wire."""
+"""A receiver of spans, metrics and events over OTLP, and what tests ask of it; imports the types of the wire."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence

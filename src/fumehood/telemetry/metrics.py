@@ -1,4 +1,4 @@
-"""Metrics of what was seen, by the conventions for generative AI and our own for sandboxes; imports siblings and the API.
+"""Metrics of what was seen, by the conventions, and of sandboxes by our own; imports the API, `figures` and siblings.
 
 What is counted for a turn or a response is a handful of additions; nothing is done for a streamed event.
 """

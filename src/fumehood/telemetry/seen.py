@@ -5,6 +5,7 @@ made of it (spans, metrics, events) is the listeners' affair.
 """
 
 import logging
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns, time_ns
@@ -13,6 +14,7 @@ from typing import Protocol
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from fumehood.figures import Distribution
+from fumehood.parts.canonical import Json, JsonObject
 from fumehood.phases import Phase
 from fumehood.protocol.models import AnyModelEvent, ModelRequest, TurnEnded
 from fumehood.protocol.responses import CreateResponse, Response
@@ -30,12 +32,14 @@ class Seen:
     began_at: nanoseconds since 1970. took: nanoseconds, 0 until it has ended.
     error: what kind of error it ended with, empty if with none; a code or a type, never a sentence.
     span: which listeners may need to tell what belongs together.
+    content: what was said, by attribute; empty unless it is to be recorded.
     """
 
     began_at: int = field(default_factory=time_ns)
     took: int = 0
     error: str = ""
     span: Span = INVALID_SPAN
+    content: JsonObject = field(default_factory=dict[str, Json])
     _since: int = field(default_factory=perf_counter_ns)
 
     def so_far(self) -> int:
@@ -103,11 +107,13 @@ class TurnSeen(Seen):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class CallSeen(Seen):
-    """A call of a tool that the gateway runs itself."""
+    """A call of a tool that the gateway runs itself; arguments and output as the model wrote and read them."""
 
     name: str
     call_id: str
     run: RunSeen | None = None
+    arguments: str = ""
+    output: str = ""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -138,13 +144,19 @@ class Observer:
         for listener in self._listeners:
             try:
                 listener.began(seen)
-            except Exception:
-                logger.exception("telemetry: what has begun could not be told")
+            except Exception as error:
+                _complain(error)
 
     def ended(self, seen: Seen) -> None:
         seen.took = seen.took or seen.so_far()
         for listener in self._listeners:
             try:
                 listener.ended(seen)
-            except Exception:
-                logger.exception("telemetry: what has ended could not be told")
+            except Exception as error:
+                _complain(error)
+
+
+def _complain(error: Exception) -> None:
+    """Without its words: what was said may be among them."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    logger.error("telemetry: %s at %s:%s", type(error).__name__, place.filename, place.lineno)

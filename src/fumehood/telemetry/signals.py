@@ -1,11 +1,16 @@
-"""Sends what was seen where the operator says, by OpenTelemetry's SDK and its own variables; imports it, and siblings."""
+"""Sends what was seen where the operator says, by OpenTelemetry's SDK and its variables; imports it, and siblings."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
 from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
 from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
@@ -16,17 +21,45 @@ from fumehood import __version__
 from fumehood.figures import Figures
 from fumehood.interfaces import HostedTool, Models, Runs
 from fumehood.serving.exchange import Application
-from fumehood.telemetry.contents import OutputMessages
+from fumehood.telemetry.contents import LONGEST, Contents, ProfileName
+from fumehood.telemetry.events import Events
 from fumehood.telemetry.metrics import Metrics, ModelNames
 from fumehood.telemetry.observing import ObservedModels, ObservedRuns, ObservedTool
 from fumehood.telemetry.points import SCOPE, PointExporter
 from fumehood.telemetry.seen import Listener, Observer
-from fumehood.telemetry.spans import Spans, no_contents
+from fumehood.telemetry.spans import Spans
 from fumehood.telemetry.trace_context import Propagation
 
 CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
-_CAPTURING = frozenset({"true", "span_only", "span_and_event"})
+EMIT = "OTEL_INSTRUMENTATION_GENAI_EMIT_EVENT"
+# Who has what was said: spans, events.
+_CAPTURING = {
+    "": (False, False),
+    "false": (False, False),
+    "no_content": (False, False),
+    "true": (True, False),
+    "span_only": (True, False),
+    "event_only": (False, True),
+    "span_and_event": (True, True),
+}
 _LAST_SECONDS = 2.0  # that a receiver which does not answer may hold up the end
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalSettings:
+    """
+    endpoint: the address that all signals share, None to leave it to the variables.
+    profile, content_bytes, redact: how what was said is written, how much of it, and who looks over it before.
+    models: those that metrics may be told of by name, whoever asks for them.
+    """
+
+    endpoint: str | None = None
+    profile: ProfileName = "option2"
+    content_bytes: int = LONGEST
+    redact: Callable[[str], str] | None = None
+    models: Sequence[str] = ()
 
 
 class _Exporter(Protocol):
@@ -34,26 +67,24 @@ class _Exporter(Protocol):
 
 
 class Signals:
-    """The wrappers of one gateway, and the threads that send what they tell.
+    """The wrappers of one gateway, and the threads that send what they tell."""
 
-    endpoint: the address that all signals share, None to leave it to the variables.
-    models: those that metrics may be told of by name, whoever asks for them.
-    """
-
-    def __init__(
-        self, endpoint: str | None, environ: Mapping[str, str], figures: Figures, models: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, settings: SignalSettings, environ: Mapping[str, str], figures: Figures) -> None:
         self._environ = environ
-        self._endpoint = endpoint
+        self._endpoint = settings.endpoint
         self._resource = _resource()
         self._ends: list[tuple[Callable[[], None], _Exporter]] = []
         self._propagation = Propagation(environ)
-        listeners: list[Listener] = []
+        contents = self._contents(settings)
+        # Who begins a span comes first, who looks at what was said before it ends comes before that.
+        listeners: list[Listener] = [] if contents is None else [contents]
         if self._wants("traces"):
-            listeners.append(self._spans())
+            listeners.append(self._spans(with_content=contents is not None and contents.in_spans))
         if self._wants("metrics"):
-            listeners.append(self._metrics(figures, models))
-        self._observer = Observer(listeners)
+            listeners.append(self._metrics(figures, settings.models))
+        if self._wants("logs"):
+            listeners.append(self._events(with_content=contents is not None and contents.in_events))
+        self._observer = Observer(listeners, records_content=contents is not None)
 
     # ---- what is put around the seams -----------------------------------------------------------------------------
 
@@ -80,14 +111,38 @@ class Signals:
             return None
         return f"{self._endpoint.rstrip('/')}/v1/{signal}"
 
-    def _spans(self) -> Spans:
+    def _contents(self, settings: SignalSettings) -> Contents | None:
+        """None unless the operator asks for it in words that are known."""
+        said = self._environ.get(CAPTURE, "").strip().lower()
+        if said not in _CAPTURING:
+            logger.warning("%s: %r is not known; no content is recorded", CAPTURE, said)
+        in_spans, in_events = _CAPTURING.get(said, (False, False))
+        if not in_spans and not in_events:
+            return None
+        return Contents(
+            settings.profile,
+            in_spans=in_spans,
+            in_events=in_events,
+            longest=settings.content_bytes,
+            redact=settings.redact,
+        )
+
+    def _spans(self, *, with_content: bool) -> Spans:
         exporter = OTLPSpanExporter(endpoint=self._address("traces"))
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(exporter))
         self._ends.append((provider.shutdown, exporter))
-        captures = self._environ.get(CAPTURE, "").lower() in _CAPTURING
         tracer = provider.get_tracer(SCOPE, __version__)
-        return Spans(tracer, self._propagation, OutputMessages() if captures else no_contents)
+        return Spans(tracer, self._propagation, with_content=with_content)
+
+    def _events(self, *, with_content: bool) -> Events:
+        """By the conventions, an event for every turn is only there where it is asked for."""
+        exporter = OTLPLogExporter(endpoint=self._address("logs"))
+        provider = LoggerProvider(self._resource, shutdown_on_exit=False)
+        provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
+        self._ends.append((provider.shutdown, exporter))
+        wanted = self._environ.get(EMIT, str(with_content)).strip().lower() == "true"
+        return Events(provider.get_logger(SCOPE, __version__), with_details=wanted, with_content=with_content)
 
     def _metrics(self, figures: Figures, models: Sequence[str]) -> Metrics:
         metrics = Metrics(ModelNames(models))
