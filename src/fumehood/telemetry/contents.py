@@ -11,11 +11,11 @@ from typing import Literal, override
 import msgspec
 
 from fumehood.parts.canonical import Json, JsonObject, Part, Reasoning, Text, ToolCall, ToolResult
-from fumehood.parts.content import CUT_PART, bounded, redacted, without_data, without_way_back
+from fumehood.parts.content import CUT_PART, bounded, redacted, without_data
 from fumehood.parts.convert import from_vendor
 from fumehood.parts.messages import finish_reason, to_messages
 from fumehood.parts.validate import validate
-from fumehood.parts.views import to_view
+from fumehood.parts.views import SOURCE, to_view
 from fumehood.protocol import models
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.responses import Response
@@ -109,7 +109,8 @@ class Contents(Listener):
         )
         if run.response is not None:
             parts = from_vendor("openai", msgspec.json.decode(msgspec.json.encode(run.response.output)))
-            found[OUTPUT] = self._messages(parts, self._longest // 2, _ending(run.response, parts))
+            ending = _ending(run.response, parts)
+            found[OUTPUT] = self._messages(parts, self._longest // 2, ending, way_back=self._profile.way_back)
         return found
 
     def _of_turn(self, turn: TurnSeen) -> JsonObject:
@@ -129,7 +130,7 @@ class Contents(Listener):
         others: list[JsonObject] = [
             {"type": each.type, "name": each.name or each.type} for each in request.others
         ]
-        asked = without_way_back(_from_items([entry.raw for entry in entries]))
+        asked = _from_items([entry.raw for entry in entries])
         found = self._asked(asked, left_out, instructions, [*functions, *others])
         ending = "error" if turn.end is None else _ENDS[turn.end.reason]
         found[OUTPUT] = self._messages(_said(turn.pieces or ()), self._longest // 2, ending)
@@ -149,7 +150,7 @@ class Contents(Listener):
     ) -> JsonObject:
         found: JsonObject = {INPUT: self._messages(asked, self._longest // 4, None, left_out)}
         if instructions:
-            written = to_view(self._profile.view, without_way_back(self._cleaned(instructions)))
+            written = _bare(to_view(self._profile.view, self._cleaned(instructions)))
             found[INSTRUCTIONS] = [*bounded(written, self._longest // 8)]
         if tools:
             found[DEFINITIONS] = [*_within(self._redacted(tools), self._longest // 8)]
@@ -159,8 +160,6 @@ class Contents(Listener):
 
     def _cleaned(self, parts: list[Part]) -> list[Part]:
         parts = without_data(parts)
-        if not self._profile.way_back:
-            parts = without_way_back(parts)
         return parts if self._redact is None else redacted(parts, self._redact)
 
     def _redacted(self, tools: list[JsonObject]) -> list[JsonObject]:
@@ -168,13 +167,21 @@ class Contents(Listener):
             return tools
         return [{"type": tool["type"], "name": tool["name"]} for tool in tools]
 
-    def _messages(self, parts: list[Part], share: int, ending: str | None, left_out: int = 0) -> list[Json]:
+    def _messages(
+        self,
+        parts: list[Part],
+        share: int,
+        ending: str | None,
+        left_out: int = 0,
+        *,
+        way_back: bool = False,
+    ) -> list[Json]:
         if left_out:
             called = {part.call_id for part in parts if isinstance(part, ToolCall)}
             parts = [part for part in parts if not isinstance(part, ToolResult) or part.call_id in called]
         messages = to_messages(self._profile.view, self._cleaned(parts), ending)
         each = share // max(1, len(messages))
-        messages = [_bounded_message(message, each) for message in messages]
+        messages = [_bounded_message(message, each, way_back=way_back) for message in messages]
         while messages and (_size(messages) > share or validate([*messages])):
             gone = max(1, len(messages) // 2)
             left_out += sum(len(_parts_of(message)) for message in messages[:gone])
@@ -194,8 +201,14 @@ def _parts_of(message: JsonObject) -> list[JsonObject]:
     return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
 
 
-def _bounded_message(message: JsonObject, share: int) -> JsonObject:
-    return {**message, "parts": [*bounded(_parts_of(message), share)]}
+def _bounded_message(message: JsonObject, share: int, *, way_back: bool) -> JsonObject:
+    parts = _parts_of(message)
+    return {**message, "parts": [*bounded(parts if way_back else _bare(parts), share)]}
+
+
+def _bare(parts: list[JsonObject]) -> list[JsonObject]:
+    """Without what leads back to the items."""
+    return [{key: value for key, value in part.items() if key != SOURCE} for part in parts]
 
 
 def _within(tools: list[JsonObject], share: int) -> list[JsonObject]:
@@ -276,7 +289,7 @@ def _said(pieces: Iterable[models.AnyModelEvent]) -> list[Part]:
             case models.CallArguments():
                 calls[piece.key][1].append(piece.delta)
             case models.ItemPassed():
-                parts += without_way_back(_from_items([bytes(piece.item)]))
+                parts += _from_items([bytes(piece.item)])
             case _:
                 pass
     for call, written in calls.values():
