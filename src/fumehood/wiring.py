@@ -150,7 +150,7 @@ async def assembled(
             raise Misconfigured(f"models: {error}.") from None
         stack.push_async_callback(models.close)
         metrics = Metrics()
-        signals = _signals(config, environ, Figures(), stack)
+        signals = open_signals(config, environ, Figures(), stack)
         chosen = config.providers.code_interpreter
         sandboxes = await _sandboxes(chosen.settings, environ, stack, start=chosen.enabled)
         sealer = _sealer(config, environ)
@@ -222,7 +222,7 @@ def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
         raise Misconfigured(f"compaction: {where}: {error}.") from None
 
 
-def _signals(
+def open_signals(
     config: Config, environ: Mapping[str, str], figures: Figures, stack: AsyncExitStack
 ) -> "Signals | None":
     """None, and nothing imported, unless the operator says where to; raises Misconfigured."""
@@ -240,7 +240,7 @@ def _signals(
         endpoint=endpoint,
         profile=config.telemetry.profile,
         content_bytes=config.telemetry.content_bytes,
-        redact=_redactor(config.telemetry.redact),
+        redact=find_redactor(config.telemetry.redact),
         models=[model.match for model in config.models if not model.is_pattern],
     )
     signals = Signals(settings, environ, figures)
@@ -248,7 +248,7 @@ def _signals(
     return signals
 
 
-def _redactor(named: str | None) -> Callable[[str], str] | None:
+def find_redactor(named: str | None) -> Callable[[str], str] | None:
     """The operator's own function; raises Misconfigured."""
     if named is None:
         return None
