@@ -46,8 +46,11 @@ class ResponsesApi:
         """Raises PromptEvaluationError, and ContainerGoneError."""
         # The same key with every attempt: code that has run does not run again because an answer was lost.
         headers = {"idempotency-key": str(uuid4())}
+        # As its body, since the SDK's own parameters are not all that servers know.
         send: Any = self._sdk.responses.with_raw_response.create
-        return self._ask(lambda more: send(**request, extra_headers=headers, **more), prompt_name, deadline)
+        return self._ask(
+            lambda more: send(extra_body=request, extra_headers=headers, **more), prompt_name, deadline
+        )
 
     def compact(self, request: Mapping[str, Any]) -> WireResponse:
         send: Any = self._sdk.responses.with_raw_response.compact
