@@ -55,11 +55,12 @@ class ResponsesApi:
         """Raises PromptEvaluationError, and ContainerGoneError. memory_limit: for whoever observes it."""
         # The same key with every attempt: code that has run does not run again because an answer was lost.
         headers = {"idempotency-key": str(uuid4())}
+        # As its body, since the SDK's own parameters are not all that servers know.
         send: Any = self._sdk.responses.with_raw_response.create
         with self._observer.asking(self._asked("chat", request, memory_limit)) as asking:
             headers |= asking.headers
             response = self._ask(
-                lambda more: send(**request, extra_headers=headers, **more), prompt_name, deadline
+                lambda more: send(extra_body=request, extra_headers=headers, **more), prompt_name, deadline
             )
             asking.answered(answered(response))
         return response
