@@ -136,11 +136,11 @@ def is_fumehood(client: "OpenAI") -> bool:
 
 def _read_error(error: Exception, prompt_name: str) -> Transient:
     """What may pass as Transient; anything else is raised, as an error of ours."""
-    import httpx
     import openai
 
-    # The SDK does not translate what breaks off while an answer is being read.
-    if isinstance(error, openai.APIConnectionError | httpx.TransportError):
+    # The SDK does not translate what breaks off while an answer is being read; which library reads is its affair.
+    broke_off = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+    if isinstance(error, openai.APIConnectionError) or broke_off:
         return Transient(error)
     if not isinstance(error, openai.APIStatusError):
         if isinstance(error, openai.OpenAIError):
