@@ -210,7 +210,11 @@ def serving() -> Generator[OpenAIServer]:
                 return
             payload = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
             self.send_response(reply.status)
-            headers = {"content-type": "application/json", "content-length": str(len(payload)), **reply.headers}
+            headers = {
+                "content-type": "application/json",
+                "content-length": str(len(payload)),
+                **reply.headers,
+            }
             for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
