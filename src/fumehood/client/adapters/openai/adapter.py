@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from fumehood.client.adapters.core import PromptResponse
@@ -33,6 +34,7 @@ from fumehood.client.runtime.events import EventBus, JoinedBus
 from fumehood.client.runtime.observer import NOBODY, EvaluationBegun, Observer
 from fumehood.client.runtime.session import Session, SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
+from fumehood.client.workspace import WorkspaceSection
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -182,8 +184,8 @@ class OpenAIAdapter:
         if deadline is not None:
             deadline.check("the first request", prompt_name=bound.name)
         api = ResponsesApi(self.client, self._throttle, self._observer)
-        self._name_container(request, rendered, workspace, api)
-        if workspace is not None and workspace.filesystem.is_packed:
+        self._name_container(request, rendered, workspace, api, deadline)
+        if workspace is not None and (workspace.filesystem.archive or workspace.filesystem.moved):
             rendered = bound.render(session=session)  # it has something to add now
         request["include"] = self._include(request)
         manager = None
@@ -209,7 +211,7 @@ class OpenAIAdapter:
                 request=request,
                 executor=ToolExecutor(context, bound.template.policies, self._observer),
                 manager=manager,
-                new_container=None if workspace is None else workspace.filesystem.renew_container,
+                new_container=None if workspace is None else partial(_renewed, workspace, deadline),
                 memory_limit=None if workspace is None else workspace.container_config.memory_limit,
                 parse_output=parse_output,
                 max_turns=self._max_turns,
@@ -306,18 +308,20 @@ class OpenAIAdapter:
         rendered: RenderedPrompt[Any],
         workspace: OpenAIContainerWorkspaceSection | None,
         api: ResponsesApi,
+        deadline: Deadline | None,
     ) -> None:
         """Every code interpreter gets a container; one that is named has to be alive."""
         for tool in request.get("tools", ()):
             if tool["type"] != "code_interpreter":
                 continue
             if workspace is not None:
-                workspace.bind_client(self.client)
-                tool["container"] = workspace.filesystem.ensure_container()
+                again = self._client_config.make if self._owns_client else None
+                workspace.bind_client(self.client, again=again, policy=self._throttle)
+                tool["container"] = workspace.filesystem.ensure_container(deadline=deadline)
                 continue
             container = tool.setdefault("container", {"type": "auto"})
             if isinstance(container, str):
-                _check_alive(container, api, rendered.prompt_name)
+                _check_alive(container, api, rendered.prompt_name, deadline)
 
     def _include(self, request: Mapping[str, Any]) -> list[str]:
         kinds = [tool["type"] for tool in request.get("tools", ())]
@@ -330,14 +334,24 @@ class OpenAIAdapter:
 
 
 def _workspace(rendered: RenderedPrompt[Any]) -> OpenAIContainerWorkspaceSection | None:
-    found = [section for section in rendered.sections if isinstance(section, OpenAIContainerWorkspaceSection)]
+    workspaces = [section for section in rendered.sections if isinstance(section, WorkspaceSection)]
+    require(
+        not any(section.is_closed for section in workspaces),
+        "The prompt's workspace was cleaned up, and its files are gone; make another one.",
+        prompt_name=rendered.prompt_name,
+    )
+    found = [section for section in workspaces if isinstance(section, OpenAIContainerWorkspaceSection)]
     require(len(found) < 2, "A prompt can have one container workspace.", prompt_name=rendered.prompt_name)
     return found[0] if found else None
 
 
-def _check_alive(container_id: str, api: ResponsesApi, prompt_name: str) -> None:
+def _renewed(workspace: OpenAIContainerWorkspaceSection, deadline: Deadline | None, gone: str) -> str:
+    return workspace.filesystem.renew_container(gone, deadline=deadline)
+
+
+def _check_alive(container_id: str, api: ResponsesApi, prompt_name: str, deadline: Deadline | None) -> None:
     try:
-        status = api.container_status(container_id, prompt_name=prompt_name)
+        status = api.container_status(container_id, prompt_name=prompt_name, deadline=deadline)
     except ContainerGoneError as error:
         raise ContainerExpiredError(container_id, error, _gone(container_id)) from error
     if status in ("expired", "deleted"):
