@@ -60,9 +60,9 @@ class ChatStream:
     def _renewed(self, place: int, path: Path, entry: Json) -> bool:
         """Whether it takes the place of an entry that is there, as a call does that has been told before."""
         known = self.pieces.get(place, path) if path[-1] in _CALLS else None
-        for number, each in enumerate(known if isinstance(known, list) else []):
+        for position, each in enumerate(known if isinstance(known, list) else []):
             if isinstance(each, dict) and isinstance(entry, dict) and each.get("id", "") == entry.get("id"):
-                self.pieces.put(place, (*path, number), entry)
+                self.pieces.put(place, (*path, position), entry)
                 return True
         return False
 
