@@ -12,9 +12,9 @@ from fumehood.protocol.containers import ContainerSpec
 from fumehood.protocol.errors import NotFound, RateLimited
 from fumehood.protocol.sandbox import End, ExecuteRequest, NetworkAllowlist, SandboxSpec, Stdout
 from fumehood.protocol.sandbox_errors import RequestRefused, SandboxGone, SandboxStartFailed, Unreachable
-from fumehood.sandbox.container import ContainerSettings
+from fumehood.sandbox.container import ContainerSettings, SandboxContainer
 from fumehood.testing import ScriptedSandbox, Step, WriteFile
-from tests.support.containers import Host, host
+from tests.support.containers import SOMEBODY, Host, host
 
 EXECUTION = ContainerSettings(isolation="execution")
 KILLED = End(status="timeout", exit_code=-1, duration_ms=1, state_kept=False, reason="It was killed.")
@@ -197,8 +197,48 @@ async def test_as_many_containers_as_a_tenant_may_have() -> None:
             "As many containers are running as are allowed (2): delete one, or wait for one to expire."
         )
         await here.containers.open(Caller("other"), here.containers.reserve(), ContainerSpec())
-        here.clock.advance(20 * 60)
+        for one in opened:
+            if isinstance(one, SandboxContainer):
+                one.leave()
         await here.open()
+
+
+async def test_the_one_that_was_idle_longest_makes_room() -> None:
+    steps = (Step("a"), Step("b"), Step("a"), Step("c"))
+    async with host(*steps, settings=ContainerSettings(containers_per_tenant=2)) as here:
+        first, second = await here.open(), await here.open()
+        for container, code in ((first, "a"), (second, "b"), (await here.open(first.id), "a")):
+            here.clock.advance(1)
+            await here.run(container, code)
+        third = await here.open()
+        assert (await here.run(third, "c")).end.status == "ok"
+        states = [(await here.record(one)).status for one in (first, second, third)]
+        assert states == ["running", "expired", "running"]
+        assert len(await here.scripted.sandboxes()) == 2
+
+
+async def test_what_was_asked_for_and_what_is_in_use_make_no_room() -> None:
+    async with host(settings=ContainerSettings(containers_per_tenant=3)) as here:
+        asked = await here.containers.create(SOMEBODY, ContainerSpec())
+        working = await here.open()
+        idle = await here.open()
+        idle.leave()
+        await here.containers.create(SOMEBODY, ContainerSpec())
+        with pytest.raises(RateLimited):
+            await here.open()
+        assert (await here.record(idle)).status == "expired"
+        assert (await here.record(working)).status == "running"
+        assert (await here.containers.check(SOMEBODY, asked.id)).status == "running"
+
+
+async def test_what_another_process_may_be_using_makes_no_room_yet() -> None:
+    async with host(settings=ContainerSettings(containers_per_tenant=1)) as here:
+        (await here.open()).leave()
+        other = here.beside()
+        with pytest.raises(RateLimited):
+            await other.open()
+        here.clock.advance(121)
+        await other.open()
 
 
 async def test_a_tenant_whose_containers_are_slow_to_end_keeps_nobody_else_waiting(

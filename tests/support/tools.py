@@ -41,6 +41,7 @@ class Echo:
     broken: Exception | None = None
     log: list[str] = field(default_factory=list[str])
     contexts: list[CallContext] = field(default_factory=list[CallContext])
+    closed: int = 0
 
     async def find(self) -> None:
         """What happens before files are told; nothing, unless a test says otherwise."""
@@ -60,7 +61,9 @@ class Echo:
     def recall(self, entry: Entry) -> Exchange | None:
         return Exchange(call_id="call_recalled", name="echo", arguments="{}", output="recalled")
 
-    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:
+    async def remember(
+        self, caller: Caller, past: Sequence[Segment], kept: Sequence[Entry] = ()
+    ) -> Memory | None:
         return None
 
 
@@ -79,6 +82,9 @@ class OfferedEcho:
     async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
         await self.tool.find()
         return [file for file in self.tool.known if file.path in paths]
+
+    def close(self) -> None:
+        self.tool.closed += 1
 
 
 class EchoSession:

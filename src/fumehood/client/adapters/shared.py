@@ -24,12 +24,7 @@ def tool_to_spec(tool: AnyTool) -> dict[str, Any]:
         raise PromptValidationError(
             f"The tool {tool.name!r} is the provider's own; it has no function specification."
         )
-    try:
-        schema = tool.parameters
-    except TypeError as error:
-        raise PromptValidationError(
-            f"The parameters of the tool {tool.name!r} have no schema: {error}"
-        ) from error
+    schema = tool.parameters
     return {
         "type": "function",
         "function": {
