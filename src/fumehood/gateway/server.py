@@ -18,7 +18,8 @@ class Server(WebServer):
     """
 
     def __init__(self, app: Gateway, sock: socket.socket, runs_end: Callable[[], Awaitable[None]]) -> None:
-        super().__init__(app, sock, _refusal, sockets=socket_protocol(_refusal))
+        stalled = app.metrics.stalled
+        super().__init__(app, sock, _refusal, sockets=socket_protocol(_refusal, stalled), on_stalled=stalled)
         self._runs_end = runs_end
 
     @override

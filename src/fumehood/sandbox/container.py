@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from fumehood.figures import ContainerFigures
 from fumehood.interfaces import Clock, Sandbox, SandboxProvider, SandboxRef, Store
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest, Note, SandboxSpec, Tenant
@@ -91,6 +92,7 @@ class House:
     clock: Clock
     settings: ContainerSettings
     secrets: DomainSecrets
+    figures: ContainerFigures
 
 
 @dataclass(slots=True, eq=False)
@@ -166,10 +168,17 @@ class SandboxContainer:
         request = msgspec.structs.replace(request, execution_id=execution_id)
         alone = self._house.settings.isolation == "execution"
         run = self._alone if alone else self._in_turn
-        with self._living.used():
-            async with aclosing(run(request, execution_id)) as events:
-                async for event in events:
-                    yield event
+        figures = self._house.figures
+        figures.running += 1
+        event: AnyOutput | None = None
+        try:
+            with self._living.used():
+                async with aclosing(run(request, execution_id)) as events:
+                    async for event in events:
+                        yield event
+        finally:
+            figures.running -= 1
+            figures.calls[event.status if isinstance(event, End) else "abandoned"] += 1
 
     def leave(self) -> None:
         if self._stays:
@@ -216,9 +225,11 @@ class SandboxContainer:
         sandbox, notes = await self._bound()
         for text in notes:
             yield Note(text)
+        began = self._house.clock.monotonic()
         async with aclosing(followed(sandbox, request, execution_id, self._house.clock)) as events:
             async for event in events:
                 if isinstance(event, End):
+                    self._house.figures.run.add(self._house.clock.monotonic() - began)
                     for text in await self._after(sandbox, event):
                         yield Note(text)
                     if not event.state_kept:
@@ -233,17 +244,22 @@ class SandboxContainer:
         if known is not None and known.id == self._living.record.sandbox:
             return known, []
         _check_ceiling(self._house, self._living.record)
+        with self._house.figures.acquire.timed(self._house.clock.monotonic):
+            return await self._found_again() or await self._reborn()
+
+    async def _found_again(self) -> tuple[Sandbox, list[str]] | None:
         try:
             async with asyncio.timeout(self._house.settings.claim_timeout):
                 living = await attached(self._house.provider, self._living.record)
         except TimeoutError:
             raise Unreachable("The sandbox server does not answer.") from None
-        if living is not None:
-            return living, []
-        async with self._living.filing:  # what is put there meanwhile must be in one or the other
-            return await self._reborn()
+        return None if living is None else (living, [])
 
     async def _reborn(self) -> tuple[Sandbox, list[str]]:
+        async with self._living.filing:  # what is put there meanwhile must be in one or the other
+            return await self._begun_anew()
+
+    async def _begun_anew(self) -> tuple[Sandbox, list[str]]:
         record = self._living.record
         number = record.incarnation + 1
         ref = await claimed(self._house, record, next_name(record))
@@ -274,8 +290,9 @@ class SandboxContainer:
         self, sandbox: Sandbox, mark: str, began: dict[str, Placed] | None = None
     ) -> tuple[str, Sequence[str]]:
         try:
-            async with self._living.filing:
-                look = await self._house.files.look(self.id, sandbox, mark, began)
+            with self._house.figures.files.timed(self._house.clock.monotonic):
+                async with self._living.filing:
+                    look = await self._house.files.look(self.id, sandbox, mark, began)
         except SandboxError as error:
             logger.warning("The files of %s could not be listed: %s", self.id, error.message)
             return mark, ["The files of this call could not be listed."]
@@ -289,9 +306,13 @@ class SandboxContainer:
             yield _over(_OVER)
             return
         end: End | None = None
+        monotonic, figures = self._house.clock.monotonic, self._house.figures
+        began = monotonic()
         try:
             async with fresh_sandbox(self._house, self._living) as sandbox:
                 restored = await self._house.files.restore(self.id, sandbox)
+                figures.acquire.add(monotonic() - began)
+                began = monotonic()
                 for text in restored.notes():
                     yield Note(text)
                 async with aclosing(followed(sandbox, request, execution_id, self._house.clock)) as events:
@@ -300,6 +321,7 @@ class SandboxContainer:
                             yield event
                             continue
                         end = event
+                        figures.run.add(monotonic() - began)
                         if end.state_kept and end.status != "lost":
                             _, notes = await self._look(sandbox, restored.mark, restored.placed)
                             for text in notes:
