@@ -78,8 +78,9 @@ class ContainerFigures:
     trimmed: expired ones whose files were let go of before their time, to make room.
     running: calls of code or commands that run or wait.
     calls: those that ended, by the status of their `End`, or `abandoned` where nobody stayed for it.
-    acquire: seconds until a call had its sandbox, where that was not at hand.
-    run: seconds of the code itself. files: seconds to find out what it wrote, and to keep it.
+    starts: sandboxes that were had, `warm` or `cold`, or `new` from a server that does not tell.
+    acquire: seconds until one was had, or was given up.
+    run: seconds of a call's code. files: seconds to put its files there, or to find and keep what it wrote.
     """
 
     live: int = 0
@@ -89,6 +90,7 @@ class ContainerFigures:
     trimmed: int = 0
     running: int = 0
     calls: Counter[str] = field(default_factory=Counter[str])
+    starts: Counter[str] = field(default_factory=Counter[str])
     acquire: Distribution = field(default_factory=Distribution)
     run: Distribution = field(default_factory=Distribution)
     files: Distribution = field(default_factory=Distribution)

@@ -243,6 +243,7 @@ async def test_one_that_ended_by_itself_is_gone(client: Client) -> None:
         "duration_ms": 0,
         "state_kept": False,
         "reason": "The sandbox was lost: the interpreter exited with code 5.",
+        "packages_ms": 0,
     }
     for method, path, body in [
         ("GET", "", None),

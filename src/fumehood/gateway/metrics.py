@@ -30,6 +30,7 @@ _RESPONSES = ("completed", "incomplete", "failed", "cancelled")
 _TURNS = ("ended", "cancelled", "refused", "rate_limited", "unreachable", "timeout", "failed")
 _ENDS = ("idle", "old", "deleted", "evicted", "lost")
 _CALLS = (*get_args(EndStatus.__value__), "abandoned")
+_STARTS = ("warm", "cold")
 _CUT = ("behind", "stalled")
 _LIMITS = ("rate", "key", "total", "key_bytes", "total_bytes")
 _NOT_ALLOWED = ("no_key", "wrong_key", "host")
@@ -279,9 +280,10 @@ def _of_containers(figures: ContainerFigures) -> Iterator[Metric]:
         "fumehood_container_calls_running", "Calls of code that run or wait.", figures.running
     )
     yield _counted("fumehood_container_calls", "Calls of code, by end.", "end", figures.calls, _CALLS)
+    yield _counted("fumehood_container_starts", "Sandboxes that were had.", "start", figures.starts, _STARTS)
     yield _distributed(
         "fumehood_container_phase_seconds",
-        "Of a call: until it had its sandbox, the code itself, its files.",
+        "Until a sandbox is had, of the code, of its files.",
         "phase",
         {"acquire": figures.acquire, "run": figures.run, "files": figures.files},
     )

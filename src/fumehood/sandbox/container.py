@@ -1,4 +1,4 @@
-"""One container over the sandboxes that it has one after another; imports `interfaces`, `protocol` and siblings."""
+"""One container over the sandboxes that it has one after another; imports `interfaces`, what is below, and siblings."""
 
 import asyncio
 import hashlib
@@ -13,6 +13,7 @@ import msgspec
 
 from fumehood.figures import ContainerFigures
 from fumehood.interfaces import Clock, Sandbox, SandboxProvider, SandboxRef, Store
+from fumehood.phases import Phase, phase
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest, Note, SandboxSpec, Tenant
 from fumehood.protocol.sandbox_errors import (
@@ -93,6 +94,12 @@ class House:
     settings: ContainerSettings
     secrets: DomainSecrets
     figures: ContainerFigures
+
+    @contextmanager
+    def filing(self) -> Generator[None]:
+        """While the files of a call are put there or looked for."""
+        with phase("files"), self.figures.files.timed(self.clock.monotonic):
+            yield
 
 
 @dataclass(slots=True, eq=False)
@@ -240,32 +247,33 @@ class SandboxContainer:
         """The container's sandbox, a new one if there is none; raises SandboxError. One that was used before is not
         asked whether it lives: that would cost as much as the call.
         """
-        known = self._living.sandbox
-        if known is not None and known.id == self._living.record.sandbox:
-            return known, []
-        _check_ceiling(self._house, self._living.record)
-        with self._house.figures.acquire.timed(self._house.clock.monotonic):
-            return await self._found_again() or await self._reborn()
+        with phase("acquire") as acquiring:
+            known = self._living.sandbox
+            if known is not None and known.id == self._living.record.sandbox:
+                acquiring.note("start", "kept")
+                return known, []
+            _check_ceiling(self._house, self._living.record)
+            try:
+                async with asyncio.timeout(self._house.settings.claim_timeout):
+                    living = await attached(self._house.provider, self._living.record)
+            except TimeoutError:
+                raise Unreachable("The sandbox server does not answer.") from None
+            if living is not None:
+                acquiring.note("start", "kept")
+                return living, []
+            async with self._living.filing:  # what is put there meanwhile must be in one or the other
+                return await self._reborn(acquiring)
 
-    async def _found_again(self) -> tuple[Sandbox, list[str]] | None:
-        try:
-            async with asyncio.timeout(self._house.settings.claim_timeout):
-                living = await attached(self._house.provider, self._living.record)
-        except TimeoutError:
-            raise Unreachable("The sandbox server does not answer.") from None
-        return None if living is None else (living, [])
-
-    async def _reborn(self) -> tuple[Sandbox, list[str]]:
-        async with self._living.filing:  # what is put there meanwhile must be in one or the other
-            return await self._begun_anew()
-
-    async def _begun_anew(self) -> tuple[Sandbox, list[str]]:
+    async def _reborn(self, acquiring: Phase) -> tuple[Sandbox, list[str]]:
         record = self._living.record
         number = record.incarnation + 1
         ref = await claimed(self._house, record, next_name(record))
         sandbox = await self._house.provider.attach(ref)
-        restored = await self._house.files.restore(record.id, sandbox)
-        await self._house.files.settle(record.id, restored)
+        acquiring.note("start", _start_of(ref))
+        acquiring.end()
+        with self._house.filing():
+            restored = await self._house.files.restore(record.id, sandbox)
+            await self._house.files.settle(record.id, restored)
         self._living.change(sandbox=ref.id, address=ref.address, incarnation=number, mark=restored.mark)
         if not await self._living.write(self._house.store):
             await release(self._house.provider, ref)
@@ -290,7 +298,7 @@ class SandboxContainer:
         self, sandbox: Sandbox, mark: str, began: dict[str, Placed] | None = None
     ) -> tuple[str, Sequence[str]]:
         try:
-            with self._house.figures.files.timed(self._house.clock.monotonic):
+            with self._house.filing():
                 async with self._living.filing:
                     look = await self._house.files.look(self.id, sandbox, mark, began)
         except SandboxError as error:
@@ -306,22 +314,20 @@ class SandboxContainer:
             yield _over(_OVER)
             return
         end: End | None = None
-        monotonic, figures = self._house.clock.monotonic, self._house.figures
-        began = monotonic()
         try:
             async with fresh_sandbox(self._house, self._living) as sandbox:
-                restored = await self._house.files.restore(self.id, sandbox)
-                figures.acquire.add(monotonic() - began)
-                began = monotonic()
+                with self._house.filing():
+                    restored = await self._house.files.restore(self.id, sandbox)
                 for text in restored.notes():
                     yield Note(text)
+                began = self._house.clock.monotonic()
                 async with aclosing(followed(sandbox, request, execution_id, self._house.clock)) as events:
                     async for event in events:
                         if not isinstance(event, End):
                             yield event
                             continue
                         end = event
-                        figures.run.add(monotonic() - began)
+                        self._house.figures.run.add(self._house.clock.monotonic() - began)
                         if end.state_kept and end.status != "lost":
                             _, notes = await self._look(sandbox, restored.mark, restored.placed)
                             for text in notes:
@@ -350,13 +356,20 @@ class SandboxContainer:
 @asynccontextmanager
 async def fresh_sandbox(house: House, living: Living) -> AsyncGenerator[Sandbox]:
     """An empty sandbox of the container's kind, which ends with the block. Raises SandboxError."""
-    ref = await claimed(house, living.record, f"{living.record.id}-{secrets.token_hex(4)}")
-    living.passing.add(ref)
+    with phase("acquire") as acquiring:
+        ref = await claimed(house, living.record, f"{living.record.id}-{secrets.token_hex(4)}")
+        living.passing.add(ref)
+        acquiring.note("start", _start_of(ref))
     try:
         yield await house.provider.attach(ref)
     finally:
         living.passing.discard(ref)
         await release(house.provider, ref)
+
+
+def _start_of(ref: SandboxRef) -> str:
+    """How a new sandbox came to be."""
+    return "new" if ref.warm is None else "warm" if ref.warm else "cold"
 
 
 def next_name(record: ContainerRecord) -> str:
@@ -383,6 +396,13 @@ def _check_ceiling(house: House, record: ContainerRecord) -> None:
 async def claimed(house: House, record: ContainerRecord, name: str) -> SandboxRef:
     """A sandbox of that name, as soon as there is one to be had; raises SandboxError when it takes too long."""
     _check_ceiling(house, record)
+    with house.figures.acquire.timed(house.clock.monotonic):
+        ref = await _claim(house, record, name)
+    house.figures.starts[_start_of(ref)] += 1
+    return ref
+
+
+async def _claim(house: House, record: ContainerRecord, name: str) -> SandboxRef:
     clock, patience = house.clock, house.settings.claim_timeout
     until = clock.monotonic() + patience
     pause = _FIRST_PAUSE

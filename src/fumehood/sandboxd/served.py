@@ -65,6 +65,7 @@ class ServedSandbox:
             last_used_at=self.last_used_at,
             running=self.calls.running,
             waiting=self.calls.waiting,
+            warm=self.local.warm,
         )
 
     # ---- use --------------------------------------------------------------------------------------------------
