@@ -165,7 +165,7 @@ class Responses:
             with self._limits.running(caller):
                 compacted = await self._compacted(exchange, caller, request, room)
         self._note_usage(exchange, compacted.usage)
-        self._metrics.used(compacted.usage)
+        self._metrics.compacted(compacted.usage)
         await exchange.answer_json(compacted)
 
     async def _compacted(

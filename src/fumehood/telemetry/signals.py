@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
 from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
@@ -26,6 +25,7 @@ from fumehood.telemetry.events import Events
 from fumehood.telemetry.metrics import Metrics, ModelNames
 from fumehood.telemetry.observing import ObservedModels, ObservedRuns, ObservedTool
 from fumehood.telemetry.points import SCOPE, PointExporter
+from fumehood.telemetry.quick_spans import QuickExporter, QuickTracer
 from fumehood.telemetry.seen import Listener, Observer
 from fumehood.telemetry.spans import Spans
 from fumehood.telemetry.trace_context import Propagation
@@ -135,11 +135,12 @@ class Signals:
         )
 
     def _spans(self, *, with_content: bool) -> Spans:
-        exporter = OTLPSpanExporter(endpoint=self._address("traces"))
+        exporter = QuickExporter(endpoint=self._address("traces"))
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(exporter))
+        processor = BatchSpanProcessor(exporter)
+        provider.add_span_processor(processor)
         self._ends.append((provider.shutdown, exporter))
-        tracer = provider.get_tracer(SCOPE, __version__)
+        tracer = QuickTracer(provider, processor, SCOPE, __version__)
         return Spans(tracer, self._propagation, with_content=with_content)
 
     def _events(self, *, with_content: bool) -> Events:
