@@ -351,6 +351,7 @@ def _container_settings(config: Config) -> ContainerSettings:
         ),
         uploads_at_once=config.files.uploads_at_once,
         sandboxes_outlive=settings.sandbox_url is not None,
+        alone=True,  # one process has the database, and keeps others away
     )
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from itertools import takewhile
 from typing import Any
 
 from fumehood.aside import aside
@@ -29,7 +28,7 @@ from fumehood.interfaces import (
     Store,
     TakeRoom,
 )
-from fumehood.protocol.conversation import Segment
+from fumehood.protocol.conversation import Segment, pieces_of
 from fumehood.protocol.errors import ApiError, ServerFault, Unavailable
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.ids import new_id
@@ -254,7 +253,13 @@ class EngineRuns:
 
 def _unrendered(prepared: Prepared) -> int:
     """About how many bytes the model server has not been told of yet; what it was told of comes before all of them."""
-    return effort([*takewhile(lambda segment: not is_rendered(segment), reversed(prepared.window.segments))])
+    unseen: list[Segment] = []
+    for piece in reversed(pieces_of(prepared.window.segments)):
+        for segment in reversed(piece.segments):
+            if is_rendered(piece) or is_rendered(segment):
+                return effort(unseen)
+            unseen.append(segment)
+    return effort(unseen)
 
 
 def _must_fit(prepared: Prepared) -> bool:

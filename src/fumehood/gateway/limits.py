@@ -45,8 +45,8 @@ class Limits:
         whom `concurrent` has no meaning.
     total: how many responses may be in the making at once, whoever asked for them.
     body_bytes_total: how large the bodies of all requests that are worked on may be together, with the files that they
-        refer to, half of it for one key. A body that comes in one piece does not count: every connection may hold that
-        much anyway.
+        refer to and large answers that are sent from the store, half of it for one key. A body that comes in one piece
+        does not count: every connection may hold that much anyway.
     """
 
     def __init__(
@@ -121,12 +121,14 @@ class Limits:
         if account.most_held is not None and account.held + size > account.most_held:
             self.refused["key_bytes"] += 1
             raise RateLimited(
-                "This key has as many large requests as it may have at once; try again soon.", retry_after=1.0
+                "This key has as many large requests and answers as it may have at once; try again soon.",
+                retry_after=1.0,
             )
         if self._held + size > self._body_bytes_total:
             self.refused["total_bytes"] += 1
             raise Unavailable(
-                "This server has as many large requests as it can hold; try again soon.", retry_after=1.0
+                "This server has as many large requests and answers as it can hold; try again soon.",
+                retry_after=1.0,
             )
         account.held += size
         self._held += size

@@ -63,6 +63,8 @@ class ContainerSettings:
     uploads_at_once: how many files may be on their way into containers of one tenant; further ones wait.
     retained_bytes: how much of such files is kept for one tenant; the oldest go first.
     sandboxes_outlive: whether those of an earlier process may still be there; else containers that had one expire.
+    alone: whether no other process makes sandboxes for the containers of the same store, so that what is found at the
+        start, and no record knows, is nobody's.
     sweep_seconds: how often somebody looks for containers that nobody uses any more.
     orphan_seconds: how long a sandbox that belongs to no container may have been idle.
     """
@@ -79,6 +81,7 @@ class ContainerSettings:
     uploads_at_once: int = 16
     files: FileLimits = field(default_factory=FileLimits)
     sandboxes_outlive: bool = True
+    alone: bool = False
     sweep_seconds: float = 30.0
     orphan_seconds: float = 300.0
 

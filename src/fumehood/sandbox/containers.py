@@ -9,7 +9,7 @@ import hmac
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Self
 from weakref import WeakValueDictionary
@@ -90,12 +90,18 @@ class SandboxContainers:
             await living.write(self._house.store)
 
     async def _sweep_forever(self) -> None:
+        settings = self._house.settings
+        if settings.alone and settings.sandboxes_outlive:
+            await self._try(self._endings.end_strays)
         while True:
-            await self._house.clock.sleep(self._house.settings.sweep_seconds)
-            try:
-                await self.sweep()
-            except Exception:
-                logger.exception("Containers could not be swept.")
+            await self._house.clock.sleep(settings.sweep_seconds)
+            await self._try(self.sweep)
+
+    async def _try(self, sweep: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await sweep()
+        except Exception:
+            logger.exception("Containers could not be swept.")
 
     async def sweep(self) -> None:
         """End what nobody uses any more."""
@@ -347,11 +353,9 @@ class SandboxContainers:
 
     async def delete_file(self, caller: Caller, container_id: str, file_id: str) -> None:
         living = await self._with_files(caller, container_id)
-        record = await self._house.store.file(container_id, file_id)
-        if record is None:
-            raise _no_file(container_id, file_id)
         with living.used():
-            await self._given.delete(living, record)
+            if not await self._given.delete(living, file_id):
+                raise _no_file(container_id, file_id)
 
     async def _with_files(self, caller: Caller, container_id: str) -> Living:
         try:

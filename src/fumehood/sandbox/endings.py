@@ -180,8 +180,18 @@ class Endings:
             if record.sandbox:
                 await self.expire(msgspec.structs.replace(record, sandbox="", address=""), "lost")
 
-    async def _end_orphans(self, bound: Mapping[str, ContainerRecord]) -> None:
-        """Sandboxes of our containers that no record points to: a process died between two steps."""
+    async def end_strays(self) -> None:
+        """Those that a process before this one made for single calls, or had not written down yet. They are nobody's,
+        if no other process makes any.
+        """
+        running = await self._house.store.containers(running=True)
+        await self._end_orphans({record.sandbox: record for record in running}, at_once=True)
+
+    async def _end_orphans(self, bound: Mapping[str, ContainerRecord], *, at_once: bool = False) -> None:
+        """Sandboxes of our containers that no record points to: a process died between two steps.
+
+        at_once: also those that somebody may be about to use, or uses.
+        """
         try:
             sandboxes = await self._house.provider.sandboxes()
         except SandboxError as error:
@@ -189,11 +199,12 @@ class Endings:
             return
         idle_since = self._house.clock.now() - self._house.settings.orphan_seconds
         for info in sandboxes:
-            container_id = info.id.rpartition("-")[0]
-            living = self._living.get(container_id)
-            in_use = info.running or info.waiting or (living is not None and living.users)
-            if info.id in bound or in_use or info.last_used_at > idle_since:
+            in_use = info.running or info.waiting or info.last_used_at > idle_since
+            if info.id in bound or (in_use and not at_once):
                 continue
+            container_id = info.id.rpartition("-")[0]
+            record = await self._house.store.container(container_id)
+            living = self._living.get(container_id)
             # Other gateways may use the same server: what is not in our store is not ours.
-            if await self._house.store.container(container_id) is not None:
+            if record is not None and record.sandbox != info.id and (living is None or not living.in_use):
                 await release(self._house.provider, SandboxRef(info.id))
