@@ -63,7 +63,6 @@ def test_addresses_are_fetched_only_where_the_operator_says_so(tmp_path: Path, w
             sent.json["messages"][0]["content"][0]["image_url"]["url"] == "https://pictures.example.com/p.png"
         )
         assert website.seen == []
-        model.asked.clear()
 
         fetching = {**settings, "inputs": {"fetch_urls": True, "fetch_networks": ["127.0.0.0/8"]}}
         with served.serving(tmp_path, fetching) as running, client_of(running, strict=True) as client:
