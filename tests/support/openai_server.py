@@ -15,12 +15,13 @@ from openai import OpenAI
 
 @dataclass(frozen=True)
 class Reply:
-    """What a request is answered with; `closes`: nothing is said and the connection ends."""
+    """What a request is answered with; `closes`: nothing is said and the connection ends; `cut`: it ends too early."""
 
     body: Any = None
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     closes: bool = False
+    cut: bool = False
 
 
 type Script = Reply | Callable[[dict[str, Any]], Reply]
@@ -58,7 +59,10 @@ class Container:
 
 
 class OpenAIServer:
-    """asked: the bodies of requests for responses and compactions; calls: every request as `POST /v1/…`."""
+    """asked: the bodies of requests for responses and compactions; calls: every request as `POST /v1/…`.
+
+    broken: what every request is answered with, if it is set.
+    """
 
     def __init__(self) -> None:
         self.replies: list[Script] = []
@@ -67,6 +71,7 @@ class OpenAIServer:
         self.calls: list[str] = []
         self.containers: dict[str, Container] = {}
         self.no_more_containers = False
+        self.broken: Reply | None = None
         self.url = ""
         self._ids = itertools.count(1)
 
@@ -85,6 +90,8 @@ class OpenAIServer:
     def answer(self, method: str, target: str, kind: str, body: bytes) -> Reply:
         path, _, query = target.partition("?")
         self.calls.append(f"{method} {path}")
+        if self.broken is not None:
+            return self.broken
         if found := re.fullmatch(r"/v1/containers(?:/(\w+)(?:/files(?:/(\w+)(/content)?)?)?)?", path):
             if method == "GET" and path.endswith("/files"):
                 return self._files(found[1], query)
@@ -195,6 +202,7 @@ def serving() -> Generator[OpenAIServer]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # head and body in one packet: the second of two would wait for an acknowledgement
 
         def _serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
@@ -208,7 +216,8 @@ def serving() -> Generator[OpenAIServer]:
             self.send_response(reply.status)
             for name, value in {"content-type": "application/json", **reply.headers}.items():
                 self.send_header(name, value)
-            self.send_header("content-length", str(len(payload)))
+            self.send_header("content-length", str(len(payload) + reply.cut))
+            self.close_connection = self.close_connection or reply.cut
             self.end_headers()
             self.wfile.write(payload)
 

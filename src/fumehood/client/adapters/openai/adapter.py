@@ -2,7 +2,8 @@
 
 import inspect
 import os
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from fumehood.client.adapters.core import PromptResponse
@@ -94,6 +95,7 @@ class OpenAIAdapter:
         self._client_config = client_config or OpenAIClientConfig()
         self._client = client
         self._owns_client = client is None
+        self._making = threading.Lock()
         self._hosted_tools = hosted_tools or OpenAIHostedToolsConfig()
         self._compaction = compaction
         self._tool_choice: ToolChoice = tool_choice
@@ -104,9 +106,10 @@ class OpenAIAdapter:
 
     @property
     def client(self) -> "OpenAI":
-        if self._client is None:
-            self._client = self._client_config.make()
-        return self._client
+        with self._making:
+            if self._client is None:
+                self._client = self._client_config.make()
+            return self._client
 
     def close(self) -> None:
         """Close the client, if it was made here."""
@@ -161,7 +164,7 @@ class OpenAIAdapter:
         if deadline is not None:
             deadline.check("the first request", prompt_name=prompt.name)
         api = ResponsesApi(self.client, self._throttle)
-        self._name_container(request, rendered, workspace, api)
+        self._name_container(request, workspace, lambda name: _check_alive(name, api, rendered, deadline))
         if workspace is not None and workspace.filesystem.is_packed:
             rendered = bound.render(session=session)  # it has something to add now
         request["include"] = self._include(request)
@@ -282,9 +285,8 @@ class OpenAIAdapter:
     def _name_container(
         self,
         request: dict[str, Any],
-        rendered: RenderedPrompt[Any],
         workspace: OpenAIContainerWorkspaceSection | None,
-        api: ResponsesApi,
+        check_alive: Callable[[str], object],
     ) -> None:
         """Every code interpreter gets a container; one that is named has to be alive."""
         for tool in request.get("tools", ()):
@@ -296,7 +298,7 @@ class OpenAIAdapter:
                 continue
             container = tool.setdefault("container", {"type": "auto"})
             if isinstance(container, str):
-                _check_alive(container, api, rendered.prompt_name)
+                check_alive(container)
 
     def _include(self, request: Mapping[str, Any]) -> list[str]:
         kinds = [tool["type"] for tool in request.get("tools", ())]
@@ -314,9 +316,11 @@ def _workspace(rendered: RenderedPrompt[Any]) -> OpenAIContainerWorkspaceSection
     return found[0] if found else None
 
 
-def _check_alive(container_id: str, api: ResponsesApi, prompt_name: str) -> None:
+def _check_alive(
+    container_id: str, api: ResponsesApi, rendered: RenderedPrompt[Any], deadline: Deadline | None
+) -> None:
     try:
-        status = api.container_status(container_id, prompt_name=prompt_name)
+        status = api.container_status(container_id, prompt_name=rendered.prompt_name, deadline=deadline)
     except ContainerGoneError as error:
         raise ContainerExpiredError(container_id, error, _gone(container_id)) from error
     if status in ("expired", "deleted"):

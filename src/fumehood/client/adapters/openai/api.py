@@ -56,10 +56,12 @@ class ResponsesApi:
         send: Any = self._sdk.responses.with_raw_response.compact
         return self._ask(lambda more: send(**request, **more), "", None)
 
-    def container_status(self, container_id: str, *, prompt_name: str = "") -> str:
+    def container_status(
+        self, container_id: str, *, prompt_name: str = "", deadline: Deadline | None = None
+    ) -> str:
         """ "running", "expired", … Raises ContainerGoneError if there is no such container."""
         read: Any = self._sdk.containers.with_raw_response.retrieve
-        answer = self._ask(lambda more: read(container_id, **more), prompt_name, None)
+        answer = self._ask(lambda more: read(container_id, **more), prompt_name, deadline)
         return answer.status or "running"
 
     def _ask(
@@ -129,7 +131,8 @@ def _read_error(error: Exception, prompt_name: str) -> Transient:
         if isinstance(error, openai.OpenAIError):
             raise PromptEvaluationError(str(error), prompt_name=prompt_name, phase="request") from error
         raise error
-    if error.status_code >= 500 or (error.status_code in _BUSY and error.code != "insufficient_quota"):
+    passes = error.status_code >= 500 or (error.status_code in _BUSY and error.code != "insufficient_quota")
+    if passes and error.response.headers.get("x-should-retry") != "false":
         return Transient(error, _retry_after(error.response.headers))
     if is_container_gone(error):
         raise ContainerGoneError(error.message) from error

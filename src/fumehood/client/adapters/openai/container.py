@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fumehood.client.adapters.openai.api import is_container_gone, is_fumehood
 from fumehood.client.adapters.openai.config import ContainerConfig
 from fumehood.client.dbc import require
-from fumehood.client.errors import ContainerExpiredError, PromptEvaluationError
+from fumehood.client.errors import ContainerExpiredError, Phase, PromptEvaluationError
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -45,7 +45,7 @@ def check_upload(name: str, content: bytes) -> None:
         f"Files such as {name!r} cannot be uploaded; the code interpreter takes: {' '.join(sorted(UPLOAD_TYPES))}.",
     )
     require(
-        not content.startswith(_PROGRAMS),
+        not content.startswith(_PROGRAMS) or _is_text(content),
         f"{name!r} is a program, whatever its name says; it cannot be uploaded.",
     )
 
@@ -76,7 +76,7 @@ class ContainerManager:
         try:
             return self._sdk.containers.create(name=name, memory_limit=self.config.memory_limit).id
         except openai.OpenAIError as error:
-            raise _refused(error) from error
+            raise _refused(error, "configuration") from error
 
     def is_alive(self, container_id: str) -> bool:
         import openai
@@ -143,10 +143,10 @@ class ContainerManager:
             raise ContainerExpiredError(container_id, error, message) from error
 
 
-def _refused(error: Exception) -> PromptEvaluationError:
+def _refused(error: Exception, phase: Phase = "request") -> PromptEvaluationError:
     return PromptEvaluationError(
         f"The container could not be used: {error}",
-        phase="request",
+        phase=phase,
         provider_payload=getattr(error, "body", None),
     )
 
