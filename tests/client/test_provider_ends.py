@@ -206,7 +206,9 @@ def test_a_provider_that_says_not_to_ask_again_is_not_asked_again(elsewhere: Els
 
 
 def test_a_body_that_breaks_off_is_asked_for_again(elsewhere: Elsewhere) -> None:
-    elsewhere.server.script(Reply(b'{"id": "resp_1', cut=True), response(message("whole")))
+    elsewhere.server.script(
+        Reply(b'{"id"', headers={"content-length": "99", "connection": "close"}), response(message("whole"))
+    )
     assert elsewhere.adapter(throttle=PATIENT).evaluate(prompt()).text == "whole"
     assert len(elsewhere.server.asked) == 2
 

@@ -14,6 +14,7 @@ from fumehood.client.errors import (
 )
 from fumehood.client.prompt.tool import AnyTool, ProviderTool, Tool, ToolContext, ToolPolicy, ToolResult
 from fumehood.client.runtime.events import ToolInvoked
+from fumehood.client.runtime.observer import NOBODY, Observer, ToolCalled
 
 _log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class ToolExecutor:
 
     context: ToolContext
     policies: tuple[ToolPolicy, ...] = ()
+    observer: Observer = NOBODY
 
     def run(self, tool: AnyTool | None, name: str, arguments: str | None, call_id: str | None) -> str:
         """A function that the model has called: what the model reads of it. tool: None if there is no such tool."""
@@ -89,7 +91,8 @@ class ToolExecutor:
                     return ToolResult.error(f"{name!r} may not be called now: {reason}")
             return self.handled(cast(AnyTool, tool), params)
 
-        return self.tell(name, call_id, arguments, read, act, serialize_tool_message)
+        with self.observer.running(ToolCalled(name=name, call_id=call_id, exists=tool is not None)):
+            return self.tell(name, call_id, arguments, read, act, serialize_tool_message)
 
     def handled(self, tool: AnyTool, params: object) -> object:
         if tool.handler is None:

@@ -3,7 +3,8 @@
 import inspect
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from fumehood.client.adapters.core import PromptResponse
@@ -31,8 +32,10 @@ from fumehood.client.prompt.prompt import Prompt, RenderedPrompt, ToolChoice, me
 from fumehood.client.prompt.tool import ProviderTool, ToolContext, provider_tools
 from fumehood.client.resources import ResourceRegistry, Resources
 from fumehood.client.runtime.events import EventBus, JoinedBus
+from fumehood.client.runtime.observer import NOBODY, EvaluationBegun, Observer
 from fumehood.client.runtime.session import Session, SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
+from fumehood.client.workspace import WorkspaceSection
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -72,11 +75,13 @@ class OpenAIAdapter:
         strict: bool = False,
         throttle: ThrottlePolicy | None = None,
         max_turns: int = 100,
+        observer: Observer | None = None,
     ) -> None:
         """client: a client of the SDK; else one is made, of `client_config`, when it is first needed.
 
         openai_native_tools: which native tools a model has, where we do not know it; strict: a model of which nothing
-        is known has none. max_turns: how often the model may be asked in one evaluation.
+        is known has none. max_turns: how often the model may be asked in one evaluation. observer: sees every
+        evaluation, as `fumehood.telemetry.client.ClientTelemetry` does.
         """
         require(
             isinstance(cast(object, model), str) and model.strip(),
@@ -103,6 +108,7 @@ class OpenAIAdapter:
         self._strict = strict
         self._throttle = throttle
         self._max_turns = max_turns
+        self._observer = observer or NOBODY
 
     @property
     def client(self) -> "OpenAI":
@@ -151,7 +157,24 @@ class OpenAIAdapter:
             "budget and budget_tracker exclude each other; give one.",
         )
         session = Session() if session is None else session
-        tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
+        begun = EvaluationBegun(
+            prompt_name=prompt.name, adapter=self.provider, model=self.model, session_id=session.session_id
+        )
+        with self._observer.evaluating(begun):
+            tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
+            return self._evaluated(prompt, params, session, bus, parse_output, deadline, tracker, resources)
+
+    def _evaluated(
+        self,
+        prompt: Prompt[Out],
+        params: Sequence[SupportsDataclass],
+        session: SessionProtocol,
+        bus: EventBus | None,
+        parse_output: bool,
+        deadline: Deadline | None,
+        tracker: BudgetTracker | None,
+        resources: Resources | None,
+    ) -> PromptResponse[Out]:
         deadline = _earliest(deadline, tracker.budget.deadline if tracker else None)
         try:
             bound = prompt.bind(*params)
@@ -162,10 +185,10 @@ class OpenAIAdapter:
             error.prompt_name = error.prompt_name or prompt.name
             raise
         if deadline is not None:
-            deadline.check("the first request", prompt_name=prompt.name)
-        api = ResponsesApi(self.client, self._throttle)
-        self._name_container(request, workspace, lambda name: _check_alive(name, api, rendered, deadline))
-        if workspace is not None and workspace.filesystem.is_packed:
+            deadline.check("the first request", prompt_name=bound.name)
+        api = ResponsesApi(self.client, self._throttle, self._observer)
+        self._name_container(request, rendered, workspace, api, deadline)
+        if workspace is not None and (workspace.filesystem.archive or workspace.filesystem.moved):
             rendered = bound.render(session=session)  # it has something to add now
         request["include"] = self._include(request)
         manager = None
@@ -178,7 +201,7 @@ class OpenAIAdapter:
                 rendered_prompt=rendered,
                 adapter=self,
                 session=session,
-                event_bus=JoinedBus([session.bus] if bus is None else [session.bus, bus]),
+                event_bus=JoinedBus(session.bus, bus, self._observer),
                 resources=registry,
                 deadline=deadline,
                 budget_tracker=tracker,
@@ -189,9 +212,9 @@ class OpenAIAdapter:
                 rendered=rendered,
                 context=context,
                 request=request,
-                executor=ToolExecutor(context, bound.template.policies),
+                executor=ToolExecutor(context, bound.template.policies, self._observer),
                 manager=manager,
-                new_container=None if workspace is None else workspace.filesystem.renew_container,
+                new_container=None if workspace is None else partial(_renewed, workspace, deadline),
                 memory_limit=None if workspace is None else workspace.container_config.memory_limit,
                 parse_output=parse_output,
                 max_turns=self._max_turns,
@@ -285,20 +308,23 @@ class OpenAIAdapter:
     def _name_container(
         self,
         request: dict[str, Any],
+        rendered: RenderedPrompt[Any],
         workspace: OpenAIContainerWorkspaceSection | None,
-        check_alive: Callable[[str], object],
+        api: ResponsesApi,
+        deadline: Deadline | None,
     ) -> None:
         """Every code interpreter gets a container; one that is named has to be alive."""
         for tool in request.get("tools", ()):
             if tool["type"] != "code_interpreter":
                 continue
             if workspace is not None:
-                workspace.bind_client(self.client)
-                tool["container"] = workspace.filesystem.ensure_container()
+                again = self._client_config.make if self._owns_client else None
+                workspace.bind_client(self.client, again=again, policy=self._throttle)
+                tool["container"] = workspace.filesystem.ensure_container(deadline=deadline)
                 continue
             container = tool.setdefault("container", {"type": "auto"})
             if isinstance(container, str):
-                check_alive(container)
+                _check_alive(container, api, rendered.prompt_name, deadline)
 
     def _include(self, request: Mapping[str, Any]) -> list[str]:
         kinds = [tool["type"] for tool in request.get("tools", ())]
@@ -311,16 +337,24 @@ class OpenAIAdapter:
 
 
 def _workspace(rendered: RenderedPrompt[Any]) -> OpenAIContainerWorkspaceSection | None:
-    found = [section for section in rendered.sections if isinstance(section, OpenAIContainerWorkspaceSection)]
+    workspaces = [section for section in rendered.sections if isinstance(section, WorkspaceSection)]
+    require(
+        not any(section.is_closed for section in workspaces),
+        "The prompt's workspace was cleaned up, and its files are gone; make another one.",
+        prompt_name=rendered.prompt_name,
+    )
+    found = [section for section in workspaces if isinstance(section, OpenAIContainerWorkspaceSection)]
     require(len(found) < 2, "A prompt can have one container workspace.", prompt_name=rendered.prompt_name)
     return found[0] if found else None
 
 
-def _check_alive(
-    container_id: str, api: ResponsesApi, rendered: RenderedPrompt[Any], deadline: Deadline | None
-) -> None:
+def _renewed(workspace: OpenAIContainerWorkspaceSection, deadline: Deadline | None, gone: str) -> str:
+    return workspace.filesystem.renew_container(gone, deadline=deadline)
+
+
+def _check_alive(container_id: str, api: ResponsesApi, prompt_name: str, deadline: Deadline | None) -> None:
     try:
-        status = api.container_status(container_id, prompt_name=rendered.prompt_name, deadline=deadline)
+        status = api.container_status(container_id, prompt_name=prompt_name, deadline=deadline)
     except ContainerGoneError as error:
         raise ContainerExpiredError(container_id, error, _gone(container_id)) from error
     if status in ("expired", "deleted"):

@@ -162,8 +162,8 @@ def file_search_envelope(vector_store_ids: tuple[str, ...], max_results: int) ->
 class ContainerConfig:
     """The container of a workspace.
 
-    mode: "explicit" makes one of its own; "auto" takes over the one that an earlier workspace of the same session has
-    made, while that is alive and of the same size.
+    mode: "explicit" makes one of its own; "auto" takes over the one that an earlier workspace of this mode has made in
+    the same session, while that is alive and of the same size.
     """
 
     memory_limit: str = "4g"

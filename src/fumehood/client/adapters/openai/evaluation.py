@@ -21,6 +21,7 @@ from fumehood.client.adapters.openai.wire import (
     WireResponse,
     annotations,
     citations,
+    containers,
     function_calls,
     normalize_input_messages,
     provider_calls,
@@ -32,6 +33,7 @@ from fumehood.client.dbc import ensure
 from fumehood.client.errors import (
     CompactionError,
     ContainerExpiredError,
+    DeadlineExceededError,
     FilteredOutputError,
     PromptEvaluationError,
 )
@@ -58,7 +60,7 @@ class Evaluation[Out]:
     request: dict[str, Any]
     executor: ToolExecutor
     manager: CompactionManager | None
-    new_container: Callable[[], str] | None
+    new_container: Callable[[str], str] | None
     memory_limit: str | None
     parse_output: bool
     max_turns: int
@@ -86,7 +88,7 @@ class Evaluation[Out]:
                 return self._answer(response)
             self._keep([self._run(call) for call in calls])
             self._let_choose()
-            if self._compact(response):
+            if self._compacted(response):
                 self.history = [system]  # the task itself must not be a matter of summaries
         raise PromptEvaluationError(
             f"There was no answer after {self.max_turns} turns; raise max_turns, or look at what its tools say.",
@@ -122,8 +124,12 @@ class Evaluation[Out]:
         return response
 
     def _send(self, request: Mapping[str, Any]) -> WireResponse:
-        name, deadline = self.rendered.prompt_name, self.context.deadline
-        return self.api.create(request, prompt_name=name, deadline=deadline)
+        return self.api.create(
+            request,
+            prompt_name=self.rendered.prompt_name,
+            deadline=self.context.deadline,
+            memory_limit=self.memory_limit or _tier_of(request),
+        )
 
     def _with_new_container(self, gone: ContainerGoneError) -> list[dict[str, Any]]:
         known = _container_of(self.request) or "(unknown)"
@@ -131,7 +137,7 @@ class Evaluation[Out]:
             raise ContainerExpiredError(
                 known, gone, f"The container {known!r} has expired; make another one."
             ) from gone
-        made = self.new_container()
+        made = self.new_container(known)
         for tool in self.request["tools"]:
             if tool["type"] == "code_interpreter":
                 tool["container"] = made
@@ -230,16 +236,29 @@ class Evaluation[Out]:
         try:
             self._compact(response)
         except CompactionError as error:
+            if isinstance(error.original_error, DeadlineExceededError):
+                # There is an answer, and in time; the next evaluation compacts.
+                _log.warning("There was no time left to compact the conversation of %s.", answer.prompt_name)
+                return answer
             error.response = answer
             raise
         return answer
+
+    def _compacted(self, response: WireResponse) -> bool:
+        """The same on the way to an answer, which is over when time is."""
+        try:
+            return self._compact(response)
+        except CompactionError as error:
+            if isinstance(error.original_error, DeadlineExceededError):
+                raise error.original_error from error
+            raise
 
     def _compact(self, response: WireResponse) -> bool:
         """Compact if it is time to; whether it was."""
         tokens = response.usage.total_tokens if response.usage else 0
         if self.manager is None or not self.manager.should_compact(tokens):
             return False
-        self.manager.compact(self.history)
+        self.manager.compact(self.history, deadline=self.context.deadline)
         self.context.session[Transcript].clear()
         return True
 
@@ -259,14 +278,13 @@ class Evaluation[Out]:
 
     def _log_response(self, response: WireResponse, usage: TokenUsage) -> None:
         """Names, ids and sizes; never contents, never keys."""
-        containers = {data.container_id for data in provider_calls(response.output) if data.container_id}
         fields = {
             "prompt": self.rendered.prompt_name,
             "request_id": response.request_id,
             "response_id": response.id,
             "model": response.model or self.request["model"],
             "max_output_tokens": self.request.get("max_output_tokens"),
-            "container_ids": sorted(containers) or [_container_of(self.request)],
+            "container_ids": containers(response.output) or [_container_of(self.request)],
             "memory_limit": self.memory_limit or _tier_of(self.request),
             "input_tokens": usage.input_tokens,
             "output_tokens": usage.output_tokens,
