@@ -530,6 +530,7 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(elsewhe
         data: ProviderToolCallData, context: ToolContext, kind: type[CodeInterpreterResult]
     ) -> ToolResult[CodeInterpreterResult]:
         seen.append(("provider", data, context))
+        assert kind is CodeInterpreterResult
         return ToolResult(data.code or "", kind(files=()))
 
     def handler(params: NoParams, *, context: ToolContext) -> ToolResult[CodeInterpreterResult]:
@@ -537,7 +538,22 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(elsewhe
         return ToolResult.ok(CodeInterpreterResult(stdout="from the handler"))
 
     both = OpenAICodeInterpreterTool(handler=handler, handle_provider_output=from_provider)
+
+    def query(params: Query, *, context: ToolContext) -> ToolResult[Query]:
+        seen.append(("function", params, context))
+        return ToolResult.ok(params)
+
     session, heard = listen()
+    elsewhere.server.script(
+        response(code_call(), function_call("c1", '{"sql": "x"}')), response(message("done", NOTE))
+    )
+    asking = Tool[Query, Query](name="run_query", description="x", handler=query)
+    elsewhere.adapter().evaluate(prompt(both, asking), session=session)
+    assert [kind for kind, _, _ in seen] == ["provider", "function"]
+    assert seen[0][2] is seen[1][2]  # one context, whoever is called
+
+    seen.clear()
+    heard.clear()
     elsewhere.server.script(response(code_call(), message("done", NOTE)))
     found = elsewhere.adapter().evaluate(prompt(both), session=session)
     assert [kind for kind, _, _ in seen] == ["provider"]

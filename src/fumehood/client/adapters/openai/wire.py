@@ -6,7 +6,6 @@ without the underscore, for those who know them by the specification.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
@@ -15,6 +14,7 @@ from fumehood.client import serde
 from fumehood.client.adapters.core import FileCitation, ToolChoice
 from fumehood.client.budget import TokenUsage
 from fumehood.client.dbc import require
+from fumehood.client.prompt.tool import ProviderToolCallData
 from fumehood.client.runtime.observer import ModelAnswered
 
 type Item = dict[str, Any]
@@ -188,26 +188,6 @@ def answered(response: WireResponse) -> ModelAnswered:
         output=response.output,
         container_ids=containers(response.output),
     )
-
-
-@dataclass(frozen=True)
-class ProviderToolCallData:
-    """A call that the provider has run, as it reports it; `raw` is the item itself.
-
-    annotations: those of messages that came after the call.
-    """
-
-    type: str
-    name: str
-    id: str | None = None
-    call_id: str | None = None
-    arguments: str | None = None
-    code: str | None = None
-    container_id: str | None = None
-    outputs: tuple[Mapping[str, Any], ...] = ()
-    status: str | None = None
-    annotations: tuple[Mapping[str, Any], ...] = ()
-    raw: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
 
 def provider_calls(output: Sequence[Item]) -> list[ProviderToolCallData]:
