@@ -177,7 +177,7 @@ def test_one_that_could_not_be_filled_is_not_left_behind(
     files = mounted(client=elsewhere.client).filesystem
     elsewhere.server.containers.clear()
     interferes.says = lambda method, path: error(413, "Too large.") if path.endswith("/files") else None
-    with pytest.raises(PromptEvaluationError, match="Too large"):
+    with pytest.raises(PromptEvaluationError, match=r"\(413\): Too large\. \(.*exclude_glob"):
         files.ensure_container()
     assert elsewhere.server.containers == {}
     assert files.container_id is None

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,7 @@ from fumehood.client.errors import DeadlineExceededError, PromptEvaluationError
 from fumehood.client.throttle import ThrottlePolicy, Transient, retry
 
 if TYPE_CHECKING:
-    from openai import OpenAI
+    from openai import APIStatusError, OpenAI
 
 _log = logging.getLogger(__name__)
 
@@ -151,11 +151,17 @@ def _read_error(error: Exception, prompt_name: str) -> Transient:
     if is_container_gone(error):
         raise ContainerGoneError(error.message) from error
     raise PromptEvaluationError(
-        f"The provider refused the request ({error.status_code}): {error.message}",
+        f"The provider refused the request ({error.status_code}): {_said(error)}",
         prompt_name=prompt_name,
         phase="request",
         provider_payload=error.body,
     ) from error
+
+
+def _said(error: "APIStatusError") -> str:
+    """Its own words, without the SDK's."""
+    said = cast(Mapping[str, object], error.body).get("message") if isinstance(error.body, Mapping) else None
+    return str(said or error.message)
 
 
 def is_container_gone(error: Exception) -> bool:
