@@ -17,7 +17,7 @@ from fumehood.config import CodeInterpreterSettings, Config, FileSettings, Misco
 from fumehood.engine.log import LagLimits
 from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRuns
-from fumehood.files.fetching import Fetcher, FetchLimits
+from fumehood.files.fetching import Fetcher, FetchLimits, Passing
 from fumehood.files.inputs import InputFiles, InputLimits
 from fumehood.files.uploads import UploadedFiles, UploadSettings
 from fumehood.gateway.app import Gateway
@@ -52,6 +52,7 @@ from fumehood.sandbox.kept_files import FileLimits
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings
 from fumehood.sandbox.remote import RemoteSandboxes
 from fumehood.serving.addresses import networks
+from fumehood.serving.exchange import Application
 from fumehood.store.blobs import DiskBlobs
 from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.store.sealing import KeyedSealer, KeysRefused, own_keys, read_keys, read_keys_file
@@ -90,9 +91,9 @@ class SystemClock:
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A gateway with everything behind it, ready to be served; `open` if no key is needed."""
+    """A gateway with everything behind and around it, ready to be served; `open` if no key is needed."""
 
-    gateway: Gateway
+    app: Application
     runs: Runs
     open: bool
 
@@ -103,7 +104,7 @@ async def serve(
     """Until a signal comes; raises Misconfigured, CannotServe."""
     lines = RequestLines(_to_standard_error, config.telemetry.log_format)
     async with assembled(config, environ, lines) as parts:
-        server = Server(parts.gateway, sock, lambda: parts.runs.drain(config.server.grace))
+        server = Server(parts.app, sock, lambda: parts.runs.drain(config.server.grace))
         await server.run(lambda: on_ready(parts))
     lines.flush()
 
@@ -192,10 +193,11 @@ async def assembled(
                 monotonic=clock.monotonic,
             ),
             always_include=(OUTPUTS,) if always else (),
+            slowest=limits.body_bytes_per_second,
             show_metrics=config.telemetry.metrics,
             unready=_Readiness(sandboxes if chosen.enabled else None, clock),
         )
-        yield Assembled(gateway, runs, keyless)
+        yield Assembled(gateway if tracing is None else tracing.edge(gateway), runs, keyless)
 
 
 def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
@@ -306,7 +308,7 @@ async def _store(config: Config, stack: AsyncExitStack) -> SqliteStore:
 async def _blobs(config: Config, store: SqliteStore, clock: Clock, stack: AsyncExitStack) -> ReferredBlobs:
     directory = Path(config.storage.blobs)
     try:
-        disk = DiskBlobs(directory, await store.identity())
+        disk = DiskBlobs(directory, await store.identity(), config.storage.spare_bytes)
     except StoreRefused as error:
         raise CannotServe(str(error)) from error
     except OSError as error:
@@ -358,19 +360,23 @@ def _container_settings(config: Config) -> ContainerSettings:
         ),
         uploads_at_once=config.files.uploads_at_once,
         sandboxes_outlive=settings.sandbox_url is not None,
+        alone=True,  # one process has the database, and keeps others away
     )
 
 
 def _attachments(config: Config, files: Files, stack: AsyncExitStack) -> InputFiles:
     """Who finds the files of requests; nothing is fetched from anywhere unless the operator says so."""
     settings = config.inputs
-    fetcher: Fetcher | None = None
+    addresses: Fetcher | Passing | None = None
+    private = networks(settings.fetch_networks)
     if settings.fetch_urls:
         limits = FetchLimits(bytes=settings.fetch_bytes, seconds=settings.fetch_seconds)
-        fetcher = Fetcher(limits, networks(settings.fetch_networks))
-        stack.callback(fetcher.close)
+        addresses = Fetcher(limits, private)
+        stack.callback(addresses.close)
+    elif settings.pass_urls:
+        addresses = Passing(private)
     return InputFiles(
-        files, fetcher, InputLimits(picture_bytes=settings.picture_bytes, file_bytes=settings.file_bytes)
+        files, addresses, InputLimits(picture_bytes=settings.picture_bytes, file_bytes=settings.file_bytes)
     )
 
 

@@ -174,6 +174,19 @@ def test_containers_of_an_embedded_server_expire_with_it(tmp_path: Path) -> None
         assert client.responses.retrieve(first.id).status == "completed"
 
 
+def test_more_conversations_than_containers_are_allowed(house: House) -> None:
+    """Each with a container of its own; fifty may run, and those that nobody uses any more make room."""
+    auto: Any = [{"type": "code_interpreter", "container": {"type": "auto"}}]
+    script = "```\nprint(6 * 7)\n```"
+    answers = [
+        house.strict.responses.create(model="direct", input=script, tools=auto, store=False).output_text
+        for _ in range(60)
+    ]
+    assert [text for text in answers if not text.startswith("42")] == []
+    states = [one.status for one in house.strict.containers.list(limit=100)]
+    assert states.count("running") <= 50
+
+
 def test_an_archive_is_unpacked_where_the_code_finds_it(house: House) -> None:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:

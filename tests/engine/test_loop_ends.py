@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -95,6 +96,20 @@ async def test_a_model_that_fails_at_once(error: ApiError) -> None:
     assert await engine.store.response("", run.id) is None
 
 
+@pytest.mark.parametrize(
+    ("steps", "status"),
+    [
+        ([calls("echo", {"text": "x"}), says("done")], "completed"),
+        ([calls("echo", {"text": "x"}), ModelUnreachable("gone")], "failed"),
+    ],
+)
+async def test_tools_are_told_that_the_request_is_over(steps: list[Any], status: str) -> None:
+    echo = Echo()
+    run = await Engine(ScriptedModel(*steps), [echo]).start(tools=[ECHO])
+    assert (await run.wait()).status == status
+    assert echo.closed == 1
+
+
 async def test_a_model_that_fails_in_the_middle() -> None:
     events = await Engine(ScriptedModel([Text("Hel"), ModelUnreachable("gone")])).stream()
     response = check_invariants(events)
@@ -147,6 +162,7 @@ async def test_cancelled_while_code_runs() -> None:
     response = check_invariants(events)
     assert response.status == "cancelled"
     assert echo.log[-1].startswith("ended")
+    assert echo.closed == 1
     call = response.output[0]
     assert isinstance(call, CodeInterpreterCall)
     assert call.status == "incomplete"

@@ -72,8 +72,12 @@ class Host:
         return await self.containers.open(SOMEBODY, name, spec or ContainerSpec())
 
     async def run(self, container: SandboxContainer, code: str) -> Ran:
-        events = [event async for event in container.execute(ExecuteRequest(code=code))]
-        return Ran(events, await container.collect())
+        """The only call for which it was opened."""
+        try:
+            events = [event async for event in container.execute(ExecuteRequest(code=code))]
+            return Ran(events, await container.collect())
+        finally:
+            container.leave()
 
     async def record(self, container: SandboxContainer) -> ContainerRecord:
         record = await self.kept.container(container.id)

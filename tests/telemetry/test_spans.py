@@ -18,7 +18,10 @@ from fumehood.parts.validate import validate
 from fumehood.protocol.errors import ApiError, ModelUnreachable
 from fumehood.protocol.responses import CreateResponse
 from fumehood.telemetry.contents import OutputMessages
-from fumehood.telemetry.spans import Contents, TracedModels, TracedRuns, TracedTool, no_contents
+from fumehood.telemetry.observing import ObservedModels, ObservedRuns, ObservedTool
+from fumehood.telemetry.seen import Observer
+from fumehood.telemetry.spans import Contents, Spans, no_contents
+from fumehood.telemetry.trace_context import Propagation
 from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModels, calls, says
 from tests.support.engines import ECHO, tokens, until
 from tests.support.tools import Echo
@@ -36,15 +39,16 @@ class Traced:
     def __post_init__(self) -> None:
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        tracer, clock = provider.get_tracer("test"), FakeClock()
+        spans = Spans(provider.get_tracer("test"), Propagation({}), self.contents)
+        observer, clock = Observer([spans]), FakeClock()
         runs = EngineRuns(
-            TracedModels(ScriptedModels(self.model), tracer),
-            [TracedTool(tool, tracer) for tool in self.tools],
+            ObservedModels(ScriptedModels(self.model), observer),
+            [ObservedTool(tool, observer) for tool in self.tools],
             MemoryStore(clock),
             clock,
             sealer=PlainSealer(),
         )
-        self.runs = TracedRuns(runs, tracer, self.contents)
+        self.runs = ObservedRuns(runs, observer)
 
     async def start(self, **body: Any) -> Run:
         written = msgspec.json.encode({"model": "scripted", "input": "Hi", "stream": True} | body)

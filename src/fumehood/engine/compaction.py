@@ -20,7 +20,7 @@ from fumehood.engine.tokens import BYTES_A_TOKEN, Tokens, effort, estimate, toke
 from fumehood.engine.truncation import fitted, is_instruction, role_of
 from fumehood.interfaces import Caller, HostedTool, ModelBackend, Sealer, Unsealable
 from fumehood.protocol.attachments import Attachment
-from fumehood.protocol.conversation import COMPACTION, Entry, Segment
+from fumehood.protocol.conversation import COMPACTION, Entry, Segment, followed, last_compacted
 from fumehood.protocol.errors import InvalidRequest, ModelError
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.items import Compaction, peek
@@ -33,7 +33,8 @@ _MOST_KEPT_TOKENS = 20_000
 _LONGEST_SUMMARY = 4096  # tokens
 _SHORTEST_SUMMARY = 250
 _THINKING = 2048  # tokens that a model may need before it begins to write
-_LARGEST_STATE = 7 << 20  # bytes; sealed and in base64 it is a third more
+_LARGEST_STATE = 10 << 20  # bytes; sealed and in base64 it is a third more
+_MOST_KEPT_BYTES = 7 << 19  # of messages that are answered
 _NEW_SHARE = 8  # of the limit: with less that is new, a compaction gains nothing
 _MOST_OPENED = 16 << 20  # bytes of opened ones that are kept
 
@@ -160,11 +161,11 @@ class Compactor:
         """The conversation from its last compaction on; raises InvalidRequest for one that is not ours."""
         if added.compacted >= 0:
             return self._within(caller, added)
-        for number in range(len(past) - 1, -1, -1):
-            if past[number].compacted >= 0:
-                opened, after = self._from(caller, past[number], "previous_response_id")
-                return _window(opened, (), (*after, *past[number + 1 :], added))
-        return Window((*past, added))
+        place = last_compacted(past)
+        if place < 0:
+            return Window(followed(past, (added,)))
+        opened, after = self._from(caller, past[place], "previous_response_id")
+        return _window(opened, (), (*after, *past[place + 1 :], added))
 
     def _within(self, caller: Caller, added: Segment) -> Window:
         for number, entry in enumerate(added.entries[: added.compacted]):
@@ -261,7 +262,7 @@ class Compactor:
             if entry.attachments
         }
         for tool in self._tools:
-            memory = await tool.remember(caller, (window.remembered, *segments))
+            memory = await tool.remember(caller, (window.remembered, *segments), [*kept, *open_messages])
             if memory is not None:
                 state.tools += [Raw(item) for item in memory.items]
                 state.notes.append(memory.note)
@@ -395,7 +396,7 @@ def _kept(segments: Sequence[Segment], unanswered: int, limit: int) -> list[Entr
     entries = [entry for segment in segments for entry in segment.entries]
     answered = entries[: len(entries) - unanswered]
     room = _room(limit) - sum(map(estimate, entries[len(answered) :]))
-    bytes_left = _LARGEST_STATE // 2
+    bytes_left = _MOST_KEPT_BYTES
     kept: list[Entry] = []
     for entry in reversed(answered):
         if is_instruction(entry):

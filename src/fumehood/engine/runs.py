@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from itertools import takewhile
 from typing import Any
 
 from fumehood.aside import aside
@@ -26,8 +25,9 @@ from fumehood.interfaces import (
     Reading,
     Sealer,
     Store,
+    TakeRoom,
 )
-from fumehood.protocol.conversation import Segment
+from fumehood.protocol.conversation import Segment, pieces_of
 from fumehood.protocol.errors import ApiError, ServerFault, Unavailable
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.ids import new_id
@@ -121,8 +121,9 @@ class EngineRuns:
         response_id: str | None = None,
         *,
         past: Sequence[Segment] | None = None,
+        take: TakeRoom | None = None,
     ) -> EngineRun:
-        prepared = await self._preparation.prepare(request, caller, past)
+        prepared = await self._preparation.prepare(request, caller, past, take=take)
         prepared.check_files()
         if response_id is not None:
             prepared.response.id = response_id
@@ -133,14 +134,18 @@ class EngineRuns:
             await check_length(self._tokens, backend, caller, shown)
         return await self._begin(prepared, backend)
 
-    async def count(self, request: CreateResponse, caller: Caller) -> InputTokens:
-        prepared, backend, shown = await self._shown(request, caller)
+    async def count(
+        self, request: CreateResponse, caller: Caller, *, take: TakeRoom | None = None
+    ) -> InputTokens:
+        prepared, backend, shown = await self._shown(request, caller, take)
         count = await self._tokens.count(backend, prepared.caller, shown)
         return InputTokens(input_tokens=count.tokens, exact=count.exact)
 
-    async def compact(self, request: CreateResponse, caller: Caller) -> CompactedResponse:
+    async def compact(
+        self, request: CreateResponse, caller: Caller, *, take: TakeRoom | None = None
+    ) -> CompactedResponse:
         # What one model could not read would keep the conversation from being compacted ever after.
-        prepared, backend, shown = await self._shown(request, caller, gives_files=False)
+        prepared, backend, shown = await self._shown(request, caller, take, gives_files=False)
         self._refuse_when_draining()
         task = asyncio.create_task(self._compact(prepared, backend, shown))
         self._compacting.add(task)
@@ -171,10 +176,10 @@ class EngineRuns:
         )
 
     async def _shown(
-        self, request: CreateResponse, caller: Caller, *, gives_files: bool = True
+        self, request: CreateResponse, caller: Caller, take: TakeRoom | None, *, gives_files: bool = True
     ) -> tuple[Prepared, ModelBackend, ModelRequest]:
         """What the model would be shown first; raises ApiError."""
-        prepared = await self._preparation.prepare(request, caller, gives_files=gives_files)
+        prepared = await self._preparation.prepare(request, caller, gives_files=gives_files, take=take)
         backend = self._models.backend(prepared.response.model)
         shown = prepared.first_request()
         await aside(_unrendered(prepared), backend.check, shown)
@@ -241,7 +246,13 @@ class EngineRuns:
 
 def _unrendered(prepared: Prepared) -> int:
     """About how many bytes the model server has not been told of yet; what it was told of comes before all of them."""
-    return effort([*takewhile(lambda segment: not is_rendered(segment), reversed(prepared.window.segments))])
+    unseen: list[Segment] = []
+    for piece in reversed(pieces_of(prepared.window.segments)):
+        for segment in reversed(piece.segments):
+            if is_rendered(piece) or is_rendered(segment):
+                return effort(unseen)
+            unseen.append(segment)
+    return effort(unseen)
 
 
 def _must_fit(prepared: Prepared) -> bool:

@@ -4,9 +4,9 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import override
 
-from fumehood.gateway.app import Gateway
 from fumehood.gateway.exchange import VERSION, encode
 from fumehood.protocol.errors import InvalidRequest, to_body
+from fumehood.serving.exchange import Application
 from fumehood.serving.web import WebServer, render_refusal
 from fumehood.serving.websocket import socket_protocol
 
@@ -14,10 +14,13 @@ from fumehood.serving.websocket import socket_protocol
 class Server(WebServer):
     """One run of the gateway.
 
+    app: a `Gateway`, or one with something around it.
     runs_end: what has to be waited for when it is stopped; nothing new is accepted meanwhile.
     """
 
-    def __init__(self, app: Gateway, sock: socket.socket, runs_end: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, app: Application, sock: socket.socket, runs_end: Callable[[], Awaitable[None]]
+    ) -> None:
         super().__init__(app, sock, _refusal, sockets=socket_protocol(_refusal))
         self._runs_end = runs_end
 

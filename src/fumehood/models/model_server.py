@@ -115,12 +115,12 @@ class ModelServer(ABC):
     # ---- what the servers differ in ---------------------------------------------------------------------------
 
     @abstractmethod
-    def _body(self, request: ModelRequest) -> bytes:
-        """What is sent; raises InvalidRequest."""
+    def _body(self, request: ModelRequest) -> list[bytes]:
+        """What is sent, in pieces; raises InvalidRequest."""
 
     @abstractmethod
-    def _counted(self, request: ModelRequest) -> bytes:
-        """What is sent to have its tokens counted; raises InvalidRequest."""
+    def _counted(self, request: ModelRequest) -> list[bytes]:
+        """What is sent to have its tokens counted, in pieces; raises InvalidRequest."""
 
     @abstractmethod
     def _reader(self, request: ModelRequest, errors: UpstreamErrors) -> TurnReader:
@@ -140,7 +140,7 @@ class ModelServer(ABC):
         turn = _Turn(self._reader(request, errors), ForcedCall.of(request), take)
         patience = self._patience if request.streamed else self._long_patience
         async with self._upstream.request(
-            self._address, self.path, self._headers, patience, errors, body=body
+            self._address, self.path, self._headers_of(request), patience, errors, body=body
         ) as answer:
             del body
             parser = turn.parser
@@ -166,7 +166,7 @@ class ModelServer(ABC):
     async def count(self, request: ModelRequest) -> tuple[int, bool]:
         """What the server counts, if it can; raises ModelError, and InvalidRequest for what it cannot be shown."""
         if self._counter is None:
-            return len(self._body(request)) // _BYTES_A_TOKEN, False
+            return sum(map(len, self._body(request))) // _BYTES_A_TOKEN, False
         errors = self._errors(request.model)
         body = self._counted(request)
         async with self._upstream.request(
@@ -208,6 +208,15 @@ class ModelServer(ABC):
 
     async def close(self) -> None:  # noqa: B027 - there is nothing to close: the connections are everybody's
         pass
+
+    def _headers_of(self, request: ModelRequest) -> bytes:
+        trace = request.trace
+        if trace is None or not self._settings.trace_context:
+            return self._headers
+        told = {"traceparent": trace.traceparent}
+        if trace.tracestate:
+            told["tracestate"] = trace.tracestate
+        return self._headers + header_lines(told)
 
     def _errors(self, model: str) -> UpstreamErrors:
         return UpstreamErrors(model, self._secrets, api=self.api)

@@ -34,6 +34,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
+class TraceContext(msgspec.Struct, frozen=True):
+    """Where a request stands in a trace, as the headers of W3C Trace Context write it."""
+
+    traceparent: str
+    tracestate: str = ""
+
+
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One turn.
 
@@ -43,6 +50,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     others: tools of the request that are neither hosted here nor the client's functions; a server may know them.
     choice: `auto`, `none`, `required`, or the one function that must be called.
     streamed: whether somebody watches; if nobody does, the turn may as well come in one piece.
+    trace: what the server is told of the trace that the turn is part of, if there is one.
     """
 
     model: str
@@ -54,6 +62,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     parallel_calls: bool = True
     sampling: Sampling = Sampling()
     streamed: bool = True
+    trace: TraceContext | None = None
 
 
 class ModelEvent(msgspec.Struct, frozen=True, gc=False):

@@ -1,7 +1,7 @@
 """How containers end: idle ones, old ones, deleted ones, and what each leaves; imports `interfaces` and siblings."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -13,6 +13,7 @@ from fumehood.sandbox.domain_secrets import without_secrets
 
 logger = logging.getLogger(__name__)
 
+ACTIVE_SECONDS = 60.0  # a use that comes sooner after another one need not be written down
 _LAST_SECONDS = 3600.0  # for what still goes on when a container has lived as long as it may
 _TOMBSTONE_SECONDS = 3600.0  # in which leftovers of a deleted container are still known for what they are
 
@@ -34,7 +35,7 @@ class Endings:
         if record.status != "running" or now >= record.created_at + 3600 * self._house.settings.life_hours:
             return True
         living = self._living.get(record.id)
-        if living is not None and living.users:
+        if living is not None and living.in_use:
             return False
         minutes = record.spec.idle_minutes or self._house.settings.idle_minutes
         return now >= self.active_at(record) + 60 * minutes
@@ -58,9 +59,21 @@ class Endings:
     def _is_in_use(self, record: ContainerRecord, living: Living | None) -> bool:
         """So that nothing is cut off; but whoever sends a file byte by byte must not keep it for ever."""
         longest = 3600 * self._house.settings.life_hours + _LAST_SECONDS
-        return (
-            living is not None and living.users > 0 and self._house.clock.now() < record.created_at + longest
-        )
+        return living is not None and living.in_use and self._house.clock.now() < record.created_at + longest
+
+    async def make_room(self, running: Sequence[ContainerRecord]) -> bool:
+        """End the one that was idle longest, of those that nobody asked for by itself; False if there is none."""
+        idle = [record for record in running if record.automatic and self._is_idle(record)]
+        if idle:
+            await self.expire(min(idle, key=self.active_at))
+        return bool(idle)
+
+    def _is_idle(self, record: ContainerRecord) -> bool:
+        living = self._living.get(record.id)
+        if living is not None:
+            return not living.in_use
+        # Another process may know a later use of it, and writes that down now and then.
+        return record.last_active_at < self._house.clock.now() - 2 * ACTIVE_SECONDS
 
     async def delete(self, record: ContainerRecord) -> None:
         await self._end(record, "deleted", 0)
@@ -152,8 +165,18 @@ class Endings:
             if record.sandbox:
                 await self.expire(msgspec.structs.replace(record, sandbox="", address=""))
 
-    async def _end_orphans(self, bound: Mapping[str, ContainerRecord]) -> None:
-        """Sandboxes of our containers that no record points to: a process died between two steps."""
+    async def end_strays(self) -> None:
+        """Those that a process before this one made for single calls, or had not written down yet. They are nobody's,
+        if no other process makes any.
+        """
+        running = await self._house.store.containers(running=True)
+        await self._end_orphans({record.sandbox: record for record in running}, at_once=True)
+
+    async def _end_orphans(self, bound: Mapping[str, ContainerRecord], *, at_once: bool = False) -> None:
+        """Sandboxes of our containers that no record points to: a process died between two steps.
+
+        at_once: also those that somebody may be about to use, or uses.
+        """
         try:
             sandboxes = await self._house.provider.sandboxes()
         except SandboxError as error:
@@ -161,11 +184,12 @@ class Endings:
             return
         idle_since = self._house.clock.now() - self._house.settings.orphan_seconds
         for info in sandboxes:
-            container_id = info.id.rpartition("-")[0]
-            living = self._living.get(container_id)
-            in_use = info.running or info.waiting or (living is not None and living.users)
-            if info.id in bound or in_use or info.last_used_at > idle_since:
+            in_use = info.running or info.waiting or info.last_used_at > idle_since
+            if info.id in bound or (in_use and not at_once):
                 continue
+            container_id = info.id.rpartition("-")[0]
+            record = await self._house.store.container(container_id)
+            living = self._living.get(container_id)
             # Other gateways may use the same server: what is not in our store is not ours.
-            if await self._house.store.container(container_id) is not None:
+            if record is not None and record.sandbox != info.id and (living is None or not living.in_use):
                 await release(self._house.provider, SandboxRef(info.id))

@@ -312,6 +312,9 @@ class SqliteStore:
     ) -> IdempotencyClaim | None:
         return await self._database.write(lambda db: rows.claim(db, tenant, key, claim, seconds))
 
+    async def claimed(self, tenant: str, key: str) -> IdempotencyClaim | None:
+        return await self._database.read(lambda db: rows.claimed(db, tenant, key))
+
     async def release(self, tenant: str, key: str, response_id: str) -> None:
         await self._database.write(lambda db: rows.release(db, tenant, key, response_id))
 

@@ -1,4 +1,4 @@
-"""Sends spans where the operator says, by OpenTelemetry's SDK and its own variables; imports it, and `spans`."""
+"""Sends spans where the operator says, by OpenTelemetry's SDK and its own variables; imports it, and siblings."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,8 +9,12 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
 from fumehood import __version__
 from fumehood.interfaces import HostedTool, Models, Runs
+from fumehood.serving.exchange import Application
 from fumehood.telemetry.contents import OutputMessages
-from fumehood.telemetry.spans import TracedModels, TracedRuns, TracedTool, no_contents
+from fumehood.telemetry.observing import ObservedModels, ObservedRuns, ObservedTool
+from fumehood.telemetry.seen import Observer
+from fumehood.telemetry.spans import Spans, no_contents
+from fumehood.telemetry.trace_context import Propagation
 
 CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 _CAPTURING = frozenset({"true", "span_only", "span_and_event"})
@@ -25,18 +29,23 @@ class Tracing:
             resource=Resource.create({"service.name": name}), shutdown_on_exit=False
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("fumehood", __version__)
         captures = environ.get(CAPTURE, "").lower() in _CAPTURING
-        self._contents = OutputMessages() if captures else no_contents
+        tracer = self._provider.get_tracer("fumehood", __version__)
+        self._propagation = Propagation(environ)
+        contents = OutputMessages() if captures else no_contents
+        self._observer = Observer([Spans(tracer, self._propagation, contents)])
 
-    def models(self, models: Models) -> TracedModels:
-        return TracedModels(models, self._tracer)
+    def models(self, models: Models) -> Models:
+        return ObservedModels(models, self._observer)
 
     def tools(self, tools: Sequence[HostedTool]) -> list[HostedTool]:
-        return [TracedTool(tool, self._tracer) for tool in tools]
+        return [ObservedTool(tool, self._observer) for tool in tools]
 
-    def runs(self, runs: Runs) -> TracedRuns:
-        return TracedRuns(runs, self._tracer, self._contents)
+    def runs(self, runs: Runs) -> Runs:
+        return ObservedRuns(runs, self._observer)
+
+    def edge(self, app: Application) -> Application:
+        return self._propagation.at_the_edge(app)
 
     def close(self) -> None:
         """Send what is left; takes as long as the receiver does."""

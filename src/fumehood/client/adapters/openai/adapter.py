@@ -1,12 +1,14 @@
 """Prompts to OpenAI's Responses API, or to our gateway: what is asked for, checked; imports its siblings."""
 
+import inspect
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from fumehood.client.adapters.core import PromptResponse
 from fumehood.client.adapters.openai.api import ContainerGoneError, ResponsesApi, is_fumehood
+from fumehood.client.adapters.openai.code_interpreter import container_spec
 from fumehood.client.adapters.openai.compaction import CompactionManager
 from fumehood.client.adapters.openai.config import (
     CompactionConfig,
@@ -15,20 +17,21 @@ from fumehood.client.adapters.openai.config import (
     OpenAIModelConfig,
 )
 from fumehood.client.adapters.openai.evaluation import Evaluation
-from fumehood.client.adapters.openai.native_tools.base import check_model
+from fumehood.client.adapters.openai.native_tools.base import check_model, native_tool_lists
 from fumehood.client.adapters.openai.wire import EXECUTION, responses_tool_choice, responses_tool_spec
 from fumehood.client.adapters.openai.workspace import OpenAIContainerWorkspaceSection
 from fumehood.client.adapters.shared import ToolExecutor, tool_to_spec
 from fumehood.client.budget import Budget, BudgetTracker
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
-from fumehood.client.errors import ContainerExpiredError
+from fumehood.client.errors import ContainerExpiredError, PromptValidationError
 from fumehood.client.filesystem import Filesystem
 from fumehood.client.prompt._types import SupportsDataclass
 from fumehood.client.prompt.prompt import Prompt, RenderedPrompt, ToolChoice, merge_native_tools
-from fumehood.client.prompt.tool import ProviderTool, ToolContext
+from fumehood.client.prompt.tool import ProviderTool, ToolContext, provider_tools
 from fumehood.client.resources import ResourceRegistry, Resources
 from fumehood.client.runtime.events import EventBus, JoinedBus
+from fumehood.client.runtime.observer import NOBODY, EvaluationBegun, Observer
 from fumehood.client.runtime.session import Session, SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
 from fumehood.client.workspace import WorkspaceSection
@@ -71,13 +74,22 @@ class OpenAIAdapter:
         strict: bool = False,
         throttle: ThrottlePolicy | None = None,
         max_turns: int = 100,
+        observer: Observer | None = None,
     ) -> None:
         """client: a client of the SDK; else one is made, of `client_config`, when it is first needed.
 
         openai_native_tools: which native tools a model has, where we do not know it; strict: a model of which nothing
-        is known has none. max_turns: how often the model may be asked in one evaluation.
+        is known has none. max_turns: how often the model may be asked in one evaluation. observer: sees every
+        evaluation, as `fumehood.telemetry.client.ClientTelemetry` does.
         """
-        require(model.strip(), "model is empty.")
+        require(
+            isinstance(cast(object, model), str) and model.strip(),
+            f"model is {model!r}; it has to be a name.",
+        )
+        require(
+            not inspect.iscoroutinefunction(getattr(client, "close", None)),
+            "client is an asynchronous one; evaluations are blocking, so pass an OpenAI(…).",
+        )
         require(
             client is None or client_config is None, "client and client_config exclude each other; give one."
         )
@@ -90,10 +102,11 @@ class OpenAIAdapter:
         self._hosted_tools = hosted_tools or OpenAIHostedToolsConfig()
         self._compaction = compaction
         self._tool_choice: ToolChoice = tool_choice
-        self._native_tools = openai_native_tools
+        self._native_tools = native_tool_lists(openai_native_tools)
         self._strict = strict
         self._throttle = throttle
         self._max_turns = max_turns
+        self._observer = observer or NOBODY
 
     @property
     def client(self) -> "OpenAI":
@@ -133,19 +146,44 @@ class OpenAIAdapter:
         What is wrong with the prompt or the settings raises PromptEvaluationError before anything is sent.
         """
         require(
+            isinstance(cast(object, prompt), Prompt),
+            f"{prompt!r} is no prompt; of a template, make Prompt(template).",
+        )
+        require(
             budget is None or budget_tracker is None,
             "budget and budget_tracker exclude each other; give one.",
         )
         session = Session() if session is None else session
-        tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
+        begun = EvaluationBegun(
+            prompt_name=prompt.name, adapter=self.provider, model=self.model, session_id=session.session_id
+        )
+        with self._observer.evaluating(begun):
+            tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
+            return self._evaluated(prompt, params, session, bus, parse_output, deadline, tracker, resources)
+
+    def _evaluated(
+        self,
+        prompt: Prompt[Out],
+        params: Sequence[SupportsDataclass],
+        session: SessionProtocol,
+        bus: EventBus | None,
+        parse_output: bool,
+        deadline: Deadline | None,
+        tracker: BudgetTracker | None,
+        resources: Resources | None,
+    ) -> PromptResponse[Out]:
         deadline = _earliest(deadline, tracker.budget.deadline if tracker else None)
-        bound = prompt.bind(*params)
-        rendered = bound.render(session=session)
-        workspace = _workspace(rendered)
-        request = self._request(rendered, workspace)
+        try:
+            bound = prompt.bind(*params)
+            rendered = bound.render(session=session)
+            workspace = _workspace(rendered)
+            request = self._request(rendered, workspace)
+        except PromptValidationError as error:
+            error.prompt_name = error.prompt_name or prompt.name
+            raise
         if deadline is not None:
-            deadline.check("the first request", prompt_name=prompt.name)
-        api = ResponsesApi(self.client, self._throttle)
+            deadline.check("the first request", prompt_name=bound.name)
+        api = ResponsesApi(self.client, self._throttle, self._observer)
         self._name_container(request, rendered, workspace, api, deadline)
         if workspace is not None and (workspace.filesystem.archive or workspace.filesystem.moved):
             rendered = bound.render(session=session)  # it has something to add now
@@ -160,7 +198,7 @@ class OpenAIAdapter:
                 rendered_prompt=rendered,
                 adapter=self,
                 session=session,
-                event_bus=JoinedBus([session.bus] if bus is None else [session.bus, bus]),
+                event_bus=JoinedBus(session.bus, bus, self._observer),
                 resources=registry,
                 deadline=deadline,
                 budget_tracker=tracker,
@@ -171,7 +209,7 @@ class OpenAIAdapter:
                 rendered=rendered,
                 context=context,
                 request=request,
-                executor=ToolExecutor(context, bound.template.policies),
+                executor=ToolExecutor(context, bound.template.policies, self._observer),
                 manager=manager,
                 new_container=None if workspace is None else partial(_renewed, workspace, deadline),
                 memory_limit=None if workspace is None else workspace.container_config.memory_limit,
@@ -186,13 +224,19 @@ class OpenAIAdapter:
     ) -> dict[str, Any]:
         """All of it but input, container and include. Raises PromptValidationError; nothing is sent."""
         name = rendered.prompt_name
-        for tool in rendered.tools:
-            if isinstance(tool, ProviderTool):
-                require(
-                    tool.provider == self.provider,
-                    f"The tool {tool.name!r} is {tool.provider}'s; this adapter is {self.provider}'s.",
-                    prompt_name=name,
-                )
+        heard: dict[str, str] = {}
+        for tool in provider_tools(rendered.tools):
+            require(
+                tool.provider == self.provider,
+                f"The tool {tool.name!r} is {tool.provider}'s; this adapter is {self.provider}'s.",
+                prompt_name=name,
+            )
+            other = heard.setdefault(tool.native_type, tool.name)
+            require(
+                other == tool.name,
+                f"The tools {other!r} and {tool.name!r} are both {tool.native_type}; only one can get its results.",
+                prompt_name=name,
+            )
         native = self._native(rendered, workspace)
         functions = [tool_to_spec(tool) for tool in rendered.tools if not isinstance(tool, ProviderTool)]
         tools = [responses_tool_spec(spec, prompt_name=name) for spec in (*functions, *native)]
@@ -240,8 +284,11 @@ class OpenAIAdapter:
                 prompt_name=name,
             )
             found["file_search"] = {**search, "vector_store_ids": stores}
+        interpreter = found.get("code_interpreter")
+        if interpreter is not None and "container" in interpreter:
+            container = container_spec(interpreter["container"])
+            found["code_interpreter"] = {**interpreter, "container": container}
         if workspace is not None:
-            interpreter = found.get("code_interpreter")
             require(
                 interpreter is not None,
                 "A container workspace needs the code interpreter: pass hosted_tools="
