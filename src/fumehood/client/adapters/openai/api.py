@@ -172,7 +172,7 @@ def _read_error(error: Exception, prompt_name: str) -> Transient:
     # The SDK does not translate what breaks off while an answer is being read; which library reads is its affair.
     broke_off = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
     if isinstance(error, openai.APIConnectionError) or broke_off:
-        return Transient(error)
+        return Transient(error, said=f"{error} ({_address(error)})")
     if not isinstance(error, openai.APIStatusError):
         if isinstance(error, openai.OpenAIError):
             raise PromptEvaluationError(str(error), prompt_name=prompt_name, phase="request") from error
@@ -187,6 +187,15 @@ def _read_error(error: Exception, prompt_name: str) -> Transient:
         phase="request",
         provider_payload=error.body,
     ) from error
+
+
+def _address(error: Any) -> str:
+    """Whom it was sent to; without credentials, should the URL contain any."""
+    try:
+        url = error.request.url
+    except (AttributeError, RuntimeError):
+        return type(error).__name__
+    return f"{url.scheme}://{url.host}" + (f":{url.port}" if url.port else "")
 
 
 def _said(error: "APIStatusError") -> str:
