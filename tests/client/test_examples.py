@@ -158,6 +158,27 @@ def test_provider_tool(run: Run, gateway: House) -> None:
     assert [file.filename for file in names["response"].files] == ["s.txt"]
 
 
+def test_plot(run: Run, gateway: House, tmp_path: Path) -> None:
+    gateway.model.script(
+        runs("open('plot.svg', 'w').write('<svg/>' + open('sales.csv').read())"),
+        answer("Here it is: sandbox:/mnt/data/plot.svg"),
+    )
+    run("plot")
+    assert (tmp_path / "data/plot.svg").read_text() == "<svg/>1\n2\n"
+
+
+def test_chat(run: Run, gateway: House, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.model.script(
+        answer("A fine place."), calls(call("weather", {"name": "Bern"})), answer("Clear, 21.5 degrees.")
+    )
+    run("chat")
+    assert capsys.readouterr().out == "A fine place.\nClear, 21.5 degrees.\n"
+    asked = gateway.model.asked[-1].json["messages"]
+    assert [message["role"] for message in asked] == ["system", "assistant", "system", "assistant", "tool"]
+    assert "I am in Bern." in asked[0]["content"]
+    assert "21.5" in asked[-1]["content"]
+
+
 def test_workspace(run: Run) -> None:
     made = run("workspace", session=Session())["workspace"]
     assert isinstance(made, OpenAIContainerWorkspaceSection)
