@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import override
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
 from fumehood.protocol.responses import Response, Usage
+from fumehood.telemetry.quick_spans import QuickTracer
 from fumehood.telemetry.seen import CallSeen, Listener, PhaseSeen, RunSeen, Seen, TurnSeen
 from fumehood.telemetry.trace_context import Propagation, callers_trace
 
@@ -30,7 +31,9 @@ def no_contents(_response: Response) -> dict[str, str]:
 class Spans(Listener):
     """`invoke_agent` with `chat MODEL` and `execute_tool NAME` below it, and below that the phases of a sandbox."""
 
-    def __init__(self, tracer: Tracer, propagation: Propagation, contents: Contents = no_contents) -> None:
+    def __init__(
+        self, tracer: QuickTracer, propagation: Propagation, contents: Contents = no_contents
+    ) -> None:
         self._tracer = tracer
         self._propagation = propagation
         self._contents = contents

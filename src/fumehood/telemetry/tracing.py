@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
@@ -12,6 +11,7 @@ from fumehood.interfaces import HostedTool, Models, Runs
 from fumehood.serving.exchange import Application
 from fumehood.telemetry.contents import OutputMessages
 from fumehood.telemetry.observing import ObservedModels, ObservedRuns, ObservedTool
+from fumehood.telemetry.quick_spans import QuickExporter, QuickTracer
 from fumehood.telemetry.seen import Observer
 from fumehood.telemetry.spans import Spans, no_contents
 from fumehood.telemetry.trace_context import Propagation
@@ -28,9 +28,10 @@ class Tracing:
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": name}), shutdown_on_exit=False
         )
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        processor = BatchSpanProcessor(exporter)
+        self._provider.add_span_processor(processor)
         captures = environ.get(CAPTURE, "").lower() in _CAPTURING
-        tracer = self._provider.get_tracer("fumehood", __version__)
+        tracer = QuickTracer(self._provider, processor, "fumehood", __version__)
         self._propagation = Propagation(environ)
         contents = OutputMessages() if captures else no_contents
         self._observer = Observer([Spans(tracer, self._propagation, contents)])
@@ -54,4 +55,4 @@ class Tracing:
 
 def tracing_to(endpoint: str, environ: Mapping[str, str]) -> Tracing:
     """With the address that other signals would share, as in OTEL_EXPORTER_OTLP_ENDPOINT."""
-    return Tracing(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces"), environ)
+    return Tracing(QuickExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces"), environ)
