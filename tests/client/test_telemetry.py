@@ -151,7 +151,9 @@ def test_an_evaluation_is_a_trace_of_its_requests_and_functions(elsewhere: Elsew
     assert [event.name for event in evaluation.events] == ["fumehood.prompt_rendered"]
 
 
-def test_each_request_carries_the_context_of_its_span(elsewhere: Elsewhere) -> None:
+def test_each_request_carries_the_context_of_its_span(
+    elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorded = Recorded()
     busy = error(503, "Busy.")
     elsewhere.server.script(busy, response(function_call("c1", '{"sql": "x"}')), response(message("done")))
@@ -161,6 +163,10 @@ def test_each_request_carries_the_context_of_its_span(elsewhere: Elsewhere) -> N
     assert sent == [expected[0], *expected]
     elsewhere.server.script(response(message("done")))
     elsewhere.adapter(observer=recorded.telemetry(propagate=False)).evaluate(prompt())
+    assert "traceparent" not in elsewhere.server.headers[0]
+    elsewhere.server.script(response(message("done")))
+    monkeypatch.setenv("OTEL_PROPAGATORS", "none")
+    elsewhere.adapter(observer=recorded.telemetry()).evaluate(prompt())
     assert "traceparent" not in elsewhere.server.headers[0]
 
 
