@@ -15,10 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from opentelemetry import metrics, trace
-from opentelemetry.metrics import Histogram, MeterProvider
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider, use_span
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+try:
+    from opentelemetry import metrics, trace
+    from opentelemetry.metrics import Histogram, MeterProvider
+    from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider, use_span
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+except ImportError as error:
+    raise ImportError("Telemetry of the client needs an extra: pip install 'fumehood[otel]'") from error
 
 from fumehood import __version__
 from fumehood.client import serde
@@ -164,7 +167,16 @@ class ClientTelemetry:
                     within.function = None
 
     def publish(self, event: object) -> None:
-        """The events that the client publishes anyway, each where it belongs."""
+        """The events that the client publishes anyway, each where it belongs.
+
+        Handlers may publish some, too, and put anything into them; that is left out.
+        """
+        try:
+            self._tell(event)
+        except Exception as error:
+            _log.warning("A %s is left out of a span: %s", type(event).__name__, type(error).__name__)
+
+    def _tell(self, event: object) -> None:
         match event:
             case ToolInvoked():
                 self._invoked(event)
