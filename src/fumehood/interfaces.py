@@ -119,6 +119,10 @@ class Run(Protocol):
         ...
 
 
+# Is told how many more bytes a request is about to hold; raises RateLimited or Unavailable where that is too much.
+type TakeRoom = Callable[[int], None]
+
+
 class Runs(Protocol):
     async def start(
         self,
@@ -127,20 +131,26 @@ class Runs(Protocol):
         response_id: str | None = None,
         *,
         past: Sequence[Segment] | None = None,
+        take: TakeRoom | None = None,
     ) -> Run:
         """Check everything that can be checked, then begin. Raises ApiError; then nothing was begun.
 
         response_id: the id of the response, where somebody had to know it before.
         past: the conversation that is continued, from whoever holds one that the store does not keep; without it
             the store is asked for `previous_response_id`.
+        take: told of the files that the input refers to.
         """
         ...
 
-    async def count(self, request: CreateResponse, caller: Caller) -> InputTokens:
+    async def count(
+        self, request: CreateResponse, caller: Caller, *, take: TakeRoom | None = None
+    ) -> InputTokens:
         """How many tokens the model would be shown; begins nothing. Raises ApiError."""
         ...
 
-    async def compact(self, request: CreateResponse, caller: Caller) -> CompactedResponse:
+    async def compact(
+        self, request: CreateResponse, caller: Caller, *, take: TakeRoom | None = None
+    ) -> CompactedResponse:
         """The conversation that the request would stand on, made short by its model. Keeps nothing. Raises ApiError;
         cancelling it aborts the model's request.
         """
@@ -331,8 +341,13 @@ class HostedTool(Protocol):
         """What the model is shown of an item of this tool's that a client gave back."""
         ...
 
-    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:
-        """What must outlive the items of this conversation, which are about to be compacted; None if nothing must."""
+    async def remember(
+        self, caller: Caller, past: Sequence[Segment], kept: Sequence[Entry] = ()
+    ) -> Memory | None:
+        """What must outlive the items of this conversation, which are about to be compacted; None if nothing must.
+
+        kept: those among them that stay as they are.
+        """
         ...
 
 
@@ -506,9 +521,13 @@ class Files(Protocol):
 
 
 class Attachments(Protocol):
-    async def find(self, caller: Caller, part: FilePart, *, whole: bool) -> Attachment:
-        """What a part of an input holds or names, under a name that other files may have too. `whole`: with the content
-        of files that are no text. Raises NotFound for what the caller cannot have, InvalidRequest for what cannot be
-        taken; `param` names the field of the part.
+    async def find(
+        self, caller: Caller, part: FilePart, *, whole: bool, take: TakeRoom | None = None
+    ) -> Attachment:
+        """What a part of an input holds or names, under a name that other files may have too. Raises NotFound for what
+        the caller cannot have, InvalidRequest for what cannot be taken; `param` names the field of the part.
+
+        whole: with the content of files that are no text.
+        take: told of what is read, before it is.
         """
         ...

@@ -1,7 +1,7 @@
 """The seams of sandboxes, as `interfaces` gives them: what runs code, and where it comes from; imports `protocol`."""
 
 from collections.abc import AsyncGenerator, AsyncIterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from fumehood.protocol.sandbox import (
@@ -22,6 +22,7 @@ class SandboxRef:
 
     id: str
     address: str = ""
+    warm: bool | None = field(default=None, compare=False)  # of one just made: whether it had been waiting
 
 
 class Sandbox(Protocol):

@@ -17,7 +17,7 @@ from fumehood.config import CodeInterpreterSettings, Config, FileSettings, Misco
 from fumehood.engine.log import LagLimits
 from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRuns
-from fumehood.files.fetching import Fetcher, FetchLimits
+from fumehood.files.fetching import Fetcher, FetchLimits, Passing
 from fumehood.files.inputs import InputFiles, InputLimits
 from fumehood.files.uploads import UploadedFiles, UploadSettings
 from fumehood.gateway.app import Gateway
@@ -193,6 +193,7 @@ async def assembled(
                 monotonic=clock.monotonic,
             ),
             always_include=(OUTPUTS,) if always else (),
+            slowest=limits.body_bytes_per_second,
             show_metrics=config.telemetry.metrics,
             unready=_Readiness(sandboxes if chosen.enabled else None, clock),
         )
@@ -307,7 +308,7 @@ async def _store(config: Config, stack: AsyncExitStack) -> SqliteStore:
 async def _blobs(config: Config, store: SqliteStore, clock: Clock, stack: AsyncExitStack) -> ReferredBlobs:
     directory = Path(config.storage.blobs)
     try:
-        disk = DiskBlobs(directory, await store.identity())
+        disk = DiskBlobs(directory, await store.identity(), config.storage.spare_bytes)
     except StoreRefused as error:
         raise CannotServe(str(error)) from error
     except OSError as error:
@@ -365,13 +366,16 @@ def _container_settings(config: Config) -> ContainerSettings:
 def _attachments(config: Config, files: Files, stack: AsyncExitStack) -> InputFiles:
     """Who finds the files of requests; nothing is fetched from anywhere unless the operator says so."""
     settings = config.inputs
-    fetcher: Fetcher | None = None
+    addresses: Fetcher | Passing | None = None
+    private = networks(settings.fetch_networks)
     if settings.fetch_urls:
         limits = FetchLimits(bytes=settings.fetch_bytes, seconds=settings.fetch_seconds)
-        fetcher = Fetcher(limits, networks(settings.fetch_networks))
-        stack.callback(fetcher.close)
+        addresses = Fetcher(limits, private)
+        stack.callback(addresses.close)
+    elif settings.pass_urls:
+        addresses = Passing(private)
     return InputFiles(
-        files, fetcher, InputLimits(picture_bytes=settings.picture_bytes, file_bytes=settings.file_bytes)
+        files, addresses, InputLimits(picture_bytes=settings.picture_bytes, file_bytes=settings.file_bytes)
     )
 
 

@@ -39,10 +39,12 @@ def test_addresses_are_fetched_only_where_the_operator_says_so(tmp_path: Path, w
     with Model() as model:
         settings = settings_without_code(model)
         with served.serving(tmp_path, settings) as running, client_of(running, strict=True) as client:
-            with pytest.raises(openai.BadRequestError, match="has no file_data") as refused:
+            with pytest.raises(
+                openai.BadRequestError, match=r"inputs\.fetch_urls or inputs\.pass_urls"
+            ) as refused:
                 client.responses.create(model="scripted", input=asked(address))
-            assert refused.value.param == "input"
-            assert website.seen == []
+            assert refused.value.param == "input[0].content[0].file_url"
+            assert model.asked == []
 
         fetching = {**settings, "inputs": {"fetch_urls": True, "fetch_networks": ["127.0.0.0/8"]}}
         with served.serving(tmp_path, fetching) as running, client_of(running, strict=True) as client:

@@ -61,7 +61,9 @@ class Echo:
     def recall(self, entry: Entry) -> Exchange | None:
         return Exchange(call_id="call_recalled", name="echo", arguments="{}", output="recalled")
 
-    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:
+    async def remember(
+        self, caller: Caller, past: Sequence[Segment], kept: Sequence[Entry] = ()
+    ) -> Memory | None:
         return None
 
 

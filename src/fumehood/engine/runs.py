@@ -26,6 +26,7 @@ from fumehood.interfaces import (
     Reading,
     Sealer,
     Store,
+    TakeRoom,
 )
 from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import ApiError, ServerFault, Unavailable
@@ -121,8 +122,9 @@ class EngineRuns:
         response_id: str | None = None,
         *,
         past: Sequence[Segment] | None = None,
+        take: TakeRoom | None = None,
     ) -> EngineRun:
-        prepared = await self._preparation.prepare(request, caller, past)
+        prepared = await self._preparation.prepare(request, caller, past, take=take)
         prepared.check_files()
         if response_id is not None:
             prepared.response.id = response_id
@@ -133,14 +135,18 @@ class EngineRuns:
             await check_length(self._tokens, backend, caller, shown)
         return await self._begin(prepared, backend)
 
-    async def count(self, request: CreateResponse, caller: Caller) -> InputTokens:
-        prepared, backend, shown = await self._shown(request, caller)
+    async def count(
+        self, request: CreateResponse, caller: Caller, *, take: TakeRoom | None = None
+    ) -> InputTokens:
+        prepared, backend, shown = await self._shown(request, caller, take)
         count = await self._tokens.count(backend, prepared.caller, shown)
         return InputTokens(input_tokens=count.tokens, exact=count.exact)
 
-    async def compact(self, request: CreateResponse, caller: Caller) -> CompactedResponse:
+    async def compact(
+        self, request: CreateResponse, caller: Caller, *, take: TakeRoom | None = None
+    ) -> CompactedResponse:
         # What one model could not read would keep the conversation from being compacted ever after.
-        prepared, backend, shown = await self._shown(request, caller, gives_files=False)
+        prepared, backend, shown = await self._shown(request, caller, take, gives_files=False)
         self._refuse_when_draining()
         task = asyncio.create_task(self._compact(prepared, backend, shown))
         self._compacting.add(task)
@@ -171,10 +177,10 @@ class EngineRuns:
         )
 
     async def _shown(
-        self, request: CreateResponse, caller: Caller, *, gives_files: bool = True
+        self, request: CreateResponse, caller: Caller, take: TakeRoom | None, *, gives_files: bool = True
     ) -> tuple[Prepared, ModelBackend, ModelRequest]:
         """What the model would be shown first; raises ApiError."""
-        prepared = await self._preparation.prepare(request, caller, gives_files=gives_files)
+        prepared = await self._preparation.prepare(request, caller, gives_files=gives_files, take=take)
         backend = self._models.backend(prepared.response.model)
         shown = prepared.first_request()
         await aside(_unrendered(prepared), backend.check, shown)

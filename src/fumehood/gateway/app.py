@@ -34,6 +34,7 @@ from fumehood.protocol.errors import (
     Unavailable,
 )
 from fumehood.serving.exchange import CallerLeft, Receive, Scope, Send
+from fumehood.serving.stalled import SLOWEST
 
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
@@ -62,6 +63,7 @@ class Gateway:
     unready: tells why this gateway cannot serve now, None if it can.
     silence: seconds after which a stream that has nothing to say shows that it is alive.
     file_bytes: the largest file that anybody may upload.
+    slowest: bytes in a second that a body has to come with, on the whole; 0 lets it drip.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Gateway:
         unready: Callable[[], Awaitable[str | None]] | None = None,
         silence: float = SILENCE,
         file_bytes: int = FILE_BYTES,
+        slowest: int = SLOWEST,
         show_metrics: bool = True,
     ) -> None:
         self.metrics = metrics or Metrics()
@@ -89,6 +92,7 @@ class Gateway:
         self._log = log
         self._described: bytes | None = None
         self._unready = unready
+        self._slowest = slowest
         limits = limits or Limits()
         responses = self._responses = Responses(
             runs,
@@ -147,7 +151,8 @@ class Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_socket = scope["type"] == "websocket"
-        exchange = Handshake(scope, receive, send) if is_socket else Exchange(scope, receive, send)
+        made = Handshake if is_socket else Exchange
+        exchange = made(scope, receive, send, self._slowest)
         place = self._routes.find(exchange)
         try:
             if exchange.transfer_fault:

@@ -25,7 +25,7 @@ class _Account:
 
     rate: requests in a minute, and how many may come at once.
     tokens: how many more may come, at the time `filled_at`.
-    held: bytes of bodies.
+    held: bytes of bodies and of files.
     """
 
     body_bytes: int
@@ -43,8 +43,9 @@ class Limits:
     usual: what a key may do for which nothing else was said. Where no keys are needed everybody is one caller, for
         whom `concurrent` has no meaning.
     total: how many responses may be in the making at once, whoever asked for them.
-    body_bytes_total: how large the bodies of all requests that are worked on may be together, half of it for one key.
-        A body that comes in one piece does not count: every connection may hold that much anyway.
+    body_bytes_total: how large the bodies of all requests that are worked on may be together, with the files that they
+        refer to, half of it for one key. A body that comes in one piece does not count: every connection may hold that
+        much anyway.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Limits:
 
 
 class Room:
-    """What the body of one request takes; it is given back at the end."""
+    """What one request takes with its body and with what that refers to; it is given back at the end."""
 
     __slots__ = ("_account", "_held", "_limits")
 

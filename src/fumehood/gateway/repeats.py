@@ -17,7 +17,7 @@ from fumehood.gateway.exchange import Exchange, Vigil, encode
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.sse import DONE, GONE, HEADERS, SIGN_OF_LIFE, TERMINAL, encode_events
-from fumehood.interfaces import Caller, IdempotencyClaim, Run, Runs, Store
+from fumehood.interfaces import Caller, IdempotencyClaim, Run, Runs, Store, TakeRoom
 from fumehood.protocol.errors import ApiError, Conflict, InvalidRequest, RateLimited, ServerFault, to_detail
 from fumehood.protocol.events import ErrorOccurred
 from fumehood.protocol.folding import project_response
@@ -119,12 +119,12 @@ class Repeats:
     async def _drive(self, joint: "_Joint", asked: Asked) -> None:
         """A task of its own: whoever was first need not be the last to stay."""
         try:
-            with self._limits.running(asked.caller):
+            with self._limits.running(asked.caller), self._limits.room(asked.caller) as room:
                 earlier = await self._earlier(asked, joint.response_id) if asked.kept else None
                 if earlier is not None:
                     joint.begun.set_result(earlier)
                 else:
-                    await self._run(joint, asked)
+                    await self._run(joint, asked, room.take)
         except Exception as error:
             if not isinstance(error, ApiError):
                 logger.exception("A request with a key could not be served.")
@@ -156,10 +156,10 @@ class Repeats:
             )
         return response
 
-    async def _run(self, joint: "_Joint", asked: Asked) -> None:
+    async def _run(self, joint: "_Joint", asked: Asked, take: TakeRoom) -> None:
         """Whatever is refused, or fails before anything was made, does not use up the key."""
         try:
-            run = await self._runs.start(asked.request, asked.caller, joint.response_id)
+            run = await self._runs.start(asked.request, asked.caller, joint.response_id, take=take)
         except Exception:
             await self._release(joint, asked)
             raise

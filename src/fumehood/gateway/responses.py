@@ -60,7 +60,7 @@ class Responses:
                 self._note(exchange, await self._repeats.answer(exchange, asked))
                 return
             del body
-            await self._make(exchange, caller, request, partial(self._stream, exchange))
+            await self._make(exchange, caller, request, partial(self._stream, exchange), room)
 
     def room(self, caller: Caller) -> Room:
         """For the body of a request that came otherwise."""
@@ -76,14 +76,15 @@ class Responses:
         caller: Caller,
         request: CreateResponse,
         follow: Follow,
+        room: Room,
         past: Sequence[Segment] | None,
     ) -> tuple[Run, Response | None]:
         """Make a response of a request that came otherwise, streamed by `follow`; how it ended, None if the client did
-        not stay. `past` is as in `Runs.start`.
+        not stay. `room` holds what the request takes, `past` is as in `Runs.start`.
         """
         self._limits.count(caller, exchange.extra)
         exchange.noted["model"] = request.model
-        return await self._make(exchange, caller, request, follow, past)
+        return await self._make(exchange, caller, request, follow, room, past)
 
     async def _read(self, exchange: Exchange, caller: Caller, room: Room) -> tuple[CreateResponse, bytes]:
         self._limits.count(caller, exchange.extra)
@@ -97,10 +98,11 @@ class Responses:
         caller: Caller,
         request: CreateResponse,
         follow: Follow,
+        room: Room,
         past: Sequence[Segment] | None = None,
     ) -> tuple[Run, Response | None]:
         with self._limits.running(caller):
-            run = await self._runs.start(request, caller, past=past)
+            run = await self._runs.start(request, caller, past=past, take=room.take)
             exchange.noted["response_id"] = run.id
             response = await self._answer(exchange, run, request, follow)
         self._note(exchange, response)
@@ -154,22 +156,22 @@ class Responses:
         with self._limits.room(caller) as room:
             request, _ = await self._read(exchange, caller, room)
             with self._limits.running(caller):
-                counted = await self._runs.count(request, caller)
+                counted = await self._runs.count(request, caller, take=room.take)
         await exchange.answer_json(counted)
 
     async def compact(self, exchange: Exchange, caller: Caller) -> None:
         with self._limits.room(caller) as room:
             request, _ = await self._read(exchange, caller, room)
             with self._limits.running(caller):
-                compacted = await self._compacted(exchange, caller, request)
+                compacted = await self._compacted(exchange, caller, request, room)
         self._note_usage(exchange, compacted.usage)
         self._metrics.used(compacted.usage)
         await exchange.answer_json(compacted)
 
     async def _compacted(
-        self, exchange: Exchange, caller: Caller, request: CreateResponse
+        self, exchange: Exchange, caller: Caller, request: CreateResponse, room: Room
     ) -> CompactedResponse:
-        task = asyncio.ensure_future(self._runs.compact(request, caller))
+        task = asyncio.ensure_future(self._runs.compact(request, caller, take=room.take))
         with Vigil(exchange, lambda: _stop(task)) as vigil:
             try:
                 return await task

@@ -337,7 +337,7 @@ class _Rendering:
             return Raw(_encode(_InputText(note(found))))
         if part.type == "input_image":
             return _without_id(raw) if found.data is None else _without_id(raw, image_url=found.data)
-        takes_files = self._dialect.takes_files or found.given
+        takes_files = (self._dialect.takes_files or found.given) and not found.too_large
         if part.file_data and takes_files:
             return _without_id(raw)
         match file_part(_files.decode(raw), found, takes_files=takes_files):

@@ -1,4 +1,4 @@
-"""One container over the sandboxes that it has one after another; imports `interfaces`, `protocol` and siblings."""
+"""One container over the sandboxes that it has one after another; imports `interfaces`, what is below, and siblings."""
 
 import asyncio
 import hashlib
@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from fumehood.interfaces import Clock, Sandbox, SandboxProvider, SandboxRef, Store
+from fumehood.phases import Phase, phase
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest, Note, SandboxSpec, Tenant
 from fumehood.protocol.sandbox_errors import (
@@ -229,27 +230,33 @@ class SandboxContainer:
         """The container's sandbox, a new one if there is none; raises SandboxError. One that was used before is not
         asked whether it lives: that would cost as much as the call.
         """
-        known = self._living.sandbox
-        if known is not None and known.id == self._living.record.sandbox:
-            return known, []
-        _check_ceiling(self._house, self._living.record)
-        try:
-            async with asyncio.timeout(self._house.settings.claim_timeout):
-                living = await attached(self._house.provider, self._living.record)
-        except TimeoutError:
-            raise Unreachable("The sandbox server does not answer.") from None
-        if living is not None:
-            return living, []
-        async with self._living.filing:  # what is put there meanwhile must be in one or the other
-            return await self._reborn()
+        with phase("acquire") as acquiring:
+            known = self._living.sandbox
+            if known is not None and known.id == self._living.record.sandbox:
+                acquiring.note("start", "kept")
+                return known, []
+            _check_ceiling(self._house, self._living.record)
+            try:
+                async with asyncio.timeout(self._house.settings.claim_timeout):
+                    living = await attached(self._house.provider, self._living.record)
+            except TimeoutError:
+                raise Unreachable("The sandbox server does not answer.") from None
+            if living is not None:
+                acquiring.note("start", "kept")
+                return living, []
+            async with self._living.filing:  # what is put there meanwhile must be in one or the other
+                return await self._reborn(acquiring)
 
-    async def _reborn(self) -> tuple[Sandbox, list[str]]:
+    async def _reborn(self, acquiring: Phase) -> tuple[Sandbox, list[str]]:
         record = self._living.record
         number = record.incarnation + 1
         ref = await claimed(self._house, record, next_name(record))
         sandbox = await self._house.provider.attach(ref)
-        restored = await self._house.files.restore(record.id, sandbox)
-        await self._house.files.settle(record.id, restored)
+        acquiring.note("start", _start_of(ref))
+        acquiring.end()
+        with phase("files"):
+            restored = await self._house.files.restore(record.id, sandbox)
+            await self._house.files.settle(record.id, restored)
         self._living.change(sandbox=ref.id, address=ref.address, incarnation=number, mark=restored.mark)
         if not await self._living.write(self._house.store):
             await release(self._house.provider, ref)
@@ -274,8 +281,9 @@ class SandboxContainer:
         self, sandbox: Sandbox, mark: str, began: dict[str, Placed] | None = None
     ) -> tuple[str, Sequence[str]]:
         try:
-            async with self._living.filing:
-                look = await self._house.files.look(self.id, sandbox, mark, began)
+            with phase("files"):
+                async with self._living.filing:
+                    look = await self._house.files.look(self.id, sandbox, mark, began)
         except SandboxError as error:
             logger.warning("The files of %s could not be listed: %s", self.id, error.message)
             return mark, ["The files of this call could not be listed."]
@@ -291,7 +299,8 @@ class SandboxContainer:
         end: End | None = None
         try:
             async with fresh_sandbox(self._house, self._living) as sandbox:
-                restored = await self._house.files.restore(self.id, sandbox)
+                with phase("files"):
+                    restored = await self._house.files.restore(self.id, sandbox)
                 for text in restored.notes():
                     yield Note(text)
                 async with aclosing(followed(sandbox, request, execution_id, self._house.clock)) as events:
@@ -328,13 +337,20 @@ class SandboxContainer:
 @asynccontextmanager
 async def fresh_sandbox(house: House, living: Living) -> AsyncGenerator[Sandbox]:
     """An empty sandbox of the container's kind, which ends with the block. Raises SandboxError."""
-    ref = await claimed(house, living.record, f"{living.record.id}-{secrets.token_hex(4)}")
-    living.passing.add(ref)
+    with phase("acquire") as acquiring:
+        ref = await claimed(house, living.record, f"{living.record.id}-{secrets.token_hex(4)}")
+        living.passing.add(ref)
+        acquiring.note("start", _start_of(ref))
     try:
         yield await house.provider.attach(ref)
     finally:
         living.passing.discard(ref)
         await release(house.provider, ref)
+
+
+def _start_of(ref: SandboxRef) -> str:
+    """How a new sandbox came to be."""
+    return "new" if ref.warm is None else "warm" if ref.warm else "cold"
 
 
 def next_name(record: ContainerRecord) -> str:

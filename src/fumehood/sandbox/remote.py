@@ -80,7 +80,7 @@ class RemoteSandboxes:
         if not _is_name(chosen):
             raise RequestRefused(f"{chosen!r} cannot be the name of a sandbox.", param="name")
         info = await self.connection.ask("PUT", _path(chosen), SandboxInfo, body=_encoded(spec))
-        return SandboxRef(info.id)
+        return SandboxRef(info.id, warm=info.warm)
 
     async def attach(self, ref: SandboxRef) -> "RemoteSandbox":
         if not _is_name(ref.id):

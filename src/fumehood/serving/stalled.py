@@ -1,4 +1,4 @@
-"""Leaves readers that take next to nothing of what is sent to them; imports the standard library."""
+"""Leaves those who take next to nothing of what is sent, or send next to nothing; imports the standard library."""
 
 import asyncio
 import logging
@@ -8,7 +8,29 @@ from typing import override
 _SECONDS = 60.0
 _BYTES = 64 << 10
 
+SLOWEST = 1024
+"""Bytes in a second that a sender has to send, on the whole."""
+
 logger = logging.getLogger(__name__)
+
+
+class Pace:
+    """How many more seconds the sender of something is waited for. They are used up by waiting, and what comes earns
+    some of them again; so who pauses is waited for, and who drips is not.
+
+    most: for how long nothing may come.
+    slowest: bytes that earn a second; 0 if any of them earns all.
+    """
+
+    __slots__ = ("_most", "_slowest", "left")
+
+    def __init__(self, most: float, slowest: int = SLOWEST) -> None:
+        self.left = self._most = most
+        self._slowest = slowest
+
+    def came(self, size: int, waited: float = 0.0) -> None:
+        earned = size / self._slowest if self._slowest else self._most
+        self.left = min(self._most, max(self.left - waited, 0.0) + earned)
 
 
 class LeavesStalled(asyncio.Protocol):

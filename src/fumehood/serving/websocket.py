@@ -8,7 +8,7 @@ from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.protocol import State
 
-from fumehood.serving.stalled import LeavesStalled
+from fumehood.serving.stalled import SLOWEST, LeavesStalled, Pace
 from fumehood.serving.web import Refusal
 
 SHUTDOWN = "fumehood.shutdown"
@@ -23,13 +23,15 @@ logger = logging.getLogger(__name__)
 
 
 class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
-    """Speaks ASGI with three words of its own. `websocket.accept` may say the largest message as `message_bytes`.
-    `websocket.send` may have `frames`: whole messages with their heads, as many as there are, written in one piece. And
-    a server that stops says SHUTDOWN instead of hanging up.
+    """Speaks ASGI with words of its own. `websocket.accept` may say the largest message as `message_bytes`, and how
+    slowly one may come as `slowest`. `websocket.send` may have `frames`: whole messages with their heads, as many as
+    there are, written in one piece. And a server that stops says SHUTDOWN instead of hanging up.
     """
 
     refusal: Refusal
     _message_timer: asyncio.TimerHandle | None = None
+    _slowest = SLOWEST
+    _pace: Pace | None = None  # of a message that has begun
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -41,7 +43,7 @@ class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
 
     @override
     def data_received(self, data: bytes) -> None:
-        self._heard_at = self.loop.time()
+        heard_at, self._heard_at = self._heard_at, self.loop.time()
         if self._message_timer is not None:
             self._message_timer.cancel()
             self._message_timer = None
@@ -49,7 +51,13 @@ class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             self._refuse("The request cannot be understood as the beginning of a WebSocket.")
         elif (self.frames or self.conn.reader.buffer) and not self.transport.is_closing():
-            self._message_timer = self.loop.call_later(_MESSAGE_SECONDS, self._give_up)
+            if self._pace is None:
+                self._pace = Pace(_MESSAGE_SECONDS, self._slowest)
+            else:
+                self._pace.came(len(data), self._heard_at - heard_at)
+            self._message_timer = self.loop.call_later(self._pace.left, self._give_up)
+        else:
+            self._pace = None
 
     @override
     def send_keepalive_ping(self) -> None:
@@ -79,6 +87,7 @@ class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
                 self.transport.write(frames)
             return
         self.conn.max_size = message.get("message_bytes", self.conn.max_size)
+        self._slowest = message.get("slowest", self._slowest)
         await super().send(message)
         if message["type"] == "websocket.http.response.body":
             self.handshake_complete = True  # as far as it will ever be

@@ -5,7 +5,7 @@ is made and copied into it.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 
@@ -20,17 +20,20 @@ from fumehood.interfaces import (
     Run,
     Runs,
     Take,
+    TakeRoom,
     ToolResult,
     ToolStep,
 )
+from fumehood.phases import Phase, heard_by
 from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import ApiError
 from fumehood.protocol.items import ProducedFile
 from fumehood.protocol.models import AnyModelEvent, ModelRequest
 from fumehood.protocol.responses import CreateResponse, Response
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
-from fumehood.telemetry.seen import CallSeen, Observer, RunSeen, TurnSeen
+from fumehood.telemetry.seen import CallSeen, Observer, PhaseSeen, RunSeen, TurnSeen
 
+_CANCELLED = frozenset({"GeneratorExit", "CancelledError"})
 _run: ContextVar[RunSeen | None] = ContextVar("fumehood_observed_run", default=None)
 
 
@@ -61,12 +64,13 @@ class ObservedRuns:
         response_id: str | None = None,
         *,
         past: Sequence[Segment] | None = None,
+        take: TakeRoom | None = None,
     ) -> Run:
         seen = RunSeen(request=request)
         self._observer.began(seen)
         token = _run.set(seen)
         try:
-            run = await self._runs.start(request, caller, response_id, past=past)
+            run = await self._runs.start(request, caller, response_id, past=past, take=take)
         except BaseException as error:
             seen.error = kind_of(error)
             self._observer.ended(seen)
@@ -224,7 +228,7 @@ class _ObservedSession:
         ended = False
         try:
             async with aclosing(steps):
-                async for step in steps:
+                async for step in _heard(steps, lambda phase: self._tell(phase, seen)):
                     if isinstance(step, ToolResult):
                         ended = True
                         seen.error = "failed" if getattr(step.item, "status", "") == "failed" else ""
@@ -237,3 +241,24 @@ class _ObservedSession:
             self._observer.ended(seen)
             if seen.run is not None:
                 seen.run.calls += 1
+
+    def _tell(self, phase: Phase, call: CallSeen) -> None:
+        error = "cancelled" if phase.error in _CANCELLED else phase.error
+        seen = PhaseSeen(phase=phase, call=call, began_at=phase.began_at, took=phase.took, error=error)
+        self._observer.began(seen)
+        self._observer.ended(seen)
+
+
+async def _heard(
+    steps: AsyncGenerator[ToolStep], listener: Callable[[Phase], None]
+) -> AsyncGenerator[ToolStep]:
+    """The steps, with somebody listening while they are made, and only then: what a generator sets stays set for
+    whoever takes from it.
+    """
+    while True:
+        try:
+            with heard_by(listener):
+                step = await anext(steps)
+        except StopAsyncIteration:
+            return
+        yield step

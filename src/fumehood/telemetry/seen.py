@@ -1,4 +1,4 @@
-"""What happens at the seams, as records that listeners are told of; imports OpenTelemetry's API and `protocol`.
+"""What happens at the seams, as records that listeners are told of; imports OpenTelemetry's API and what is below.
 
 Every record is made once, by whoever sees it happen, and is told twice: when it begins and when it has ended. What is
 made of it (spans, metrics, events) is the listeners' affair.
@@ -13,6 +13,7 @@ from typing import Protocol
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
+from fumehood.phases import Phase
 from fumehood.protocol.models import AnyModelEvent, ModelRequest, TurnEnded
 from fumehood.protocol.responses import CreateResponse, Response
 
@@ -113,6 +114,14 @@ class CallSeen(Seen):
     run: RunSeen | None = None
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class PhaseSeen(Seen):
+    """A phase of a call: a sandbox was acquired, packages were installed, code has run, files were looked for."""
+
+    phase: Phase
+    call: CallSeen
+
+
 class Listener(Protocol):
     def began(self, seen: Seen) -> None: ...
 
@@ -137,7 +146,7 @@ class Observer:
                 logger.exception("telemetry: what has begun could not be told")
 
     def ended(self, seen: Seen) -> None:
-        seen.took = seen.so_far()
+        seen.took = seen.took or seen.so_far()
         for listener in self._listeners:
             try:
                 listener.ended(seen)

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import override
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
 from fumehood.protocol.responses import Response, Usage
-from fumehood.telemetry.quick_spans import QuickTracer
-from fumehood.telemetry.seen import CallSeen, Listener, RunSeen, Seen, TurnSeen
+from fumehood.telemetry.seen import CallSeen, Listener, PhaseSeen, RunSeen, Seen, TurnSeen
 from fumehood.telemetry.trace_context import Propagation, callers_trace
 
 PROVIDER = "fumehood"
@@ -29,11 +28,9 @@ def no_contents(_response: Response) -> dict[str, str]:
 
 
 class Spans(Listener):
-    """`invoke_agent` with `chat MODEL` and `execute_tool NAME` below it."""
+    """`invoke_agent` with `chat MODEL` and `execute_tool NAME` below it, and below that the phases of a sandbox."""
 
-    def __init__(
-        self, tracer: QuickTracer, propagation: Propagation, contents: Contents = no_contents
-    ) -> None:
+    def __init__(self, tracer: Tracer, propagation: Propagation, contents: Contents = no_contents) -> None:
         self._tracer = tracer
         self._propagation = propagation
         self._contents = contents
@@ -47,6 +44,8 @@ class Spans(Listener):
                 self._turn_began(seen)
             case CallSeen():
                 self._call_began(seen)
+            case PhaseSeen():
+                self._phase_began(seen)
             case _:
                 pass
 
@@ -93,6 +92,11 @@ class Spans(Listener):
             "gen_ai.tool.type": "extension",
         }
         self._begin(call, f"execute_tool {call.name}", _within(call.run), SpanKind.INTERNAL, attributes)
+
+    def _phase_began(self, seen: PhaseSeen) -> None:
+        phase = seen.phase
+        attributes: Attributes = {f"fumehood.sandbox.{fact}": value for fact, value in phase.facts.items()}
+        self._begin(seen, f"sandbox {phase.name}", _within(seen.call), SpanKind.INTERNAL, attributes)
 
     def _begin(self, seen: Seen, name: str, parent: Context, kind: SpanKind, attributes: Attributes) -> None:
         seen.span = self._tracer.start_span(name, parent, kind, attributes, start_time=seen.began_at)

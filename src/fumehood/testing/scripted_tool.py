@@ -88,8 +88,11 @@ class ScriptedTool:
             call_id=entry.id or "call_recalled", name=self.name, arguments="{}", output="(recalled)"
         )
 
-    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:  # noqa: ARG002
+    async def remember(
+        self, caller: Caller, past: Sequence[Segment], kept: Sequence[Entry] = ()
+    ) -> Memory | None:
         """The latest item of each kind that it has made."""
+        del caller, kept
         latest = {entry.type: entry.raw for segment in past for entry in segment.entries}
         items = [raw for kind, raw in latest.items() if kind in self.item_types]
         return Memory(items, f"{self.name} was used.") if items else None

@@ -118,14 +118,16 @@ class CodeInterpreter:
             images=tuple(url for url in urls if url.startswith("data:image/")),
         )
 
-    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:
-        """The containers that were used, by any tool, the latest last, each with its files."""
+    async def remember(
+        self, caller: Caller, past: Sequence[Segment], kept: Sequence[Entry] = ()
+    ) -> Memory | None:
+        """The containers that were used, by any tool, the latest last, each with its files; and files that wait."""
         ids = used_containers(past)[-_MOST_REMEMBERED:]
         remembered = [await self._remembered(caller, container_id) for container_id in ids]
         items = [msgspec.json.encode(one) for one in remembered]
         files = files_of(past, container_of)
-        if (kept := memory_of(files)) is not None:
-            items.append(kept)
+        if (waiting := await memory_of(files, kept)) is not None:
+            items.append(waiting)
         if not items:
             return None
         notes = [

@@ -128,8 +128,11 @@ class Shell:
         arguments = msgspec.json.encode(item.action or _Action()).decode()
         return Exchange(call_id=item.call_id, name=NAME, arguments=arguments, output="", tells="call")
 
-    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:  # noqa: ARG002
+    async def remember(
+        self, caller: Caller, past: Sequence[Segment], kept: Sequence[Entry] = ()
+    ) -> Memory | None:
         """Nothing of its own: the code interpreter remembers the containers of both."""
+        del caller, past, kept
         return None
 
 

@@ -13,6 +13,7 @@ from fumehood.client.errors import (
 )
 from fumehood.client.prompt.tool import AnyTool, ProviderTool, Tool, ToolContext, ToolPolicy, ToolResult
 from fumehood.client.runtime.events import ToolInvoked
+from fumehood.client.runtime.observer import NOBODY, Observer, ToolCalled
 
 _log = logging.getLogger(__name__)
 
@@ -23,12 +24,7 @@ def tool_to_spec(tool: AnyTool) -> dict[str, Any]:
         raise PromptValidationError(
             f"The tool {tool.name!r} is the provider's own; it has no function specification."
         )
-    try:
-        schema = tool.parameters
-    except TypeError as error:
-        raise PromptValidationError(
-            f"The parameters of the tool {tool.name!r} have no schema: {error}"
-        ) from error
+    schema = tool.parameters
     return {
         "type": "function",
         "function": {
@@ -78,11 +74,18 @@ class ToolExecutor:
 
     context: ToolContext
     policies: tuple[ToolPolicy, ...] = ()
+    observer: Observer = NOBODY
 
     def run(
         self, tool: AnyTool | None, name: str, arguments: str | None, call_id: str | None
     ) -> ToolResult[Any]:
         """tool: None if the model has called one that does not exist."""
+        with self.observer.running(ToolCalled(name=name, call_id=call_id, exists=tool is not None)):
+            return self._run(tool, name, arguments, call_id)
+
+    def _run(
+        self, tool: AnyTool | None, name: str, arguments: str | None, call_id: str | None
+    ) -> ToolResult[Any]:
         params: object = arguments
         snapshot = self.context.session.snapshot()
         limit: PromptEvaluationError | None = None

@@ -28,6 +28,7 @@ from fumehood.client.prompt.prompt import Prompt, RenderedPrompt, ToolChoice, me
 from fumehood.client.prompt.tool import ProviderTool, ToolContext
 from fumehood.client.resources import ResourceRegistry, Resources
 from fumehood.client.runtime.events import EventBus, JoinedBus
+from fumehood.client.runtime.observer import NOBODY, EvaluationBegun, Observer
 from fumehood.client.runtime.session import Session, SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
 
@@ -69,11 +70,13 @@ class OpenAIAdapter:
         strict: bool = False,
         throttle: ThrottlePolicy | None = None,
         max_turns: int = 100,
+        observer: Observer | None = None,
     ) -> None:
         """client: a client of the SDK; else one is made, of `client_config`, when it is first needed.
 
         openai_native_tools: which native tools a model has, where we do not know it; strict: a model of which nothing
-        is known has none. max_turns: how often the model may be asked in one evaluation.
+        is known has none. max_turns: how often the model may be asked in one evaluation. observer: sees every
+        evaluation, as `fumehood.telemetry.client.ClientTelemetry` does.
         """
         require(model.strip(), "model is empty.")
         require(
@@ -92,6 +95,7 @@ class OpenAIAdapter:
         self._strict = strict
         self._throttle = throttle
         self._max_turns = max_turns
+        self._observer = observer or NOBODY
 
     @property
     def client(self) -> "OpenAI":
@@ -135,15 +139,32 @@ class OpenAIAdapter:
             "budget and budget_tracker exclude each other; give one.",
         )
         session = Session() if session is None else session
-        tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
+        begun = EvaluationBegun(
+            prompt_name=prompt.name, adapter=self.provider, model=self.model, session_id=session.session_id
+        )
+        with self._observer.evaluating(begun):
+            tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
+            return self._evaluated(
+                prompt.bind(*params), session, bus, parse_output, deadline, tracker, resources
+            )
+
+    def _evaluated(
+        self,
+        bound: Prompt[Out],
+        session: SessionProtocol,
+        bus: EventBus | None,
+        parse_output: bool,
+        deadline: Deadline | None,
+        tracker: BudgetTracker | None,
+        resources: Resources | None,
+    ) -> PromptResponse[Out]:
         deadline = _earliest(deadline, tracker.budget.deadline if tracker else None)
-        bound = prompt.bind(*params)
         rendered = bound.render(session=session)
         workspace = _workspace(rendered)
         request = self._request(rendered, workspace)
         if deadline is not None:
-            deadline.check("the first request", prompt_name=prompt.name)
-        api = ResponsesApi(self.client, self._throttle)
+            deadline.check("the first request", prompt_name=bound.name)
+        api = ResponsesApi(self.client, self._throttle, self._observer)
         self._name_container(request, rendered, workspace, api)
         if workspace is not None and workspace.filesystem.is_packed:
             rendered = bound.render(session=session)  # it has something to add now
@@ -158,7 +179,7 @@ class OpenAIAdapter:
                 rendered_prompt=rendered,
                 adapter=self,
                 session=session,
-                event_bus=JoinedBus([session.bus] if bus is None else [session.bus, bus]),
+                event_bus=JoinedBus(session.bus, bus, self._observer),
                 resources=registry,
                 deadline=deadline,
                 budget_tracker=tracker,
@@ -169,7 +190,7 @@ class OpenAIAdapter:
                 rendered=rendered,
                 context=context,
                 request=request,
-                executor=ToolExecutor(context, bound.template.policies),
+                executor=ToolExecutor(context, bound.template.policies, self._observer),
                 manager=manager,
                 new_container=None if workspace is None else workspace.filesystem.renew_container,
                 memory_limit=None if workspace is None else workspace.container_config.memory_limit,

@@ -1,5 +1,5 @@
 """Talking to the Responses API through the SDK: errors, patience, and who is at the other end; imports the SDK, once
-it is used, and `throttle`, `wire`, `errors`.
+it is used, and `throttle`, `observer`, `wire`, `errors`.
 """
 
 import logging
@@ -12,9 +12,10 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from fumehood.client.adapters.openai.wire import WireResponse
+from fumehood.client.adapters.openai.wire import WireResponse, answered
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import DeadlineExceededError, PromptEvaluationError
+from fumehood.client.runtime.observer import NOBODY, ModelAsked, Observer
 from fumehood.client.throttle import ThrottlePolicy, Transient, retry
 
 if TYPE_CHECKING:
@@ -34,24 +35,53 @@ class ContainerGoneError(Exception):
 class ResponsesApi:
     """The three endpoints that the adapter needs, with one policy for what may pass."""
 
-    def __init__(self, client: "OpenAI", policy: ThrottlePolicy | None = None) -> None:
+    def __init__(
+        self, client: "OpenAI", policy: ThrottlePolicy | None = None, observer: Observer | None = None
+    ) -> None:
         self.client = client
         self._policy = policy or ThrottlePolicy()
+        self._observer = observer or NOBODY
         # The SDK's own retries know no deadline.
         self._sdk: Any = client.with_options(max_retries=0)
 
     def create(
-        self, request: Mapping[str, Any], *, prompt_name: str = "", deadline: Deadline | None = None
+        self,
+        request: Mapping[str, Any],
+        *,
+        prompt_name: str = "",
+        deadline: Deadline | None = None,
+        memory_limit: str | None = None,
     ) -> WireResponse:
-        """Raises PromptEvaluationError, and ContainerGoneError."""
+        """Raises PromptEvaluationError, and ContainerGoneError. memory_limit: for whoever observes it."""
         # The same key with every attempt: code that has run does not run again because an answer was lost.
         headers = {"idempotency-key": str(uuid4())}
         send: Any = self._sdk.responses.with_raw_response.create
-        return self._ask(lambda more: send(**request, extra_headers=headers, **more), prompt_name, deadline)
+        with self._observer.asking(self._asked("chat", request, memory_limit)) as asking:
+            headers |= asking.headers
+            response = self._ask(
+                lambda more: send(**request, extra_headers=headers, **more), prompt_name, deadline
+            )
+            asking.answered(answered(response))
+        return response
 
     def compact(self, request: Mapping[str, Any]) -> WireResponse:
         send: Any = self._sdk.responses.with_raw_response.compact
-        return self._ask(lambda more: send(**request, **more), "", None)
+        with self._observer.asking(self._asked("compact", request)) as asking:
+            headers = dict(asking.headers)
+            response = self._ask(lambda more: send(**request, extra_headers=headers, **more), "", None)
+            asking.answered(answered(response))
+        return response
+
+    def _asked(
+        self, operation: str, request: Mapping[str, Any], memory_limit: str | None = None
+    ) -> ModelAsked:
+        return ModelAsked(
+            operation=operation,
+            adapter="openai",
+            base_url=str(self.client.base_url),
+            request=request,
+            memory_limit=memory_limit,
+        )
 
     def container_status(self, container_id: str, *, prompt_name: str = "") -> str:
         """ "running", "expired", … Raises ContainerGoneError if there is no such container."""

@@ -20,6 +20,7 @@ from fumehood.client.adapters.openai.wire import (
     WireResponse,
     annotations,
     citations,
+    containers,
     function_calls,
     normalize_input_messages,
     provider_calls,
@@ -126,8 +127,12 @@ class Evaluation[Out]:
         return response
 
     def _send(self, request: Mapping[str, Any]) -> WireResponse:
-        name, deadline = self.rendered.prompt_name, self.context.deadline
-        return self.api.create(request, prompt_name=name, deadline=deadline)
+        return self.api.create(
+            request,
+            prompt_name=self.rendered.prompt_name,
+            deadline=self.context.deadline,
+            memory_limit=self.memory_limit or _tier_of(request),
+        )
 
     def _with_new_container(self, gone: ContainerGoneError) -> list[dict[str, Any]]:
         known = _container_of(self.request) or "(unknown)"
@@ -274,14 +279,13 @@ class Evaluation[Out]:
 
     def _log_response(self, response: WireResponse, usage: TokenUsage) -> None:
         """Names, ids and sizes; never contents, never keys."""
-        containers = {data.container_id for data in provider_calls(response.output) if data.container_id}
         fields = {
             "prompt": self.rendered.prompt_name,
             "request_id": response.request_id,
             "response_id": response.id,
             "model": response.model or self.request["model"],
             "max_output_tokens": self.request.get("max_output_tokens"),
-            "container_ids": sorted(containers) or [_container_of(self.request)],
+            "container_ids": containers(response.output) or [_container_of(self.request)],
             "memory_limit": self.memory_limit or _tier_of(self.request),
             "input_tokens": usage.input_tokens,
             "output_tokens": usage.output_tokens,

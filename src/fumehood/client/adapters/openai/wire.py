@@ -1,4 +1,5 @@
-"""Between our types and the JSON of the Responses API, without talking to anybody; imports `dbc`, `serde`, `core`.
+"""Between our types and the JSON of the Responses API, without talking to anybody; imports `dbc`, `serde`, `core`,
+`observer`.
 
 `_responses_tool_spec`, `_responses_tool_choice` and `_normalize_input_messages` are other names of the functions
 without the underscore, for those who know them by the specification.
@@ -14,6 +15,7 @@ from fumehood.client import serde
 from fumehood.client.adapters.core import FileCitation, ToolChoice
 from fumehood.client.budget import TokenUsage
 from fumehood.client.dbc import require
+from fumehood.client.runtime.observer import ModelAnswered
 
 type Item = dict[str, Any]
 
@@ -172,6 +174,19 @@ class WireResponse(msgspec.Struct):
         return "refusal" if any(part.get("type") == "refusal" for part in _parts(self.output)) else "stop"
 
 
+def answered(response: WireResponse) -> ModelAnswered:
+    """A response as observers are told of it."""
+    return ModelAnswered(
+        id=response.id,
+        model=response.model,
+        request_id=response.request_id,
+        end=response.end,
+        usage=response.usage.total() if response.usage else None,
+        output=response.output,
+        container_ids=containers(response.output),
+    )
+
+
 @dataclass(frozen=True)
 class ProviderToolCallData:
     """A call that the provider has run, as it reports it; `raw` is the item itself.
@@ -208,6 +223,11 @@ def provider_calls(output: Sequence[Item]) -> list[ProviderToolCallData]:
             here = tuple(cast(Sequence[Item], part.get("annotations") or ()))
             found += [_call_data(call, (*here, *later)) for call in nested if _native_name(call)]
     return found
+
+
+def containers(output: Sequence[Item]) -> list[str]:
+    """Those in which the provider has run calls."""
+    return sorted({data.container_id for data in provider_calls(output) if data.container_id})
 
 
 def function_calls(output: Sequence[Item]) -> list[Item]:
