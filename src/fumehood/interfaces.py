@@ -16,7 +16,7 @@ from fumehood.isolation import SandboxProvider as SandboxProvider
 from fumehood.isolation import SandboxRef as SandboxRef
 from fumehood.protocol.attachments import Attachment, FilePart
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.files import FileRecord, NewFile
 from fumehood.protocol.items import OutputItem, ProducedFile
@@ -233,7 +233,7 @@ class FurtherItem:
 
     output_index: int
     item: OutputItem
-    exchange: Exchange
+    exchange: ToolExchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +245,7 @@ class ToolResult:
 
     events: Sequence[StreamEvent]
     item: OutputItem
-    exchange: Exchange
+    exchange: ToolExchange
     further: Sequence[FurtherItem] = ()
     files: Sequence[ProducedFile] = ()
 
@@ -337,7 +337,7 @@ class HostedTool(Protocol):
         """The configuration as the response shows it: complete, and without secrets."""
         ...
 
-    def recall(self, entry: Entry) -> Exchange | None:
+    def recall(self, entry: Entry) -> ToolExchange | None:
         """What the model is shown of an item of this tool's that a client gave back."""
         ...
 

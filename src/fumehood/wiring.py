@@ -7,7 +7,7 @@ import math
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,13 @@ from fumehood.config import CodeInterpreterSettings, Config, FileSettings, Misco
 from fumehood.engine.log import LagLimits
 from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRuns
+from fumehood.figures import Figures
 from fumehood.files.fetching import Fetcher, FetchLimits, Passing
 from fumehood.files.inputs import InputFiles, InputLimits
 from fumehood.files.uploads import UploadedFiles, UploadSettings
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.auth import Callers, Everybody, KeyHolders
+from fumehood.gateway.lag import LoopLag
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.origins import ANY, Origins
@@ -33,18 +35,14 @@ from fumehood.interfaces import (
     Containers,
     Files,
     HostedTool,
-    ModelBackend,
-    Models,
     Runs,
     SandboxProvider,
     Store,
-    Take,
 )
 from fumehood.models.registry import open_models
 from fumehood.protocol.file_types import AcceptedTypes
 from fumehood.protocol.folding import OUTPUTS
 from fumehood.protocol.keys import KeyLimits
-from fumehood.protocol.models import AnyModelEvent, ModelRequest
 from fumehood.protocol.sandbox_errors import SandboxError
 from fumehood.sandbox.container import ContainerSettings
 from fumehood.sandbox.containers import SandboxContainers
@@ -95,6 +93,7 @@ class Assembled:
 
     app: Application
     runs: Runs
+    metrics: Metrics
     open: bool
 
 
@@ -104,7 +103,12 @@ async def serve(
     """Until a signal comes; raises Misconfigured, CannotServe."""
     lines = RequestLines(_to_standard_error, config.telemetry.log_format)
     async with assembled(config, environ, lines) as parts:
-        server = Server(parts.app, sock, lambda: parts.runs.drain(config.server.grace))
+        server = Server(
+            parts.app,
+            sock,
+            lambda: parts.runs.drain(config.server.grace),
+            on_stalled=parts.metrics.stalled,
+        )
         await server.run(lambda: on_ready(parts))
     lines.flush()
 
@@ -125,7 +129,8 @@ async def assembled(
     """
     clock = SystemClock()
     async with AsyncExitStack() as stack:
-        store = await _store(config, stack)
+        figures = Figures()
+        store = await _store(config, figures, stack)
         callers = await _callers(config, store, clock, stack)
         keyless = not isinstance(callers, KeyHolders) or callers.open
         if keyless and ANY in config.server.cors_origins:
@@ -138,25 +143,32 @@ async def assembled(
             UploadedFiles(store, blobs, clock, _upload_settings(config.files))
         )
         try:
-            models = open_models(config.models, clock, environ)
+            models = open_models(config.models, clock, environ, figures.models)
         except ValueError as error:
             raise Misconfigured(f"models: {error}.") from None
         stack.push_async_callback(models.close)
-        metrics = Metrics()
         tracing = _tracing(config, environ, stack)
         chosen = config.providers.code_interpreter
         sandboxes = await _sandboxes(chosen.settings, environ, stack, start=chosen.enabled)
+        metrics = _metrics(config, figures, sandboxes)
+        stack.enter_context(LoopLag(metrics.loop_lag))
         sealer = _sealer(config, environ)
         containers = await stack.enter_async_context(
             SandboxContainers(
-                sandboxes, store, blobs, clock, _container_settings(config), sealer=sealer, uploads=files
+                sandboxes,
+                store,
+                blobs,
+                clock,
+                _container_settings(config),
+                sealer=sealer,
+                uploads=files,
+                figures=figures.containers,
             )
         )
         tools = _tools(config, containers, files, clock)
         limits = config.limits
-        counted: Models = _CountedModels(models, metrics)
         runs: Runs = EngineRuns(
-            counted if tracing is None else tracing.models(counted),
+            models if tracing is None else tracing.models(models),
             tools if tracing is None else tracing.tools(tools),
             store,
             clock,
@@ -167,6 +179,7 @@ async def assembled(
             disabled_tools=frozenset() if chosen.enabled else frozenset({CODE_INTERPRETER}),
             sealer=sealer,
             attachments=_attachments(config, files, stack),
+            figures=figures,
         )
         if tracing is not None:
             runs = tracing.runs(runs)
@@ -197,7 +210,7 @@ async def assembled(
             show_metrics=config.telemetry.metrics,
             unready=_Readiness(sandboxes if chosen.enabled else None, clock),
         )
-        yield Assembled(gateway if tracing is None else tracing.edge(gateway), runs, keyless)
+        yield Assembled(gateway if tracing is None else tracing.edge(gateway), runs, metrics, keyless)
 
 
 def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
@@ -260,43 +273,21 @@ async def _why_not(sandboxes: SandboxProvider) -> str | None:
     return None
 
 
-class _CountedModels:
-    """`Models` whose turns are counted."""
-
-    def __init__(self, models: Models, metrics: Metrics) -> None:
-        self._models = models
-        self._metrics = metrics
-        self._counted: dict[ModelBackend, ModelBackend] = {}
-        self.cards = models.cards
-        self.close = models.close
-
-    def backend(self, model: str) -> ModelBackend:
-        backend = self._models.backend(model)
-        counted = self._counted.get(backend)
-        if counted is None:
-            counted = self._counted[backend] = _CountedBackend(backend, self._metrics)
-        return counted
+def _metrics(config: Config, figures: Figures, sandboxes: SandboxProvider) -> Metrics:
+    """A sandbox server elsewhere is somebody else's too, and tells its figures itself."""
+    embedded = sandboxes if isinstance(sandboxes, LocalSandboxes) else None
+    if not config.providers.code_interpreter.enabled:
+        embedded = None
+    return Metrics(
+        figures,
+        disks={"database": config.storage.file.parent, "blobs": Path(config.storage.blobs)},
+        sandboxes=None if embedded is None else embedded.metrics,
+    )
 
 
-class _CountedBackend:
-    def __init__(self, backend: ModelBackend, metrics: Metrics) -> None:
-        self._backend = backend
-        self._metrics = metrics
-        self.check = backend.check
-        self.count = backend.count
-        self.profile = backend.profile
-        self.close = backend.close
-
-    def stream(
-        self, request: ModelRequest, take: Take | None = None
-    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
-        self._metrics.turns += 1
-        return self._backend.stream(request, take)
-
-
-async def _store(config: Config, stack: AsyncExitStack) -> SqliteStore:
+async def _store(config: Config, figures: Figures, stack: AsyncExitStack) -> SqliteStore:
     try:
-        store = await SqliteStore.open(config.storage.file)
+        store = await SqliteStore.open(config.storage.file, figures=figures.store)
     except StoreRefused as error:
         raise CannotServe(str(error)) from error
     stack.push_async_callback(store.close)
@@ -360,6 +351,7 @@ def _container_settings(config: Config) -> ContainerSettings:
         ),
         uploads_at_once=config.files.uploads_at_once,
         sandboxes_outlive=settings.sandbox_url is not None,
+        alone=True,  # one process has the database, and keeps others away
     )
 
 

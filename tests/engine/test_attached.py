@@ -47,7 +47,7 @@ def inline(name: str, content: bytes) -> dict[str, Any]:
 
 def shown(request: ModelRequest) -> list[Any]:
     """What a chat server would be sent."""
-    return msgspec.json.decode(b"[" + ChatRenderer(Dialect()).messages(None, request.segments) + b"]")
+    return msgspec.json.decode(b"[%b]" % b",".join(ChatRenderer(Dialect()).messages(None, request.segments)))
 
 
 def attached(request: ModelRequest) -> list[Attachment]:

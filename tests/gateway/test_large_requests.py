@@ -13,6 +13,7 @@ from fumehood.engine import compaction, tokens, truncation
 from fumehood.engine.runs import EngineRuns
 from fumehood.engine.tokens import estimate, is_rendered, tokens_of
 from fumehood.files.inputs import InputFiles
+from fumehood.gateway.exchange import Exchange
 from fumehood.gateway.limits import Limits
 from fumehood.interfaces import Caller
 from fumehood.protocol.conversation import Entry, Segment
@@ -248,6 +249,47 @@ async def test_uploads_that_an_input_names_are_held_until_the_response_is_there(
         again = await served.create(input=asked)
     assert (first.status, again.status) == (200, 200)
     assert [refusal.error for refusal in refusals] == [(503, "server_error", None)] * 3
+
+
+async def test_what_is_read_from_the_store_is_held_while_it_is_sent() -> None:
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    runs = EngineRuns(ScriptedModels(ScriptedModel(says(BIG), says("short"))), [], store, clock)
+    limits = Limits(body_bytes_total=2_000_000)
+    async with serving_gateway(runs=runs, store=store, limits=limits) as served:
+        large, small = [
+            f"/v1/responses/{(await served.create(input=said)).json['id']}" for said in (BIG, "hi")
+        ]
+        paths = [f"{of}{what}" for of in (large, small) for what in ("", "/input_items")]
+        with limits.room(Caller()) as room:
+            room.take(1_500_000)
+            answers = [await served.ask("GET", path) for path in paths]
+        again = [await served.ask("GET", path) for path in paths]
+        with limits.room(Caller()) as room:  # all of it was given back
+            room.take(2_000_000)
+    assert [answer.status for answer in answers] == [503, 503, 200, 200]
+    assert [answer.status for answer in again] == [200] * 4
+    assert again[1].json["data"][0]["content"][0]["text"] == BIG
+
+
+@pytest.mark.parametrize("size", [0, 1, 256 << 10, (256 << 10) + 1, 3 << 20])
+async def test_a_long_answer_waits_for_its_reader_piece_by_piece(size: int) -> None:
+    body = bytes(size)
+    parts: list[Any] = []
+
+    async def send(part: Any) -> None:
+        parts.append(part)
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    scope: Any = {"method": "GET", "path": "/", "query_string": b"", "headers": ()}
+    await Exchange(scope, receive, send).answer(body)
+    pieces = [part["body"] for part in parts[1:]]
+    assert b"".join(pieces) == body
+    assert max(map(len, pieces)) <= 256 << 10
+    assert [part["more_body"] for part in parts[1:]] == [*[True] * (len(pieces) - 1), False]
+    assert all(pieces) or not size
 
 
 async def test_messages_are_held_from_when_they_wait_until_they_are_answered_or_forgotten() -> None:

@@ -12,7 +12,7 @@ from inline_snapshot import snapshot
 
 from fumehood.models.chat_rendering import ChatRenderer, Dialect
 from fumehood.protocol.attachments import LONGEST_TEXT, Attachment
-from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.conversation import Conversation, Entry, Segment, Stretch
 from fumehood.protocol.errors import InvalidRequest
 from tests.support.conversations import (
     call,
@@ -31,7 +31,11 @@ PICTURE = "data:image/png;base64,AAAA"
 
 def render(*segments: Segment, instructions: str | None = None, dialect: Dialect | None = None) -> list[Any]:
     renderer = ChatRenderer(dialect or Dialect())
-    return msgspec.json.decode(b"[" + renderer.messages(instructions, segments) + b"]")
+    return msgspec.json.decode(b"[%b]" % b",".join(renderer.messages(instructions, segments)))
+
+
+def rendered(conversation: Conversation, dialect: Dialect) -> list[Any]:
+    return msgspec.json.decode(b"[%b]" % b",".join(ChatRenderer(dialect).messages(None, conversation)))
 
 
 def shape(messages: list[Any]) -> list[str]:
@@ -449,11 +453,11 @@ def test_reasoning_is_replayed_on_demand() -> None:
 def test_a_segment_is_rendered_once() -> None:
     first, second = segment(message("a"), call("c1", turn=1)), segment(output("c1", "b"))
     renderer = ChatRenderer(Dialect())
-    once = renderer.messages(None, [first, second])
+    once = b",".join(renderer.messages(None, [first, second]))
     for part in (first, second):
         for key in part.renderings:
             part.renderings[key] = part.renderings[key].replace(b'"a"', b'"A"').replace(b'"b"', b'"B"')
-    again = renderer.messages(None, [first, second])
+    again = b",".join(renderer.messages(None, [first, second]))
     assert again == once.replace(b'"a"', b'"A"').replace(b'"b"', b'"B"')
 
 
@@ -520,13 +524,76 @@ def test_every_call_is_answered_in_order(made: list[list[Entry]], takes_images: 
 @given(responses())
 def test_a_response_in_parts_is_the_response(made: list[list[Entry]]) -> None:
     """While it runs, each of its turns is a segment; once it is kept, it is one."""
-    whole = ChatRenderer(Dialect()).messages(None, [Segment(tuple(entries)) for entries in made])
+    whole = render(*(Segment(tuple(entries)) for entries in made))
     parts = [
         Segment(tuple(group))
         for entries in made
         for _, group in itertools.groupby(entries, key=lambda item: item.turn)
     ]
-    assert ChatRenderer(Dialect()).messages(None, parts) == whole
+    assert render(*parts) == whole
+
+
+@given(responses(), st.data())
+def test_in_whatever_pieces_a_conversation_is_the_same(made: list[list[Entry]], data: st.DataObject) -> None:
+    """Also where a part of it was rendered before, alone or in other stretches, and for models of all kinds."""
+    segments = [Segment(tuple(entries)) for entries in made]
+    expected = {
+        flag: render(*map(Segment, map(tuple, made)), dialect=Dialect(takes_images=flag))
+        for flag in (False, True)
+    }
+    for _ in range(3):
+        begin = data.draw(st.integers(0, len(segments) - 1))
+        end = data.draw(st.integers(begin, len(segments)))
+        stretch = Stretch(tuple(segments[begin:end]))
+        whole = Conversation((*segments[:begin], stretch, *segments[end:]))
+        for flag in data.draw(st.permutations([False, True])):
+            dialect = Dialect(takes_images=flag)
+            assert render(*whole, dialect=dialect) == expected[flag]
+            for _ in range(2):
+                assert rendered(whole, dialect) == expected[flag]
+            assert render(*segments, dialect=dialect) == expected[flag]
+
+
+def test_a_stretch_is_rendered_once_and_its_segments_keep_nothing() -> None:
+    segments = tuple(segment(message(text), message(text.upper(), "assistant", turn=1)) for text in "abc")
+    stretch, dialect = Stretch(segments), Dialect()
+    once = rendered(Conversation((segments[0], Stretch(segments[1:]))), dialect)
+    assert rendered(Conversation((stretch,)), dialect) == once
+    assert [one.renderings for one in segments] == [{}, {}, {}]
+    ((name, (text, left)),) = stretch.renderings.items()
+    stretch.renderings[name] = (text.replace(b'"b"', b'"x"'), left)
+    assert [said["content"] for said in rendered(Conversation((stretch,)), dialect)] == [
+        "a",
+        "A",
+        "x",
+        "B",
+        "c",
+        "C",
+    ]
+
+
+def test_what_a_stretch_leaves_open_is_answered_after_it() -> None:
+    open_call, closed = segment(message("a"), call("c1", turn=1)), segment(output("c1", "r"))
+    for pieces in (
+        (Stretch((open_call,)), Stretch((closed,))),
+        (Stretch((open_call,)), closed),
+        (open_call, Stretch((closed,))),
+    ):
+        for _ in range(2):
+            assert shape(rendered(Conversation(pieces), Dialect())) == [
+                "user a",
+                "assistant c1",
+                "tool r -> c1",
+            ]
+    with pytest.raises(InvalidRequest, match="c1"):
+        rendered(Conversation((Stretch((open_call,)),)), Dialect())
+
+
+def test_a_large_stretch_stays_in_its_parts() -> None:
+    segments = tuple(segment(message("a" * 400_000)) for _ in range(3))
+    parts = ChatRenderer(Dialect()).messages(None, Conversation((Stretch(segments), segment(message("b")))))
+    assert [len(part) > 400_000 for part in parts] == [True, True, True, False]
+    assert all(one.renderings for one in segments)
 
 
 # --- calls whose results are items of their own ---------------------------------------------------------

@@ -343,6 +343,42 @@ async def test_sandboxes_that_belong_to_nobody_are_ended() -> None:
         )
 
 
+@pytest.mark.parametrize("alone", [True, False])
+async def test_what_a_killed_process_left_is_ended_when_the_next_one_starts(alone: bool) -> None:
+    """At once, also what still runs; unless there are other processes that it may belong to."""
+    settings = ContainerSettings(isolation="execution", alone=alone)
+    never = asyncio.Event()
+    async with host(Step("x", [never]), Step("y"), settings=settings) as here:
+        container = await here.open()
+        call = asyncio.ensure_future(here.run(container, "x"))
+        while not [one for one in await here.scripted.sandboxes() if one.running]:
+            await asyncio.sleep(0)
+        (left,) = here.scripted.specs
+        await here.scripted.create(SandboxSpec(), "cntr_of_another_gateway-1")
+        after = here.beside()
+        async with after.containers:
+            await settle()
+            assert (left in here.scripted.specs) != alone
+            assert "cntr_of_another_gateway-1" in here.scripted.specs
+            assert (await after.run(await after.open(container.id), "y")).end.status == "ok"
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+
+async def test_a_start_leaves_alone_what_is_used_meanwhile() -> None:
+    settings = ContainerSettings(isolation="execution", alone=True)
+    done = asyncio.Event()
+    async with host(Step("x", [done]), settings=settings) as here:
+        container = await here.open()
+        call = asyncio.ensure_future(here.run(container, "x"))
+        while not [one for one in await here.scripted.sandboxes() if one.running]:
+            await asyncio.sleep(0)
+        async with here.containers:
+            await settle()
+            done.set()
+            assert (await call).end.status == "ok"
+
+
 async def test_a_server_that_cannot_be_asked_does_not_stop_the_sweep(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -1,4 +1,10 @@
-"""Conversations in memory; imports fumehood."""
+"""Conversations in memory; imports pytest, hypothesis and fumehood."""
+
+from itertools import takewhile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.store.cached import CachedConversations, Place
@@ -17,7 +23,7 @@ def _talk(cached: CachedConversations, name: str, turns: int, size: int = 0, thr
 def _found(cached: CachedConversations, response_id: str) -> list[Segment]:
     found = cached.find("t", response_id)
     assert found is not None
-    return found
+    return list(found)
 
 
 def test_a_turn_is_shared_by_all_that_stand_on_it() -> None:
@@ -25,10 +31,46 @@ def test_a_turn_is_shared_by_all_that_stand_on_it() -> None:
     _talk(cached, "a", 3)
     cached.append("t", "fork", "a0", Place(2, 1), _entries("fork"))
     first, second, third = _found(cached, "a2")
-    assert (cached.find("t", "a1"), cached.find("t", "a0")) == ([first, second], [first])
+    assert (_found(cached, "a1"), _found(cached, "a0")) == ([first, second], [first])
     found = _found(cached, "fork")
     assert found[0] is first
     assert third.entries == _entries("2")
+
+
+@given(st.lists(st.one_of(st.just(0), st.integers(0, 40)), max_size=80))
+def test_long_conversations_and_their_forks_share_stretches(steps: list[int]) -> None:
+    """Each step continues the response so many before the newest."""
+    cached = CachedConversations(1 << 30)
+    paths: list[list[str]] = []
+    for number, back in enumerate([0, *steps]):
+        tip = number - 1 - min(back, number - 1) if number else None
+        before = paths[tip] if tip is not None else []
+        place = Place(number, len(before))
+        cached.append("t", str(number), None if tip is None else str(tip), place, _entries(str(number)))
+        paths.append([*before, str(number)])
+    for number, path in enumerate(paths):
+        found = cached.find("t", str(number))
+        assert found is not None
+        assert [segment.entries[0].raw.decode() for segment in found] == path
+        assert len(found.pieces) == len(path) // 16 + len(path) % 16
+        for other in paths[:number]:
+            shared = cached.find("t", other[-1])
+            assert shared is not None
+            together = len([*takewhile(lambda pair: pair[0] == pair[1], zip(path, other, strict=False))])
+            assert list(found)[:together] == list(shared)[:together]
+            assert found.pieces[: together // 16] == shared.pieces[: together // 16]
+
+
+def test_a_conversation_is_a_sequence() -> None:
+    cached = CachedConversations(1 << 20)
+    _talk(cached, "a", 40)
+    found, plain = cached.find("t", "a39"), tuple(_found(cached, "a39"))
+    assert found is not None
+    assert (len(found), found[-1], found[0], found[16]) == (40, plain[-1], plain[0], plain[16])
+    assert found[10:35] == plain[10:35]
+    assert list(reversed(found)) == list(reversed(plain))
+    with pytest.raises(IndexError):
+        found[40]
 
 
 def test_what_it_does_not_know_is_not_guessed() -> None:
@@ -47,9 +89,9 @@ def test_a_loaded_conversation_uses_what_is_there() -> None:
     _talk(cached, "a", 2)
     known = _found(cached, "a1")
     loaded = cached.load("t", "b", [(Place(1, n), _entries(str(n))) for n in range(3)])
-    assert loaded[:2] == known
-    assert cached.find("t", "b") == loaded
-    assert cached.load("t", "nothing", []) == []
+    assert list(loaded[:2]) == known
+    assert _found(cached, "b") == list(loaded)
+    assert list(cached.load("t", "nothing", [])) == []
 
 
 def test_the_least_used_go_first_and_nothing_is_left_of_them() -> None:
@@ -81,4 +123,4 @@ def test_a_dropped_response_leaves_what_others_stand_on() -> None:
     cached.drop("a0")
     cached.drop("unknown")
     assert cached.find("t", "a0") is None
-    assert cached.find("t", "a1") == [first, second]
+    assert _found(cached, "a1") == [first, second]

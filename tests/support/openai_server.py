@@ -119,13 +119,17 @@ class OpenAIServer:
         if container is None:
             return _no_container(name)
         if "/files" not in path:
+            if method == "DELETE":
+                del self.containers[name]
             return Reply(_shown(container))
         if container.status == "expired":
             return _expired()
         if file is None:
-            made_file = f"cfile_{next(self._ids)}"
-            container.files[made_file] = _upload(kind, body)
-            return Reply(_file(container, made_file))
+            number = next(self._ids)
+            given, sent = _upload(kind, body)
+            # As OpenAI's does: whatever directory it was to go to, and with something before its name.
+            container.files[f"cfile_{number}"] = (f"{number:032x}-{given.rpartition('/')[2]}", sent)
+            return Reply(_file(container, f"cfile_{number}"))
         if file not in container.files:
             return error(404, f"Container file with id '{file}' not found.")
         if method == "DELETE":
@@ -206,9 +210,13 @@ def serving() -> Generator[OpenAIServer]:
                 return
             payload = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
             self.send_response(reply.status)
-            for name, value in {"content-type": "application/json", **reply.headers}.items():
+            headers = {
+                "content-type": "application/json",
+                "content-length": str(len(payload)),
+                **reply.headers,
+            }
+            for name, value in headers.items():
                 self.send_header(name, value)
-            self.send_header("content-length", str(len(payload)))
             self.end_headers()
             self.wfile.write(payload)
 

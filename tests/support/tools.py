@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from msgspec import Raw
 
 from fumehood.interfaces import CallContext, Caller, Memory, OfferedTool, ToolResult, ToolStep
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.events import (
     CodeDelta,
     CodeDone,
@@ -58,8 +58,8 @@ class Echo:
     def echo(self, spec: ToolSpec) -> bytes:
         return b'{"type":"echo","shown":true}'
 
-    def recall(self, entry: Entry) -> Exchange | None:
-        return Exchange(call_id="call_recalled", name="echo", arguments="{}", output="recalled")
+    def recall(self, entry: Entry) -> ToolExchange | None:
+        return ToolExchange(call_id="call_recalled", name="echo", arguments="{}", output="recalled")
 
     async def remember(
         self, caller: Caller, past: Sequence[Segment], kept: Sequence[Entry] = ()
@@ -140,7 +140,7 @@ class EchoSession:
         return ToolResult(
             events=[*events, ItemDone(output_index=self._context.output_index, item=item)],
             item=item,
-            exchange=Exchange(
+            exchange=ToolExchange(
                 call_id=self._context.call_id, name="echo", arguments="".join(self._pieces), output=output
             ),
             files=self._tool.files if status == "completed" else (),

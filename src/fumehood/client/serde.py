@@ -21,11 +21,10 @@ DecodeError = msgspec.ValidationError
 _UNION = (Union, types.UnionType)
 
 # All that a strict schema may say, as OpenAI has it.
-_STRICT_WORDS = frozenset(
-    "type enum const anyOf $ref properties required additionalProperties items description title pattern format "
-    "multipleOf minimum maximum exclusiveMinimum exclusiveMaximum minItems maxItems".split()
-)
-_STRICT_FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid".split())
+_SHAPE = ("type", "enum", "const", "anyOf", "$ref", "properties", "required", "additionalProperties", "items")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "maxItems")
+_STRICT_WORDS = {*_SHAPE, *_BOUNDS, "title", "description", "pattern", "format"}
+_STRICT_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"}
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
 

@@ -344,6 +344,11 @@ class WorkspaceSection(MarkdownSection[NoParams]):
             raise
 
     @property
+    def is_closed(self) -> bool:
+        """Whether it was cleaned up."""
+        return self._closed
+
+    @property
     def temp_dir(self) -> Path:
         """The directory of the copies, until `cleanup`."""
         return self._temp_dir

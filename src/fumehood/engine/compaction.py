@@ -20,7 +20,7 @@ from fumehood.engine.tokens import BYTES_A_TOKEN, Tokens, effort, estimate, toke
 from fumehood.engine.truncation import fitted, is_instruction, role_of
 from fumehood.interfaces import Caller, HostedTool, ModelBackend, Sealer, Unsealable
 from fumehood.protocol.attachments import Attachment
-from fumehood.protocol.conversation import COMPACTION, Entry, Segment
+from fumehood.protocol.conversation import COMPACTION, Entry, Segment, followed, last_compacted
 from fumehood.protocol.errors import InvalidRequest, ModelError
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.items import Compaction, peek
@@ -161,11 +161,11 @@ class Compactor:
         """The conversation from its last compaction on; raises InvalidRequest for one that is not ours."""
         if added.compacted >= 0:
             return self._within(caller, added)
-        for number in range(len(past) - 1, -1, -1):
-            if past[number].compacted >= 0:
-                opened, after = self._from(caller, past[number], "previous_response_id")
-                return _window(opened, (), (*after, *past[number + 1 :], added))
-        return Window((*past, added))
+        place = last_compacted(past)
+        if place < 0:
+            return Window(followed(past, (added,)))
+        opened, after = self._from(caller, past[place], "previous_response_id")
+        return _window(opened, (), (*after, *past[place + 1 :], added))
 
     def _within(self, caller: Caller, added: Segment) -> Window:
         for number, entry in enumerate(added.entries[: added.compacted]):

@@ -8,7 +8,7 @@ from msgspec import Meta, Raw
 
 from fumehood.aside import ITEM, aside
 from fumehood.interfaces import Caller, HostedTool, Store
-from fumehood.protocol.conversation import COMPACTION, Entry, Segment
+from fumehood.protocol.conversation import COMPACTION, Entry, Segment, size_of
 from fumehood.protocol.errors import InvalidRequest, PreviousNotFound
 from fumehood.protocol.ids import new_id, new_item_id
 from fumehood.protocol.items import Item, peek
@@ -122,7 +122,7 @@ def _user_message(text: str) -> Entry:
 
 def check_size(entries: Sequence[Entry], past: Sequence[Segment]) -> None:
     """Raises InvalidRequest. An item counts as often as it is referred to: the model is shown it as often."""
-    size = sum([entry.size for entry in entries]) + sum([segment.size for segment in past])
+    size = sum([entry.size for entry in entries]) + size_of(past)
     if size > _MOST_BYTES:
         raise InvalidRequest(
             f"The input, with the items that it refers to and the conversation before it, is {size:,} bytes;"

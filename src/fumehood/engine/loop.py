@@ -23,7 +23,7 @@ from fumehood.engine.preparation import Prepared
 from fumehood.engine.tokens import Tokens
 from fumehood.engine.truncation import fitted, room_for_input
 from fumehood.interfaces import CallContext, Clock, Fenced, Lease, ModelBackend, Store
-from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.conversation import Entry, Segment, followed
 from fumehood.protocol.errors import ApiError, ModelUnreachable, ServerFault, to_detail
 from fumehood.protocol.events import (
     Completed,
@@ -300,7 +300,8 @@ class Loop:
         # Whoever forces a call forces one: with the result there, the model must be able to answer.
         choice = prepared.choice if number == 1 or prepared.choice == "none" else "auto"
         sampling = msgspec.structs.replace(prepared.sampling, max_output_tokens=self._tokens_left())
-        return prepared.request((*self._window.segments, *self._segments), functions, choice, sampling)
+        segments = followed(self._window.segments, self._segments)
+        return prepared.request(segments, functions, choice, sampling)
 
     def _call_context(self, output_index: int, call_id: str) -> CallContext:
         return CallContext(

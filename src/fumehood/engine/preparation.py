@@ -18,7 +18,7 @@ from fumehood.engine.compaction import Compactor, Window
 from fumehood.engine.history import History, check_size
 from fumehood.interfaces import Caller, Clock, HostedTool, Models, OfferedTool, TakeRoom
 from fumehood.protocol.attachments import Attachment
-from fumehood.protocol.conversation import Segment
+from fumehood.protocol.conversation import Segment, last_compacted
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.folding import LOGPROBS
 from fumehood.protocol.ids import new_id
@@ -301,8 +301,8 @@ def _sealed(past: Sequence[Segment], added: Segment) -> int:
     """About how many bytes have to be looked at to find where the conversation begins."""
     if added.compacted >= 0:
         return sum([len(entry.raw) for entry in added.entries[: added.compacted + 1]])
-    last = next((segment for segment in reversed(past) if segment.compacted >= 0), None)
-    return 0 if last is None else len(last.entries[last.compacted].raw)
+    place = last_compacted(past)
+    return 0 if place < 0 else len(past[place].entries[past[place].compacted].raw)
 
 
 def _refuse_what_is_not_served(request: CreateResponse) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from itertools import takewhile
 from typing import Any
 
 from fumehood.aside import aside
@@ -15,6 +14,7 @@ from fumehood.engine.loop import Loop, LoopLimits
 from fumehood.engine.preparation import Preparation, Prepared
 from fumehood.engine.tokens import Tokens, effort, is_rendered
 from fumehood.engine.truncation import check_length
+from fumehood.figures import Figures
 from fumehood.interfaces import (
     Attachments,
     Caller,
@@ -28,7 +28,7 @@ from fumehood.interfaces import (
     Store,
     TakeRoom,
 )
-from fumehood.protocol.conversation import Segment
+from fumehood.protocol.conversation import Segment, pieces_of
 from fumehood.protocol.errors import ApiError, ServerFault, Unavailable
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.ids import new_id
@@ -97,12 +97,14 @@ class EngineRuns:
         disabled_tools: frozenset[str] = frozenset(),
         sealer: Sealer | None = None,
         attachments: Attachments | None = None,
+        figures: Figures | None = None,
     ) -> None:
         self._models = models
         self._store = store
         self._clock = clock
         self._limits = limits or LoopLimits()
         self._lag = lag or LagLimits()
+        self._figures = figures or Figures()
         self._running: set[EngineRun] = set()
         self._draining = False
         self._renewing: asyncio.Task[None] | None = None
@@ -190,12 +192,16 @@ class EngineRuns:
         if self._draining:
             raise Unavailable("The server is shutting down; try again.", retry_after=1.0)
 
+    def _cut(self, run: EngineRun) -> None:
+        self._figures.readers_cut["behind"] += 1
+        run.cancel("its events were not read")
+
     async def _begin(self, prepared: Prepared, backend: ModelBackend) -> EngineRun:
         log = EventLog(
             kept=prepared.streamed,
             limits=self._lag,
             monotonic=self._clock.monotonic,
-            on_overrun=lambda: run.cancel("its events were not read"),
+            on_overrun=lambda: self._cut(run),
         )
         loop = Loop(
             prepared, backend, self._store, self._clock, log, self._limits, self._tokens, self._compactor
@@ -247,7 +253,13 @@ class EngineRuns:
 
 def _unrendered(prepared: Prepared) -> int:
     """About how many bytes the model server has not been told of yet; what it was told of comes before all of them."""
-    return effort([*takewhile(lambda segment: not is_rendered(segment), reversed(prepared.window.segments))])
+    unseen: list[Segment] = []
+    for piece in reversed(pieces_of(prepared.window.segments)):
+        for segment in reversed(piece.segments):
+            if is_rendered(piece) or is_rendered(segment):
+                return effort(unseen)
+            unseen.append(segment)
+    return effort(unseen)
 
 
 def _must_fit(prepared: Prepared) -> bool:

@@ -14,7 +14,7 @@ import msgspec
 
 from fumehood.aside import ITEM, aside
 from fumehood.interfaces import Caller, ModelBackend
-from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.conversation import Entry, Piece, Segment
 from fumehood.protocol.errors import ModelError
 from fumehood.protocol.models import ModelRequest
 from fumehood.protocol.responses import Usage
@@ -83,9 +83,9 @@ def effort(segments: Sequence[Segment]) -> int:
     return sum([ITEM * len(segment.entries) + segment.size for segment in segments])
 
 
-def is_rendered(segment: Segment) -> bool:
+def is_rendered(piece: Piece) -> bool:
     """Whether a model server was told of it, so that there is more than an estimate."""
-    return len(segment.renderings) > (_NAME in segment.renderings)
+    return len(piece.renderings) > (_NAME in piece.renderings)
 
 
 def estimate(entry: Entry) -> int:

@@ -32,6 +32,7 @@ from fumehood.serving.stalled import SLOWEST, Pace
 
 VERSION = (b"fumehood-version", __version__.encode())
 _PATIENCE = 30.0  # seconds for the next piece of a body
+_PIECE = 256 << 10  # bytes of an answer that are sent at once
 # Seconds until it is worth a task to watch whether the caller is still there: most answers are complete by then.
 _FIRST_LOOK = 0.25
 
@@ -211,7 +212,10 @@ class Exchange(BareExchange):
             self.status = status
             return
         await self.begin(status, headers)
-        await self.send(body, more=False)
+        # Each waits for the reader of those before it: who has answered can let go of the rest.
+        for start in range(0, len(body) - _PIECE, _PIECE):
+            await self.send(body[start : start + _PIECE])
+        await self.send(body[(len(body) - 1) // _PIECE * _PIECE :] if body else body, more=False)
 
     async def answer_json(self, value: object, status: int = 200) -> None:
         await self.answer(encode(value), status)

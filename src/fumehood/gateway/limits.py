@@ -3,6 +3,7 @@
 Everything is counted in this process, in plain numbers: nothing is awaited, and nobody's counter is another's.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
@@ -44,8 +45,8 @@ class Limits:
         whom `concurrent` has no meaning.
     total: how many responses may be in the making at once, whoever asked for them.
     body_bytes_total: how large the bodies of all requests that are worked on may be together, with the files that they
-        refer to, half of it for one key. A body that comes in one piece does not count: every connection may hold that
-        much anyway.
+        refer to and large answers that are sent from the store, half of it for one key. A body that comes in one piece
+        does not count: every connection may hold that much anyway.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Limits:
         self._running = 0
         self._monotonic = monotonic
         self._accounts: dict[str, _Account] = {}
+        self.refused = Counter[str]()  # by the limit
 
     def body_bytes(self, caller: Caller) -> int:
         """The largest body of a request."""
@@ -88,6 +90,7 @@ class Limits:
             (b"x-ratelimit-reset-requests", _duration((rate - account.tokens) * 60 / rate)),
         )
         if wait:
+            self.refused["rate"] += 1
             raise RateLimited(
                 f"Rate limit reached for requests: {rate} in a minute. Try again in {wait:.3g} seconds.",
                 retry_after=wait,
@@ -97,11 +100,13 @@ class Limits:
         """For `with`, while a response is in the making; raises RateLimited."""
         account = self._account(caller)
         if account.most_running is not None and account.running >= account.most_running:
+            self.refused["key"] += 1
             raise RateLimited(
                 f"This key may have {account.most_running} responses in the making at once; try again soon.",
                 retry_after=1.0,
             )
         if self._running >= self._total:
+            self.refused["total"] += 1
             raise RateLimited(
                 f"This server makes {self._total} responses at once; try again soon.", retry_after=1.0
             )
@@ -114,12 +119,16 @@ class Limits:
     def hold(self, account: _Account, size: int) -> None:
         """So many bytes more of bodies; raises RateLimited, Unavailable."""
         if account.most_held is not None and account.held + size > account.most_held:
+            self.refused["key_bytes"] += 1
             raise RateLimited(
-                "This key has as many large requests as it may have at once; try again soon.", retry_after=1.0
+                "This key has as many large requests and answers as it may have at once; try again soon.",
+                retry_after=1.0,
             )
         if self._held + size > self._body_bytes_total:
+            self.refused["total_bytes"] += 1
             raise Unavailable(
-                "This server has as many large requests as it can hold; try again soon.", retry_after=1.0
+                "This server has as many large requests and answers as it can hold; try again soon.",
+                retry_after=1.0,
             )
         account.held += size
         self._held += size

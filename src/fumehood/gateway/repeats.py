@@ -120,7 +120,7 @@ class Repeats:
         """A task of its own: whoever was first need not be the last to stay."""
         try:
             with self._limits.running(asked.caller), self._limits.room(asked.caller) as room:
-                earlier = await self._earlier(asked, joint.response_id) if asked.kept else None
+                earlier = await self._earlier(asked, joint.response_id)
                 if earlier is not None:
                     joint.begun.set_result(earlier)
                 else:
@@ -138,8 +138,11 @@ class Repeats:
 
     async def _earlier(self, asked: Asked, response_id: str) -> Response | None:
         """What the key stands for; None if that is ours to make."""
-        claim = IdempotencyClaim(asked.digest, response_id)
-        found = await self._store.claim(*asked.place, claim, RETENTION)
+        if asked.kept:
+            claim = IdempotencyClaim(asked.digest, response_id)
+            found = await self._store.claim(*asked.place, claim, RETENTION)
+        else:  # nothing of it is written, but another one with this key may be
+            found = await self._store.claimed(*asked.place)
         if found is None:
             return None
         if found.digest != asked.digest:

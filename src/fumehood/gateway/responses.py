@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 
-from fumehood.aside import aside
-from fumehood.gateway.exchange import Exchange, Vigil
+from fumehood.aside import LARGE, aside
+from fumehood.gateway.exchange import Exchange, Vigil, encode
 from fumehood.gateway.limits import Limits, Room
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
@@ -165,7 +165,7 @@ class Responses:
             with self._limits.running(caller):
                 compacted = await self._compacted(exchange, caller, request, room)
         self._note_usage(exchange, compacted.usage)
-        self._metrics.used(compacted.usage)
+        self._metrics.compacted(compacted.usage)
         await exchange.answer_json(compacted)
 
     async def _compacted(
@@ -187,7 +187,8 @@ class Responses:
                 "Only a response that was made in the background can be streamed again.", param="stream"
             )
         response = await self._find(exchange, caller)
-        await exchange.answer_json(project_response(response, include))
+        with self._limits.room(caller) as room:
+            await _show(exchange, room, project_response(response, include))
 
     async def delete(self, exchange: Exchange, caller: Caller) -> None:
         response_id = exchange.parameters["response_id"]
@@ -209,7 +210,13 @@ class Responses:
             raise _not_found(response_id)
         # What was referred to again is listed once: pages are found by ids.
         once = {entry.id or "": entry for entry in entries}
-        await exchange.answer_json(page(exchange, list(once.items()), lambda entry: shown(entry, include)))
+        size = sum([entry.size for entry in entries])
+        with self._limits.room(caller) as room:
+            _take(room, size)
+            listed = await aside(
+                size, page, exchange, list(once.items()), lambda entry: shown(entry, include)
+            )
+            await _show(exchange, room, listed)
 
     async def _find(self, exchange: Exchange, caller: Caller) -> Response:
         response_id = exchange.parameters["response_id"]
@@ -222,6 +229,20 @@ class Responses:
         asked = exchange.queries("include")
         check_include(asked)
         return self._always.union(asked)
+
+
+async def _show(exchange: Exchange, room: Room, value: object) -> None:
+    """Something that may be large, and may be asked for again by whoever is told to come later. Raises RateLimited,
+    Unavailable.
+    """
+    body = encode(value)
+    _take(room, len(body))
+    await exchange.answer(body)
+
+
+def _take(room: Room, size: int) -> None:
+    if size >= LARGE:
+        room.take(size)
 
 
 def _breaks_at_ours(headers: Mapping[bytes, bytes]) -> bool:

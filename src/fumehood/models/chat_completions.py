@@ -21,10 +21,10 @@ class ChatCompletions(ModelServer):
     def check(self, request: ModelRequest) -> None:
         self._writer.messages(request)
 
-    def _body(self, request: ModelRequest) -> bytes:
+    def _body(self, request: ModelRequest) -> list[bytes]:
         return self._writer.body(request)
 
-    def _counted(self, request: ModelRequest) -> bytes:
+    def _counted(self, request: ModelRequest) -> list[bytes]:
         return self._writer.tokenization(request)
 
     def _reader(self, request: ModelRequest, errors: UpstreamErrors) -> TurnReader:

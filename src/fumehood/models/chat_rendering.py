@@ -5,7 +5,6 @@ Where a client still has to answer a call, the results from that call on are car
 first there.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,12 +15,12 @@ from fumehood.models.chat_content import ChatPart, Results, TextPart, pictures, 
 from fumehood.models.foreign_items import Call, Result
 from fumehood.models.foreign_items import read as read_foreign
 from fumehood.models.item_content import Content, shown_arguments, spoken
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.models.kept_renderings import NOTHING, render_all
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
 
 VERSION = 3  # of these rules: what an earlier one rendered is not used
-_MOST_RENDERINGS = 8  # of one segment
 
 
 # --- items as clients and we wrote them ---------------------------------------------------------------
@@ -99,7 +98,6 @@ class _Carry(msgspec.Struct):
 
 _encode = msgspec.json.Encoder().encode
 _carries = msgspec.json.Decoder(_Carry)
-_NOTHING = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,34 +120,19 @@ class ChatRenderer:
         self._dialect = dialect
         self._name = dialect.name
 
-    def messages(self, instructions: str | None, segments: Sequence[Segment]) -> bytes:
-        """The inside of `messages`; raises InvalidRequest for what cannot be shown to such a server."""
-        parts: list[bytes] = []
-        if instructions:
-            parts.append(_encode(_ChatMessage("system", instructions)))
-        carry = _NOTHING
-        for segment in segments:
-            rendered, carry = self._cached(segment, carry)
-            if rendered:
-                parts.append(rendered)
+    def messages(self, instructions: str | None, segments: Sequence[Segment]) -> list[bytes]:
+        """The inside of `messages`, in pieces that a comma goes between; raises InvalidRequest for what cannot be shown
+        to such a server.
+        """
+        parts, carry = render_all(segments, self._name, self._render)
         if carry:
             raise _unanswered(_carries.decode(carry))
-        return b",".join(parts)
+        if instructions:
+            parts.insert(0, _encode(_ChatMessage("system", instructions)))
+        return parts
 
-    def _cached(self, segment: Segment, carry: bytes) -> tuple[bytes, bytes]:
-        kept = segment.renderings
-        name = f"{self._name}/{hashlib.sha256(carry).hexdigest()}" if carry else self._name
-        rendered = kept.get(name)
-        if rendered is not None:
-            return rendered, kept.get(name + ">", _NOTHING)
-        rendering = _Rendering(self._dialect, _carries.decode(carry) if carry else _Carry())
-        rendered, left = rendering.render(segment.entries)
-        if len(kept) >= _MOST_RENDERINGS:
-            kept.clear()
-        if left:  # first, since whoever reads beside the loop takes the other for all of it
-            kept[name + ">"] = left
-        kept[name] = rendered
-        return rendered, left
+    def _render(self, entries: Sequence[Entry], carry: bytes) -> tuple[bytes, bytes]:
+        return _Rendering(self._dialect, _carries.decode(carry) if carry else _Carry()).render(entries)
 
 
 @dataclass(slots=True, eq=False)
@@ -202,7 +185,7 @@ class _Rendering:
             left = _finish(piece, self._dialect.replay_reasoning, messages)
             if left.results and number + 1 < len(self._pieces):
                 raise _unanswered(left)
-        return b",".join(messages), _encode(left) if left.results else _NOTHING
+        return b",".join(messages), _encode(left) if left.results else NOTHING
 
     # ---- items ------------------------------------------------------------------------------------------------
 
@@ -298,12 +281,12 @@ class _Rendering:
                 turn.optional.add(call.call_id)
             case Result() as result:
                 self._answer(result.call_id, result.text)
-            case Exchange() as exchange:
+            case ToolExchange() as exchange:
                 self._take_exchange(entry, exchange)
             case None:
                 pass
 
-    def _take_exchange(self, entry: Entry, exchange: Exchange) -> None:
+    def _take_exchange(self, entry: Entry, exchange: ToolExchange) -> None:
         shown = pictures(exchange.images) if self._dialect.takes_images else []
         if exchange.tells == "result":
             self._answer(exchange.call_id, exchange.output, shown)

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from fumehood.models.chat_rendering import ChatRenderer, Dialect
+from fumehood.models.kept_renderings import with_list
 from fumehood.models.settings import Fields, ModelSettings
 from fumehood.protocol.models import ModelRequest, Sampling
 from fumehood.protocol.responses import TextFormat
@@ -52,11 +53,11 @@ class RequestWriter:
             )
         )
 
-    def messages(self, request: ModelRequest) -> bytes:
+    def messages(self, request: ModelRequest) -> list[bytes]:
         """Raises InvalidRequest."""
         return self._renderer.messages(request.instructions, request.segments)
 
-    def tokenization(self, request: ModelRequest) -> bytes:
+    def tokenization(self, request: ModelRequest) -> list[bytes]:
         """The body of a request to count the tokens of another; raises InvalidRequest."""
         fields: Fields = {"model": self._settings.name or request.model, "add_generation_prompt": True}
         if request.functions:
@@ -66,7 +67,7 @@ class RequestWriter:
                 fields[name] = self._settings.extra_body[name]
         return self._with_messages(request, fields)
 
-    def body(self, request: ModelRequest) -> bytes:
+    def body(self, request: ModelRequest) -> list[bytes]:
         """Raises InvalidRequest."""
         fields: Fields = {"model": self._settings.name or request.model, "stream": request.streamed}
         if request.streamed:
@@ -78,9 +79,8 @@ class RequestWriter:
             fields.pop("stream_options", None)
         return self._with_messages(request, fields)
 
-    def _with_messages(self, request: ModelRequest, fields: Fields) -> bytes:
-        tail = msgspec.json.encode(fields)
-        return b"".join([b'{"messages":[', self.messages(request), b"],", tail[1:]])
+    def _with_messages(self, request: ModelRequest, fields: Fields) -> list[bytes]:
+        return with_list("messages", self.messages(request), fields)
 
     def _add_sampling(self, fields: Fields, sampling: Sampling) -> None:
         if sampling == _PLAIN:

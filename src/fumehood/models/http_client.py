@@ -14,7 +14,7 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self, cast
@@ -28,7 +28,7 @@ _MOST_CONNECTIONS = 1024
 _MOST_IDLE = 256  # of one server
 _LONGEST_HEAD = 1 << 16
 _HIGH_WATER = 1 << 17  # all of it is parsed at once, and nothing else gets done meanwhile
-_ONE_WRITE = 1 << 17  # up to here a copy is cheaper than a second packet
+_ONE_WRITE = 1 << 14  # up to here a copy is cheaper than many pieces
 _DRAIN_SECONDS = 1.0
 
 
@@ -119,7 +119,7 @@ class _Connection(asyncio.Protocol):
         """Whether anything has come."""
         return self._head_bytes > 0
 
-    def send(self, head: bytes, body: bytes, silence: float) -> None:
+    def send(self, message: Sequence[bytes], silence: float) -> None:
         """Begin an exchange."""
         if self._transport is None:
             raise Broken
@@ -131,10 +131,10 @@ class _Connection(asyncio.Protocol):
         self._silence = silence
         self._heard = self._loop.time()
         self._timer = self._loop.call_later(silence, self._check_silence)
-        if len(body) < _ONE_WRITE:
-            self._transport.write(head + body)
+        if len(message) == 1:
+            self._transport.write(message[0])
         else:
-            self._transport.writelines([head, body])
+            self._transport.writelines(message)
 
     async def read_head(self) -> None:
         """Until status and headers are there; raises HttpTrouble."""
@@ -364,21 +364,21 @@ class HttpClient:
         path: str,
         headers: bytes,
         patience: Patience,
-        body: bytes | None = None,
+        body: Sequence[bytes] | None = None,
     ) -> HttpAnswer:
-        """A POST with that body, or a GET; its answer, whatever its status. Entering it raises HttpTrouble. Leaving it
-        before its end closes the connection, which is how a server learns that nobody wants the rest.
+        """A POST with that body, which is given in pieces, or a GET; its answer, whatever its status. Entering it
+        raises HttpTrouble. Leaving it before its end closes the connection, which is how a server learns that nobody
+        wants the rest.
         """
-        head = _head(address, path, headers, body)
-        asking = self._answering(address, head, body or b"", patience)
+        asking = self._answering(address, _message(address, path, headers, body), patience)
         return HttpAnswer(asking, partial(self._give_back, address))
 
-    async def _answering(self, address: Address, head: bytes, body: bytes, patience: Patience) -> _Connection:
+    async def _answering(self, address: Address, message: Sequence[bytes], patience: Patience) -> _Connection:
         """A connection on which the head of the answer has come."""
         while True:
             connection = self._take(address) or await self._connect(address, patience.connect)
             try:
-                connection.send(head, body, patience.silence)
+                connection.send(message, patience.silence)
                 await connection.read_head()
                 return connection
             except Broken:
@@ -447,10 +447,14 @@ def header_lines(headers: Mapping[str, str]) -> bytes:
     return "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode("latin-1")
 
 
-def _head(address: Address, path: str, headers: bytes, body: bytes | None) -> bytes:
+def _message(address: Address, path: str, headers: bytes, body: Sequence[bytes] | None) -> Sequence[bytes]:
+    """The whole request; in one piece, if it is short."""
     start = f"{'GET' if body is None else 'POST'} {address.path}{path} HTTP/1.1\r\nHost: {address.name}\r\n".encode()
-    length = b"" if body is None else b"Content-Length: %d\r\n" % len(body)
-    return b"%b%b%b\r\n" % (start, headers, length)
+    if body is None:
+        return [b"%b%b\r\n" % (start, headers)]
+    size = sum(map(len, body))
+    head = b"%b%bContent-Length: %d\r\n\r\n" % (start, headers, size)
+    return [b"".join([head, *body])] if size < _ONE_WRITE else [head, *body]
 
 
 async def _drained(connection: _Connection) -> None:

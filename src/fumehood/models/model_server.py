@@ -115,12 +115,12 @@ class ModelServer(ABC):
     # ---- what the servers differ in ---------------------------------------------------------------------------
 
     @abstractmethod
-    def _body(self, request: ModelRequest) -> bytes:
-        """What is sent; raises InvalidRequest."""
+    def _body(self, request: ModelRequest) -> list[bytes]:
+        """What is sent, in pieces; raises InvalidRequest."""
 
     @abstractmethod
-    def _counted(self, request: ModelRequest) -> bytes:
-        """What is sent to have its tokens counted; raises InvalidRequest."""
+    def _counted(self, request: ModelRequest) -> list[bytes]:
+        """What is sent to have its tokens counted, in pieces; raises InvalidRequest."""
 
     @abstractmethod
     def _reader(self, request: ModelRequest, errors: UpstreamErrors) -> TurnReader:
@@ -166,7 +166,7 @@ class ModelServer(ABC):
     async def count(self, request: ModelRequest) -> tuple[int, bool]:
         """What the server counts, if it can; raises ModelError, and InvalidRequest for what it cannot be shown."""
         if self._counter is None:
-            return len(self._body(request)) // _BYTES_A_TOKEN, False
+            return sum(map(len, self._body(request))) // _BYTES_A_TOKEN, False
         errors = self._errors(request.model)
         body = self._counted(request)
         async with self._upstream.request(

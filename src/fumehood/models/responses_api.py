@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Raw
 
 from fumehood.models.answers import TurnReader
+from fumehood.models.kept_renderings import with_list
 from fumehood.models.model_server import ModelServer
 from fumehood.models.responses_parsing import ResponsesParser
 from fumehood.models.responses_rendering import Dialect, ResponsesRenderer
@@ -67,7 +68,7 @@ class ResponsesApi(ModelServer):
 
     # ---- what is sent -----------------------------------------------------------------------------------------
 
-    def _body(self, request: ModelRequest) -> bytes:
+    def _body(self, request: ModelRequest) -> list[bytes]:
         fields = self._fields(request)
         include: list[str] = []
         if self._settings.encrypted_reasoning:
@@ -79,14 +80,14 @@ class ResponsesApi(ModelServer):
         self._settings.put_extra(fields)
         return self._with_input(request, fields)
 
-    def _counted(self, request: ModelRequest) -> bytes:
+    def _counted(self, request: ModelRequest) -> list[bytes]:
         fields = {name: value for name, value in self._fields(request).items() if name in _COUNTED}
         return self._with_input(request, fields)
 
-    def _with_input(self, request: ModelRequest, fields: Fields) -> bytes:
-        return b"".join([b'{"input":[', self._input(request), b"],", msgspec.json.encode(fields)[1:]])
+    def _with_input(self, request: ModelRequest, fields: Fields) -> list[bytes]:
+        return with_list("input", self._input(request), fields)
 
-    def _input(self, request: ModelRequest) -> bytes:
+    def _input(self, request: ModelRequest) -> list[bytes]:
         """Raises InvalidRequest."""
         return self._renderer.input(request.segments, self._origin(request))
 

@@ -14,14 +14,14 @@ from fumehood.models.chat_content import FilePart, TextPart, file_part
 from fumehood.models.foreign_items import Call, Result
 from fumehood.models.foreign_items import read as read_foreign
 from fumehood.models.item_content import Content, Part, shown_arguments, spoken
+from fumehood.models.kept_renderings import render_all
 from fumehood.models.sealed import Origin
 from fumehood.protocol.attachments import Attachment, is_file, note
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
 
 VERSION = 2  # of these rules: what an earlier one rendered is not used
-_MOST_RENDERINGS = 8  # of one segment
 _NO_ID = "rs_0"  # where some servers want one and none of them looks
 _CUT_OFF = ("in_progress", "incomplete")
 
@@ -175,21 +175,15 @@ class ResponsesRenderer:
         self._dialect = dialect
         self._name = dialect.name
 
-    def input(self, segments: Sequence[Segment], origin: Origin) -> bytes:
-        """The inside of `input`; raises InvalidRequest for what cannot be shown to such a server."""
-        rendered = (self._cached(segment, origin) for segment in segments)
-        return b",".join(part for part in rendered if part)
+    def input(self, segments: Sequence[Segment], origin: Origin) -> list[bytes]:
+        """The inside of `input`, in pieces that a comma goes between; raises InvalidRequest for what cannot be shown to
+        such a server.
+        """
 
-    def _cached(self, segment: Segment, origin: Origin) -> bytes:
-        kept = segment.renderings
-        name = f"{self._name}/{origin.mark}"
-        rendered = kept.get(name)
-        if rendered is None:
-            rendered = _Rendering(self._dialect, origin).render(segment.entries)
-            if len(kept) >= _MOST_RENDERINGS:
-                kept.clear()
-            kept[name] = rendered
-        return rendered
+        def render(entries: Sequence[Entry], left: bytes) -> tuple[bytes, bytes]:
+            return _Rendering(self._dialect, origin).render(entries), left
+
+        return render_all(segments, f"{self._name}/{origin.mark}", render)[0]
 
 
 class _Rendering:
@@ -316,7 +310,7 @@ class _Rendering:
                 self._add(_encode(_FunctionCall(call.call_id, call.name, arguments)))
             case Result() as result if result.call_id in self._foreign:
                 self._items.append(_encode(_FunctionOutput(result.call_id, result.text)))
-            case Exchange() as exchange:
+            case ToolExchange() as exchange:
                 self._take_exchange(exchange, answered)
             case _:
                 pass
@@ -348,11 +342,11 @@ class _Rendering:
             case _:
                 return raw
 
-    def _is_told(self, exchange: Exchange) -> bool:
+    def _is_told(self, exchange: ToolExchange) -> bool:
         """A result alone is told if its call was: as a function, that is, and not as its server's own."""
         return exchange.tells != "result" or exchange.call_id in self._hosted
 
-    def _take_exchange(self, exchange: Exchange, answered: set[str | None]) -> None:
+    def _take_exchange(self, exchange: ToolExchange, answered: set[str | None]) -> None:
         if exchange.tells == "call" and exchange.call_id not in answered:
             return  # nobody can answer it any more
         if exchange.tells != "result":

@@ -1,6 +1,7 @@
 """Requests to model servers, and what goes wrong with them as ModelError; imports siblings and `protocol`."""
 
 import asyncio
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from types import TracebackType
@@ -40,7 +41,7 @@ class Upstream:
         patience: Patience,
         errors: UpstreamErrors,
         *,
-        body: bytes | None = None,
+        body: Sequence[bytes] | None = None,
     ) -> "Answer":
         """A POST with that body, or a GET; the answer, if it is a success. Its block raises ModelError; left
         before its end, it tells the server to stop.

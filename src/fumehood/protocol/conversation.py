@@ -1,7 +1,8 @@
 """A conversation as it is kept and as a model is shown it; imports msgspec and siblings."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, overload
 
 import msgspec
 
@@ -12,7 +13,7 @@ COMPACTION = "compaction"
 """The type of an item that stands for everything before it."""
 
 
-class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+class ToolExchange(msgspec.Struct, frozen=True, kw_only=True):
     """A hosted call and its result exactly as the model wrote and read them, so that replay is byte-stable.
 
     tells: where the call is one item and its result another, which half this is; the other half's text is empty.
@@ -41,7 +42,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     id: str | None
     turn: int
     raw: bytes
-    exchange: Exchange | None = None
+    exchange: ToolExchange | None = None
     attachments: tuple[Attachment, ...] = ()
 
     @property
@@ -80,5 +81,84 @@ class Segment:
         object.__setattr__(self, "size", size)
 
     @property
+    def segments(self) -> "tuple[Segment]":
+        return (self,)
+
+    @property
     def weight(self) -> int:
         return _ENTRY_OVERHEAD * len(self.entries) + 2 * self.size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretch:
+    """Segments that follow each other, as one thing to look at. Never changed once it is made.
+
+    renderings: as those of a segment, each with what it leaves to the next piece.
+    compacted: the place of its last segment with a compaction, -1 if it has none.
+    size: that of all of them.
+    """
+
+    segments: tuple[Segment, ...]
+    renderings: dict[str, tuple[bytes, bytes]] = field(default_factory=dict[str, tuple[bytes, bytes]])
+    compacted: int = field(init=False, default=-1)
+    size: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        for place, segment in enumerate(self.segments):
+            if segment.compacted >= 0:
+                object.__setattr__(self, "compacted", place)
+        object.__setattr__(self, "size", sum([segment.size for segment in self.segments]))
+
+
+type Piece = Segment | Stretch
+
+
+class Conversation(Sequence[Segment]):
+    """Segments in pieces. The turns of a long conversation are all over the memory, and to touch them takes longer than
+    what is done with them; so whoever can takes a stretch as a whole.
+    """
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, pieces: tuple[Piece, ...]) -> None:
+        self.pieces = pieces
+
+    def __len__(self) -> int:
+        return sum([len(piece.segments) for piece in self.pieces])
+
+    def __iter__(self) -> Iterator[Segment]:
+        for piece in self.pieces:
+            yield from piece.segments
+
+    def __reversed__(self) -> Iterator[Segment]:
+        for piece in reversed(self.pieces):
+            yield from reversed(piece.segments)
+
+    @overload
+    def __getitem__(self, index: int) -> Segment: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Segment, ...]: ...
+    def __getitem__(self, index: int | slice) -> Segment | tuple[Segment, ...]:
+        if index == -1 and self.pieces:
+            return self.pieces[-1].segments[-1]
+        return tuple(self)[index]
+
+
+def pieces_of(segments: Sequence[Segment]) -> Sequence[Piece]:
+    return segments.pieces if isinstance(segments, Conversation) else segments
+
+
+def followed(segments: Sequence[Segment], more: Sequence[Segment]) -> Sequence[Segment]:
+    """The segments and then more."""
+    return Conversation((*pieces_of(segments), *more)) if more else segments
+
+
+def size_of(segments: Sequence[Segment]) -> int:
+    return sum([piece.size for piece in pieces_of(segments)])
+
+
+def last_compacted(segments: Sequence[Segment]) -> int:
+    """The place of the last segment with a compaction, -1 if there is none."""
+    if max([piece.compacted for piece in pieces_of(segments)], default=-1) < 0:
+        return -1
+    return max(place for place, segment in enumerate(segments) if segment.compacted >= 0)

@@ -9,13 +9,14 @@ import hmac
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Self
 from weakref import WeakValueDictionary
 
 import msgspec
 
+from fumehood.figures import ContainerFigures
 from fumehood.interfaces import Blobs, Caller, Clock, Files, Kept, Sandbox, SandboxProvider, Sealer, Store
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.errors import ContainerExpired, InvalidRequest, NotFound, RateLimited, Unavailable
@@ -55,10 +56,12 @@ class SandboxContainers:
         *,
         sealer: Sealer | None = None,
         uploads: Files | None = None,
+        figures: ContainerFigures | None = None,
     ) -> None:
         chosen = settings or ContainerSettings()
         files = KeptFiles(store, blobs, clock, chosen.files)
-        self._house = House(provider, store, files, clock, chosen, DomainSecrets(sealer))
+        self._figures = figures or ContainerFigures()
+        self._house = House(provider, store, files, clock, chosen, DomainSecrets(sealer), self._figures)
         self._uploads = uploads
         self._given = GivenFiles(self._house, blobs)
         self._living: OrderedDict[str, Living] = OrderedDict()  # those used last at the end
@@ -68,6 +71,7 @@ class SandboxContainers:
         self._sweeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
+        self._figures.live = len(await self._house.store.containers(running=True))
         if not self._house.settings.sandboxes_outlive:
             await self._endings.lose_sandboxes()
         self._sweeper = asyncio.create_task(self._sweep_forever(), name="containers: sweeper")
@@ -86,12 +90,18 @@ class SandboxContainers:
             await living.write(self._house.store)
 
     async def _sweep_forever(self) -> None:
+        settings = self._house.settings
+        if settings.alone and settings.sandboxes_outlive:
+            await self._try(self._endings.end_strays)
         while True:
-            await self._house.clock.sleep(self._house.settings.sweep_seconds)
-            try:
-                await self.sweep()
-            except Exception:
-                logger.exception("Containers could not be swept.")
+            await self._house.clock.sleep(settings.sweep_seconds)
+            await self._try(self.sweep)
+
+    async def _try(self, sweep: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await sweep()
+        except Exception:
+            logger.exception("Containers could not be swept.")
 
     async def sweep(self) -> None:
         """End what nobody uses any more."""
@@ -221,6 +231,7 @@ class SandboxContainers:
             if len(running) >= most:
                 running = [one for one in running if (await self._current(one)).status == "running"]
             if len(running) >= most and not await self._endings.make_room(running):
+                self._figures.refused += 1
                 raise RateLimited(
                     f"As many containers are running as are allowed ({most}): delete one, or wait for one to expire.",
                     code="container_limit_exceeded",
@@ -237,6 +248,8 @@ class SandboxContainers:
                 last_active_at=now,
             )
             await self._house.store.put_container(record)
+            self._figures.begun += 1
+            self._figures.live += 1
             return record
 
     def _turn(self, tenant: str) -> asyncio.Lock:
@@ -340,11 +353,9 @@ class SandboxContainers:
 
     async def delete_file(self, caller: Caller, container_id: str, file_id: str) -> None:
         living = await self._with_files(caller, container_id)
-        record = await self._house.store.file(container_id, file_id)
-        if record is None:
-            raise _no_file(container_id, file_id)
         with living.used():
-            await self._given.delete(living, record)
+            if not await self._given.delete(living, file_id):
+                raise _no_file(container_id, file_id)
 
     async def _with_files(self, caller: Caller, container_id: str) -> Living:
         try:

@@ -8,7 +8,9 @@ on it.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.conversation import Conversation, Entry, Segment, Stretch
+
+_STRETCH = 16  # turns
 
 
 class Place(NamedTuple):
@@ -19,9 +21,11 @@ class Place(NamedTuple):
 
 
 class _Turn:
-    """users: the responses and later turns that lead here; without any it is forgotten."""
+    """users: the responses and later turns that lead here; without any it is forgotten.
+    stretches: those that the conversation has up to here; loose: how many turns come after them.
+    """
 
-    __slots__ = ("before", "place", "segment", "users", "weight")
+    __slots__ = ("before", "loose", "place", "segment", "stretches", "users", "weight")
 
     def __init__(self, place: Place, segment: Segment, before: "_Turn | None") -> None:
         self.place = place
@@ -29,19 +33,27 @@ class _Turn:
         self.before = before
         self.users = 0
         self.weight = segment.weight
+        self.stretches: tuple[Stretch, ...] = () if before is None else before.stretches
+        self.loose = 1 if before is None else before.loose + 1
+        if self.loose == _STRETCH:
+            self.stretches = (*self.stretches, Stretch(self._newest()))
+            self.loose = 0
 
     @property
     def end(self) -> int:
         return self.place.start + len(self.segment.entries)
 
-    def path(self) -> list[Segment]:
+    def path(self) -> Conversation:
+        return Conversation((*self.stretches, *self._newest()))
+
+    def _newest(self) -> tuple[Segment, ...]:
+        """The loose ones."""
         turn: _Turn | None = self
         segments: list[Segment] = []
-        while turn is not None:
+        while turn is not None and len(segments) < self.loose:
             segments.append(turn.segment)
             turn = turn.before
-        segments.reverse()
-        return segments
+        return tuple(reversed(segments))
 
 
 class CachedConversations:
@@ -53,7 +65,7 @@ class CachedConversations:
         self._tips: dict[str, tuple[str, _Turn]] = {}
         self._turns: dict[Place, _Turn] = {}
 
-    def find(self, tenant: str, response_id: str) -> list[Segment] | None:
+    def find(self, tenant: str, response_id: str) -> Conversation | None:
         found = self._tips.get(response_id)
         if found is None or found[0] != tenant:
             return None
@@ -73,14 +85,14 @@ class CachedConversations:
 
     def load(
         self, tenant: str, response_id: str, turns: Sequence[tuple[Place, Sequence[Entry]]]
-    ) -> list[Segment]:
+    ) -> Sequence[Segment]:
         """A conversation from the database, by what of it is here already."""
         known = next((n for n in reversed(range(len(turns))) if turns[n][0] in self._turns), -1)
         tip = self._turns[turns[known][0]] if known >= 0 else None
         for place, entries in turns[known + 1 :]:
             tip = self._turn(place, entries, tip)
         if tip is None:
-            return []
+            return ()
         path = tip.path()
         self._keep(tenant, response_id, tip)
         return path

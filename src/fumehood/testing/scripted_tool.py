@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Raw
 
 from fumehood.interfaces import CallContext, Caller, Memory, OfferedTool, ToolResult, ToolStep
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.events import ItemAdded, ItemDone, StreamEvent
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.items import ProducedFile
@@ -83,8 +83,8 @@ class ScriptedTool:
     def echo(self, spec: ToolSpec) -> bytes:
         return spec.raw
 
-    def recall(self, entry: Entry) -> Exchange | None:
-        return Exchange(
+    def recall(self, entry: Entry) -> ToolExchange | None:
+        return ToolExchange(
             call_id=entry.id or "call_recalled", name=self.name, arguments="{}", output="(recalled)"
         )
 
@@ -170,7 +170,7 @@ class ScriptedCall:
 
     def _result(self, status: str, output: str, files: Sequence[ProducedFile]) -> ToolResult:
         item = self._item(status, output)
-        exchange = Exchange(
+        exchange = ToolExchange(
             call_id=self._context.call_id, name=self._tool.name, arguments=self._arguments(), output=output
         )
         done = ItemDone(output_index=self._context.output_index, item=item)

@@ -11,7 +11,7 @@ from msgspec import Raw
 
 from fumehood.interfaces import CallContext, Caller, Clock, Containers, Files, Memory, OfferedTool
 from fumehood.protocol.containers import DATA_DIRECTORY
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.errors import NotFound
 from fumehood.protocol.items import ProducedFile
 from fumehood.protocol.names import clean_name
@@ -104,13 +104,13 @@ class CodeInterpreter:
     def echo(self, spec: ToolSpec) -> bytes:
         return echoed(spec)
 
-    def recall(self, entry: Entry) -> Exchange | None:
+    def recall(self, entry: Entry) -> ToolExchange | None:
         try:
             item = _replayed.decode(entry.raw)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
             return None
         urls = [output.url for output in item.outputs or () if output.url is not None]
-        return Exchange(
+        return ToolExchange(
             call_id=item.id or f"call_{hashlib.sha256(entry.raw).hexdigest()[:24]}",
             name=NAME,
             arguments=msgspec.json.encode({"code": item.code or ""}).decode(),

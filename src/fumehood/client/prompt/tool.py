@@ -1,5 +1,6 @@
 """What a model can call: tools that we run, and tools that the provider runs; imports `serde`, `dbc` and siblings."""
 
+import inspect
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 _NAME = re.compile(r"[a-z0-9_-]{1,64}\Z")
 MAX_DESCRIPTION = 1024
+_SIGNATURE = "a function (params, *, context) that blocks"
 
 
 # --- results ------------------------------------------------------------------------------------------
@@ -143,6 +145,7 @@ class Tool[P, R](Specialised):
             0 < len(words) <= MAX_DESCRIPTION,
             f"The description of the tool {name!r} has {len(words)} characters, not 1 to {MAX_DESCRIPTION}.",
         )
+        require(handler is None or _fits(handler), f"The handler of the tool {name!r} is not {_SIGNATURE}.")
         self.name = name
         self.description = words
         self.handler = handler
@@ -176,6 +179,15 @@ class Tool[P, R](Specialised):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(name={self.name!r})"
+
+
+def _fits(handler: Callable[..., object]) -> bool:
+    """Whether it can be called as handlers are."""
+    try:
+        inspect.signature(handler).bind(None, context=None)
+    except (TypeError, ValueError):
+        return False
+    return not inspect.iscoroutinefunction(handler)
 
 
 def _hints(handler: object) -> tuple[Any, Any]:
@@ -228,7 +240,12 @@ class ProviderTool[P, R, C](Tool[P, R]):
         """How `RenderedPrompt.native_tools` lists it; checks its settings."""
         from fumehood.client import serde
 
-        return {"type": "built_in", "name": self.native_type, **serde.builtins(self.config)}
+        settings: Any = serde.builtins(self.config)
+        require(
+            isinstance(settings, dict),
+            f"The config of the tool {self.name!r} is {self.config!r}; it has to be a dataclass or a mapping.",
+        )
+        return {"type": "built_in", "name": self.native_type, **settings}
 
 
 type AnyTool = Tool[Any, Any]
@@ -243,9 +260,10 @@ def provider_tools(tools: Sequence[AnyTool]) -> list[ProviderTool[Any, Any, Any]
 
 
 def by_name(tools: Sequence[AnyTool]) -> dict[str, AnyTool]:
-    """Raises PromptValidationError if two different tools share a name."""
+    """Raises PromptValidationError if two different tools share a name, or one is no tool at all."""
     found: dict[str, AnyTool] = {}
     for tool in tools:
+        require(isinstance(cast(object, tool), Tool), f"{tool!r} is no tool; write Tool[Params, Result](…).")
         known = found.setdefault(tool.name, tool)
         require(known is tool, f"Two tools are called {tool.name!r}.")
     return found

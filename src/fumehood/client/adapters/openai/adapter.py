@@ -1,11 +1,14 @@
 """Prompts to OpenAI's Responses API, or to our gateway: what is asked for, checked; imports its siblings."""
 
+import inspect
 import os
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from fumehood.client.adapters.core import PromptResponse
 from fumehood.client.adapters.openai.api import ContainerGoneError, ResponsesApi, is_fumehood
+from fumehood.client.adapters.openai.code_interpreter import container_spec
 from fumehood.client.adapters.openai.compaction import CompactionManager
 from fumehood.client.adapters.openai.config import (
     CompactionConfig,
@@ -14,23 +17,24 @@ from fumehood.client.adapters.openai.config import (
     OpenAIModelConfig,
 )
 from fumehood.client.adapters.openai.evaluation import Evaluation
-from fumehood.client.adapters.openai.native_tools.base import check_model
+from fumehood.client.adapters.openai.native_tools.base import check_model, native_tool_lists
 from fumehood.client.adapters.openai.wire import EXECUTION, responses_tool_choice, responses_tool_spec
 from fumehood.client.adapters.openai.workspace import OpenAIContainerWorkspaceSection
 from fumehood.client.adapters.shared import ToolExecutor, tool_to_spec
 from fumehood.client.budget import Budget, BudgetTracker
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
-from fumehood.client.errors import ContainerExpiredError
+from fumehood.client.errors import ContainerExpiredError, PromptValidationError
 from fumehood.client.filesystem import Filesystem
 from fumehood.client.prompt._types import SupportsDataclass
 from fumehood.client.prompt.prompt import Prompt, RenderedPrompt, ToolChoice, merge_native_tools
-from fumehood.client.prompt.tool import ProviderTool, ToolContext
+from fumehood.client.prompt.tool import ProviderTool, ToolContext, provider_tools
 from fumehood.client.resources import ResourceRegistry, Resources
 from fumehood.client.runtime.events import EventBus, JoinedBus
 from fumehood.client.runtime.observer import NOBODY, EvaluationBegun, Observer
 from fumehood.client.runtime.session import Session, SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
+from fumehood.client.workspace import WorkspaceSection
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -78,7 +82,14 @@ class OpenAIAdapter:
         is known has none. max_turns: how often the model may be asked in one evaluation. observer: sees every
         evaluation, as `fumehood.telemetry.client.ClientTelemetry` does.
         """
-        require(model.strip(), "model is empty.")
+        require(
+            isinstance(cast(object, model), str) and model.strip(),
+            f"model is {model!r}; it has to be a name.",
+        )
+        require(
+            not inspect.iscoroutinefunction(getattr(client, "close", None)),
+            "client is an asynchronous one; evaluations are blocking, so pass an OpenAI(…).",
+        )
         require(
             client is None or client_config is None, "client and client_config exclude each other; give one."
         )
@@ -91,7 +102,7 @@ class OpenAIAdapter:
         self._hosted_tools = hosted_tools or OpenAIHostedToolsConfig()
         self._compaction = compaction
         self._tool_choice: ToolChoice = tool_choice
-        self._native_tools = openai_native_tools
+        self._native_tools = native_tool_lists(openai_native_tools)
         self._strict = strict
         self._throttle = throttle
         self._max_turns = max_turns
@@ -135,6 +146,10 @@ class OpenAIAdapter:
         What is wrong with the prompt or the settings raises PromptEvaluationError before anything is sent.
         """
         require(
+            isinstance(cast(object, prompt), Prompt),
+            f"{prompt!r} is no prompt; of a template, make Prompt(template).",
+        )
+        require(
             budget is None or budget_tracker is None,
             "budget and budget_tracker exclude each other; give one.",
         )
@@ -144,13 +159,12 @@ class OpenAIAdapter:
         )
         with self._observer.evaluating(begun):
             tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
-            return self._evaluated(
-                prompt.bind(*params), session, bus, parse_output, deadline, tracker, resources
-            )
+            return self._evaluated(prompt, params, session, bus, parse_output, deadline, tracker, resources)
 
     def _evaluated(
         self,
-        bound: Prompt[Out],
+        prompt: Prompt[Out],
+        params: Sequence[SupportsDataclass],
         session: SessionProtocol,
         bus: EventBus | None,
         parse_output: bool,
@@ -159,14 +173,19 @@ class OpenAIAdapter:
         resources: Resources | None,
     ) -> PromptResponse[Out]:
         deadline = _earliest(deadline, tracker.budget.deadline if tracker else None)
-        rendered = bound.render(session=session)
-        workspace = _workspace(rendered)
-        request = self._request(rendered, workspace)
+        try:
+            bound = prompt.bind(*params)
+            rendered = bound.render(session=session)
+            workspace = _workspace(rendered)
+            request = self._request(rendered, workspace)
+        except PromptValidationError as error:
+            error.prompt_name = error.prompt_name or prompt.name
+            raise
         if deadline is not None:
             deadline.check("the first request", prompt_name=bound.name)
         api = ResponsesApi(self.client, self._throttle, self._observer)
-        self._name_container(request, rendered, workspace, api)
-        if workspace is not None and workspace.filesystem.is_packed:
+        self._name_container(request, rendered, workspace, api, deadline)
+        if workspace is not None and (workspace.filesystem.archive or workspace.filesystem.moved):
             rendered = bound.render(session=session)  # it has something to add now
         request["include"] = self._include(request)
         manager = None
@@ -192,7 +211,7 @@ class OpenAIAdapter:
                 request=request,
                 executor=ToolExecutor(context, bound.template.policies, self._observer),
                 manager=manager,
-                new_container=None if workspace is None else workspace.filesystem.renew_container,
+                new_container=None if workspace is None else partial(_renewed, workspace, deadline),
                 memory_limit=None if workspace is None else workspace.container_config.memory_limit,
                 parse_output=parse_output,
                 max_turns=self._max_turns,
@@ -205,13 +224,19 @@ class OpenAIAdapter:
     ) -> dict[str, Any]:
         """All of it but input, container and include. Raises PromptValidationError; nothing is sent."""
         name = rendered.prompt_name
-        for tool in rendered.tools:
-            if isinstance(tool, ProviderTool):
-                require(
-                    tool.provider == self.provider,
-                    f"The tool {tool.name!r} is {tool.provider}'s; this adapter is {self.provider}'s.",
-                    prompt_name=name,
-                )
+        heard: dict[str, str] = {}
+        for tool in provider_tools(rendered.tools):
+            require(
+                tool.provider == self.provider,
+                f"The tool {tool.name!r} is {tool.provider}'s; this adapter is {self.provider}'s.",
+                prompt_name=name,
+            )
+            other = heard.setdefault(tool.native_type, tool.name)
+            require(
+                other == tool.name,
+                f"The tools {other!r} and {tool.name!r} are both {tool.native_type}; only one can get its results.",
+                prompt_name=name,
+            )
         native = self._native(rendered, workspace)
         functions = [tool_to_spec(tool) for tool in rendered.tools if not isinstance(tool, ProviderTool)]
         tools = [responses_tool_spec(spec, prompt_name=name) for spec in (*functions, *native)]
@@ -259,8 +284,11 @@ class OpenAIAdapter:
                 prompt_name=name,
             )
             found["file_search"] = {**search, "vector_store_ids": stores}
+        interpreter = found.get("code_interpreter")
+        if interpreter is not None and "container" in interpreter:
+            container = container_spec(interpreter["container"])
+            found["code_interpreter"] = {**interpreter, "container": container}
         if workspace is not None:
-            interpreter = found.get("code_interpreter")
             require(
                 interpreter is not None,
                 "A container workspace needs the code interpreter: pass hosted_tools="
@@ -280,18 +308,20 @@ class OpenAIAdapter:
         rendered: RenderedPrompt[Any],
         workspace: OpenAIContainerWorkspaceSection | None,
         api: ResponsesApi,
+        deadline: Deadline | None,
     ) -> None:
         """Every code interpreter gets a container; one that is named has to be alive."""
         for tool in request.get("tools", ()):
             if tool["type"] != "code_interpreter":
                 continue
             if workspace is not None:
-                workspace.bind_client(self.client)
-                tool["container"] = workspace.filesystem.ensure_container()
+                again = self._client_config.make if self._owns_client else None
+                workspace.bind_client(self.client, again=again, policy=self._throttle)
+                tool["container"] = workspace.filesystem.ensure_container(deadline=deadline)
                 continue
             container = tool.setdefault("container", {"type": "auto"})
             if isinstance(container, str):
-                _check_alive(container, api, rendered.prompt_name)
+                _check_alive(container, api, rendered.prompt_name, deadline)
 
     def _include(self, request: Mapping[str, Any]) -> list[str]:
         kinds = [tool["type"] for tool in request.get("tools", ())]
@@ -304,14 +334,24 @@ class OpenAIAdapter:
 
 
 def _workspace(rendered: RenderedPrompt[Any]) -> OpenAIContainerWorkspaceSection | None:
-    found = [section for section in rendered.sections if isinstance(section, OpenAIContainerWorkspaceSection)]
+    workspaces = [section for section in rendered.sections if isinstance(section, WorkspaceSection)]
+    require(
+        not any(section.is_closed for section in workspaces),
+        "The prompt's workspace was cleaned up, and its files are gone; make another one.",
+        prompt_name=rendered.prompt_name,
+    )
+    found = [section for section in workspaces if isinstance(section, OpenAIContainerWorkspaceSection)]
     require(len(found) < 2, "A prompt can have one container workspace.", prompt_name=rendered.prompt_name)
     return found[0] if found else None
 
 
-def _check_alive(container_id: str, api: ResponsesApi, prompt_name: str) -> None:
+def _renewed(workspace: OpenAIContainerWorkspaceSection, deadline: Deadline | None, gone: str) -> str:
+    return workspace.filesystem.renew_container(gone, deadline=deadline)
+
+
+def _check_alive(container_id: str, api: ResponsesApi, prompt_name: str, deadline: Deadline | None) -> None:
     try:
-        status = api.container_status(container_id, prompt_name=prompt_name)
+        status = api.container_status(container_id, prompt_name=prompt_name, deadline=deadline)
     except ContainerGoneError as error:
         raise ContainerExpiredError(container_id, error, _gone(container_id)) from error
     if status in ("expired", "deleted"):

@@ -25,11 +25,41 @@ _log = logging.getLogger(__name__)
 
 VERSION_HEADER = "fumehood-version"
 _BUSY = (408, 429)
+_PROBE_SECONDS = 10
 _fumehood: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 class ContainerGoneError(Exception):
     """The provider says that a container is expired or not there; never leaves the adapter."""
+
+
+def ask[T](
+    send: Callable[[dict[str, Any]], T],
+    policy: ThrottlePolicy,
+    *,
+    deadline: Deadline | None = None,
+    prompt_name: str = "",
+) -> T:
+    """Send a request with the SDK, and again while the policy allows it; send: called with what it is to add to it.
+
+    Raises PromptEvaluationError, and ContainerGoneError.
+    """
+
+    def once() -> T | Transient:
+        more = {} if deadline is None else {"timeout": max(deadline.remaining().total_seconds(), 0.001)}
+        started = time.monotonic()
+        try:
+            return send(more)
+        except Exception as error:
+            if deadline is not None and not deadline.remaining():
+                raise DeadlineExceededError(
+                    f"The deadline passed during a request of {time.monotonic() - started:.1f} s.",
+                    prompt_name=prompt_name,
+                    phase="deadline",
+                ) from error
+            return _read_error(error, prompt_name)
+
+    return retry(once, policy, deadline=deadline, prompt_name=prompt_name)
 
 
 class ResponsesApi:
@@ -55,20 +85,21 @@ class ResponsesApi:
         """Raises PromptEvaluationError, and ContainerGoneError. memory_limit: for whoever observes it."""
         # The same key with every attempt: code that has run does not run again because an answer was lost.
         headers = {"idempotency-key": str(uuid4())}
+        # As its body, since the SDK's own parameters are not all that servers know.
         send: Any = self._sdk.responses.with_raw_response.create
         with self._observer.asking(self._asked("chat", request, memory_limit)) as asking:
             headers |= asking.headers
             response = self._ask(
-                lambda more: send(**request, extra_headers=headers, **more), prompt_name, deadline
+                lambda more: send(extra_body=request, extra_headers=headers, **more), prompt_name, deadline
             )
             asking.answered(answered(response))
         return response
 
-    def compact(self, request: Mapping[str, Any]) -> WireResponse:
+    def compact(self, request: Mapping[str, Any], *, deadline: Deadline | None = None) -> WireResponse:
         send: Any = self._sdk.responses.with_raw_response.compact
         with self._observer.asking(self._asked("compact", request)) as asking:
             headers = dict(asking.headers)
-            response = self._ask(lambda more: send(**request, extra_headers=headers, **more), "", None)
+            response = self._ask(lambda more: send(**request, extra_headers=headers, **more), "", deadline)
             asking.answered(answered(response))
         return response
 
@@ -83,35 +114,24 @@ class ResponsesApi:
             memory_limit=memory_limit,
         )
 
-    def container_status(self, container_id: str, *, prompt_name: str = "") -> str:
+    def container_status(
+        self, container_id: str, *, prompt_name: str = "", deadline: Deadline | None = None
+    ) -> str:
         """ "running", "expired", … Raises ContainerGoneError if there is no such container."""
         read: Any = self._sdk.containers.with_raw_response.retrieve
-        answer = self._ask(lambda more: read(container_id, **more), prompt_name, None)
+        answer = self._ask(lambda more: read(container_id, **more), prompt_name, deadline)
         return answer.status or "running"
 
     def _ask(
         self, send: Callable[[dict[str, Any]], Any], prompt_name: str, deadline: Deadline | None
     ) -> WireResponse:
-        def once() -> WireResponse | Transient:
-            more = {} if deadline is None else {"timeout": max(deadline.remaining().total_seconds(), 0.001)}
-            started = time.monotonic()
-            try:
-                answer = send(more)
-            except Exception as error:
-                if deadline is not None and not deadline.remaining():
-                    raise DeadlineExceededError(
-                        f"The deadline passed during a request of {time.monotonic() - started:.1f} s.",
-                        prompt_name=prompt_name,
-                        phase="deadline",
-                    ) from error
-                return _read_error(error, prompt_name)
-            _fumehood[self.client] = VERSION_HEADER in answer.headers
-            response = _decoded(answer.content, prompt_name)
-            _log.debug("request %s took %.2f s", answer.request_id, time.monotonic() - started)
-            response.request_id = answer.request_id
-            return response
-
-        return retry(once, self._policy, deadline=deadline, prompt_name=prompt_name)
+        started = time.monotonic()
+        answer = ask(send, self._policy, deadline=deadline, prompt_name=prompt_name)
+        _fumehood[self.client] = VERSION_HEADER in answer.headers
+        response = _decoded(answer.content, prompt_name)
+        _log.debug("request %s took %.2f s", answer.request_id, time.monotonic() - started)
+        response.request_id = answer.request_id
+        return response
 
 
 def _decoded(content: bytes, prompt_name: str) -> WireResponse:
@@ -135,9 +155,8 @@ def is_fumehood(client: "OpenAI") -> bool:
             import openai
 
             try:
-                client.with_options(max_retries=0).get(
-                    "/fumehood", cast_to=object
-                )  # what it answers does not matter
+                # What it answers does not matter.
+                client.with_options(max_retries=0, timeout=_PROBE_SECONDS).get("/fumehood", cast_to=object)
                 _fumehood[client] = False
             except openai.APIStatusError as error:  # nobody has such a page
                 _fumehood[client] = VERSION_HEADER in error.response.headers
@@ -150,7 +169,9 @@ def _read_error(error: Exception, prompt_name: str) -> Transient:
     """What may pass as Transient; anything else is raised, as an error of ours."""
     import openai
 
-    if isinstance(error, openai.APIConnectionError):
+    # The SDK does not translate what breaks off while an answer is being read; which library reads is its affair.
+    broke_off = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+    if isinstance(error, openai.APIConnectionError) or broke_off:
         return Transient(error)
     if not isinstance(error, openai.APIStatusError):
         if isinstance(error, openai.OpenAIError):
@@ -172,6 +193,8 @@ def is_container_gone(error: Exception) -> bool:
     """Whether an error of the SDK says that a container is expired, or not there any more."""
     status = getattr(error, "status_code", None)
     words = str(error).lower()
+    if getattr(error, "code", None) == "model_not_found":  # whatever the model is called
+        return False
     return "container" in words and (status == 404 or (status == 400 and "expired" in words))
 
 

@@ -8,7 +8,8 @@ from typing import Any, Literal, cast
 from fumehood.client.adapters.core import FileCitation
 from fumehood.client.adapters.openai.config import check_tier
 from fumehood.client.adapters.openai.wire import EXECUTION, ProviderToolCallData, citations
-from fumehood.client.dbc import require
+from fumehood.client.dbc import require, require_texts
+from fumehood.client.errors import PromptValidationError
 from fumehood.client.prompt._types import NoParams
 from fumehood.client.prompt.tool import (
     ProviderOutputHandler,
@@ -37,7 +38,9 @@ class AutoContainerConfig:
     file_ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        require(cast(object, self.type) == "auto", f"container.type is {self.type!r}; it has to be 'auto'.")
         check_tier(self.memory_limit, "container.memory_limit")
+        require_texts(self.file_ids, "container.file_ids")
 
     def attach(self, *file_ids: str) -> "AutoContainerConfig":
         """The same with further uploaded files."""
@@ -52,8 +55,12 @@ class ExistingContainerRef:
     memory_limit: str | None = None
 
     def __post_init__(self) -> None:
-        require(self.id.strip(), "container.id is empty: name the container, or use AutoContainerConfig.")
-        check_tier(self.memory_limit, "container.memory_limit")
+        require(
+            isinstance(cast(object, self.id), str) and self.id.strip(),
+            f"container.id is {self.id!r}: name the container, or use AutoContainerConfig.",
+        )
+        if self.memory_limit is not None:
+            check_tier(self.memory_limit, "container.memory_limit")
 
 
 @dataclass(frozen=True)
@@ -92,11 +99,7 @@ class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, Co
         if handler is None and handle_provider_output is None:
             handle_provider_output = code_interpreter_output
         found = config or CodeInterpreterConfig(container or AutoContainerConfig())
-        known = isinstance(cast(object, found.container), AutoContainerConfig | ExistingContainerRef)
-        require(
-            known,
-            f"container is {found.container!r}; it has to be AutoContainerConfig or ExistingContainerRef.",
-        )
+        container_spec(found.container)  # what is no container is found here
         super().__init__(
             name=name,
             description=description,
@@ -118,8 +121,9 @@ class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, Co
         """The same tool with further uploaded files in its container."""
         container = self.config.container
         if not isinstance(container, AutoContainerConfig):
-            require(False, f"The container {container.id!r} is there already; use ContainerManager.attach.")
-            raise AssertionError
+            raise PromptValidationError(
+                f"The container {container.id!r} is there already; use ContainerManager.attach."
+            )
         return OpenAICodeInterpreterTool(
             container=container.attach(*file_ids),
             name=self.name,
@@ -129,10 +133,26 @@ class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, Co
         )
 
 
-def container_spec(container: AutoContainerConfig | ExistingContainerRef) -> str | dict[str, Any]:
-    """The container as it is sent."""
+def container_spec(container: object) -> str | dict[str, Any]:
+    """The container as it is sent; also one that is written as on the wire, or as `{"id": …}`, already.
+
+    Raises PromptValidationError for a tier that there is not, a name that is none, and anything else.
+    """
+    if isinstance(container, str):
+        container = ExistingContainerRef(container)
+    elif isinstance(container, Mapping):
+        written = {str(name): value for name, value in cast(Mapping[Any, Any], container).items()}
+        if "id" not in written:
+            tier, files = written.get("memory_limit", "1g"), written.get("file_ids", ())
+            AutoContainerConfig(cast(Any, written.get("type")), tier, files)  # for its checks
+            return written
+        container = ExistingContainerRef(written["id"], written.get("memory_limit"))
     if isinstance(container, ExistingContainerRef):
         return container.id
+    if not isinstance(container, AutoContainerConfig):
+        raise PromptValidationError(
+            f"container is {container!r}; it has to be AutoContainerConfig or ExistingContainerRef."
+        )
     spec: dict[str, Any] = {"type": "auto", "memory_limit": container.memory_limit}
     return {**spec, "file_ids": [*container.file_ids]} if container.file_ids else spec
 

@@ -37,6 +37,7 @@ from fumehood.client.dbc import ensure
 from fumehood.client.errors import (
     CompactionError,
     ContainerExpiredError,
+    DeadlineExceededError,
     FilteredOutputError,
     PromptEvaluationError,
 )
@@ -63,7 +64,7 @@ class Evaluation[Out]:
     request: dict[str, Any]
     executor: ToolExecutor
     manager: CompactionManager | None
-    new_container: Callable[[], str] | None
+    new_container: Callable[[str], str] | None
     memory_limit: str | None
     parse_output: bool
     max_turns: int
@@ -91,7 +92,7 @@ class Evaluation[Out]:
                 return self._answer(response)
             self._keep([self._run(call) for call in calls])
             self._let_choose()
-            if self._compact(response):
+            if self._compacted(response):
                 self.history = [system]  # the task itself must not be a matter of summaries
         raise PromptEvaluationError(
             f"There was no answer after {self.max_turns} turns; raise max_turns, or look at what its tools say.",
@@ -140,7 +141,7 @@ class Evaluation[Out]:
             raise ContainerExpiredError(
                 known, gone, f"The container {known!r} has expired; make another one."
             ) from gone
-        made = self.new_container()
+        made = self.new_container(known)
         for tool in self.request["tools"]:
             if tool["type"] == "code_interpreter":
                 tool["container"] = made
@@ -250,16 +251,29 @@ class Evaluation[Out]:
         try:
             self._compact(response)
         except CompactionError as error:
+            if isinstance(error.original_error, DeadlineExceededError):
+                # There is an answer, and in time; the next evaluation compacts.
+                _log.warning("There was no time left to compact the conversation of %s.", answer.prompt_name)
+                return answer
             error.response = answer
             raise
         return answer
+
+    def _compacted(self, response: WireResponse) -> bool:
+        """The same on the way to an answer, which is over when time is."""
+        try:
+            return self._compact(response)
+        except CompactionError as error:
+            if isinstance(error.original_error, DeadlineExceededError):
+                raise error.original_error from error
+            raise
 
     def _compact(self, response: WireResponse) -> bool:
         """Compact if it is time to; whether it was."""
         tokens = response.usage.total_tokens if response.usage else 0
         if self.manager is None or not self.manager.should_compact(tokens):
             return False
-        self.manager.compact(self.history)
+        self.manager.compact(self.history, deadline=self.context.deadline)
         self.context.session[Transcript].clear()
         return True
 

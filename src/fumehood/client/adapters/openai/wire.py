@@ -78,6 +78,7 @@ def responses_tool_choice(
         )
         check(choice != "required" or tools, "the prompt has no tools that could be required.")
         return choice if tools else None
+    check(isinstance(cast(object, choice), Mapping), "it has to be a word or a mapping.")
     kind = choice.get("type")
     if kind == "function":
         nested = choice.get("function")
@@ -86,7 +87,7 @@ def responses_tool_choice(
             if isinstance(nested, Mapping)
             else choice.get("name")
         )
-        check(name, "a function is chosen by its name.")
+        check(name and isinstance(name, str), "a function is chosen by its name.")
         known = {tool.get("name") for tool in tools if tool["type"] == "function"}
         check(name in known, f"the prompt has no function {name!r}.")
         return {"type": "function", "name": name}
