@@ -130,7 +130,7 @@ class Metrics(Listener):
         self._turns.of(_with_error(labels, turn)).add(turn.seconds)
         if turn.first and turn.request.streamed:
             self._first_chunks.of(labels).add(turn.first / 1e9)
-            self._chunks.of(labels).add_all(turn.gaps)
+            self._chunks.of(labels).add_all(turn.gaps())
         if turn.end is not None and turn.end.usage is not None:
             usage = turn.end.usage
             for kind, number in (("input", usage.input_tokens), ("output", usage.output_tokens)):

@@ -140,7 +140,7 @@ class _ObservedBackend:
         if self._observer.records_content:
             seen.pieces = []
         self._observer.began(seen)
-        batches = self._backend.stream(seen.request, None if take is None else _noting(take, seen))
+        batches = self._backend.stream(seen.request, None if take is None else seen.noting(take))
         try:
             async with aclosing(batches):
                 async for batch in batches:
@@ -155,16 +155,6 @@ class _ObservedBackend:
             if seen.run is not None:
                 seen.run.turns += 1
                 seen.run.writing += seen.took - seen.first if seen.first else 0
-
-
-def _noting(take: Take, seen: TurnSeen) -> Take:
-    def taking(events: Sequence[AnyModelEvent]) -> bool:
-        taken = take(events)
-        if taken:
-            seen.note(events)
-        return taken
-
-    return taking
 
 
 # --- tool calls ---------------------------------------------------------------------------------------
