@@ -6,6 +6,8 @@ made of it (spans, metrics, events) is the listeners' affair.
 
 import logging
 import traceback
+from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import sub
