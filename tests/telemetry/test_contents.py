@@ -247,6 +247,15 @@ def test_however_much_was_said_what_is_recorded_is_bounded_and_valid(
     assert kept or not entries
 
 
+@pytest.mark.parametrize("given", ["x" * 50_000, [message("user", "x" * 50_000), message("user", "y")]])
+def test_what_is_too_much_to_be_read_is_said_to_be_missing(given: Any) -> None:
+    content = told(run(input=given), longest=10_000)
+    check(content, "option2")
+    cut, *rest = [part for each in content[INPUT] for part in each["parts"]]
+    assert cut == {"type": "fumehood:cut", "parts": 1}
+    assert [part["content"] for part in rest] == ([] if isinstance(given, str) else ["y"])
+
+
 def test_nothing_is_looked_at_for_a_span_that_is_not_recorded() -> None:
     seen = run()
     Contents().ended(seen)

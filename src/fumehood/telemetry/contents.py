@@ -17,12 +17,12 @@ from fumehood.parts.messages import finish_reason, to_messages
 from fumehood.parts.validate import validate
 from fumehood.parts.views import SOURCE, to_view
 from fumehood.protocol import models
-from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.responses import Response
 from fumehood.telemetry.seen import CallSeen, Listener, RunSeen, Seen, TurnSeen
 
 # Backends cut attributes, or refuse spans, beyond 256 KB.
 LONGEST = 200_000
+_LOOKED_AT = 4  # times as much may be read to find what is recorded
 
 INPUT, OUTPUT = "gen_ai.input.messages", "gen_ai.output.messages"
 INSTRUCTIONS, DEFINITIONS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
@@ -97,16 +97,17 @@ class Contents(Listener):
     def _of_run(self, run: RunSeen) -> JsonObject:
         request = run.request
         given = request.input if isinstance(request.input, list) else []
-        asked: list[Part] = _from_items([bytes(raw) for raw in given])
+        raws, left_out = _latest([bytes(raw) for raw in reversed(given)], _LOOKED_AT * self._longest)
+        asked: list[Part] = _from_items(raws)
         if isinstance(request.input, str):
-            asked = [Text(content=request.input, role="user")]
+            left_out = int(len(request.input) > _LOOKED_AT * self._longest)
+            asked = [] if left_out else [Text(content=request.input, role="user")]
         told = request.instructions
         instructions: list[Part] = [Text(content=told, role="system")] if isinstance(told, str) else []
         if isinstance(told, list):
             instructions = _from_items([bytes(raw) for raw in told])
-        found = self._asked(
-            asked, 0, instructions, _definitions(map(msgspec.json.decode, request.tools or ()))
-        )
+        tools = _definitions(map(msgspec.json.decode, request.tools or ()))
+        found = self._asked(asked, left_out, instructions, tools)
         if run.response is not None:
             parts = from_vendor("openai", msgspec.json.decode(msgspec.json.encode(run.response.output)))
             ending = _ending(run.response, parts)
@@ -115,7 +116,8 @@ class Contents(Listener):
 
     def _of_turn(self, turn: TurnSeen) -> JsonObject:
         request = turn.request
-        entries, left_out = _latest(request.segments, self._longest // 2)
+        entries = (entry for segment in reversed(request.segments) for entry in reversed(segment.entries))
+        raws, left_out = _latest((entry.raw for entry in entries), _LOOKED_AT * self._longest)
         told = request.instructions
         instructions: list[Part] = [] if told is None else [Text(content=told, role="system")]
         functions: list[JsonObject] = [
@@ -130,8 +132,7 @@ class Contents(Listener):
         others: list[JsonObject] = [
             {"type": each.type, "name": each.name or each.type} for each in request.others
         ]
-        asked = _from_items([entry.raw for entry in entries])
-        found = self._asked(asked, left_out, instructions, [*functions, *others])
+        found = self._asked(_from_items(raws), left_out, instructions, [*functions, *others])
         ending = "error" if turn.end is None else _ENDS[turn.end.reason]
         found[OUTPUT] = self._messages(_said(turn.pieces or ()), self._longest // 2, ending)
         return found
@@ -239,17 +240,16 @@ def _from_items(raws: Sequence[bytes]) -> list[Part]:
     return from_vendor("openai", [msgspec.json.decode(raw) for raw in raws]) if raws else []
 
 
-def _latest(segments: Sequence[Segment], bytes_left: int) -> tuple[list[Entry], int]:
-    """The last entries that are not too much, and how many came before them."""
-    found: list[Entry] = []
+def _latest(newest_first: Iterable[bytes], bytes_left: int) -> tuple[list[bytes], int]:
+    """The last items that are not too much to be looked at, in their order, and how many came before them."""
+    found: list[bytes] = []
     left_out = 0
-    for segment in reversed(segments):
-        for entry in reversed(segment.entries):
-            bytes_left -= len(entry.raw)
-            if bytes_left < 0:
-                left_out += 1
-            else:
-                found.append(entry)
+    for raw in newest_first:
+        bytes_left -= len(raw)
+        if bytes_left < 0:
+            left_out += 1
+        else:
+            found.append(raw)
     return found[::-1], left_out
 
 
@@ -264,42 +264,46 @@ def _ending(response: Response, parts: list[Part]) -> str:
 
 def _said(pieces: Iterable[models.AnyModelEvent]) -> list[Part]:
     """The events of a turn as the parts of a message."""
-    parts: list[Part] = []
-    calls: dict[int, tuple[ToolCall, list[str]]] = {}
+    parts: list[tuple[Part, list[str]]] = []
+    calls: dict[int, list[str]] = {}
     for piece in pieces:
-        last = parts[-1] if parts else None
         match piece:
             case models.Text(delta=delta) | models.Refused(delta=delta):
-                if isinstance(last, Text):
-                    last.content += delta
-                else:
-                    parts.append(Text(content=delta))
+                _continue(parts, Text, delta)
             case models.Thought(delta=delta) | models.Summary(delta=delta):
-                if isinstance(last, Reasoning):
-                    last.content += delta
-                else:
-                    parts.append(Reasoning(content=delta))
+                _continue(parts, Reasoning, delta)
             case models.CallStarted():
                 kind = piece.name if piece.name in _HOSTED else "function"
                 call = ToolCall(
                     kind=kind, name=piece.name, payload={}, call_id=piece.call_id, execution="client"
                 )
-                calls[piece.key] = call, []
-                parts.append(call)
+                calls[piece.key] = []
+                parts.append((call, calls[piece.key]))
             case models.CallArguments():
-                calls[piece.key][1].append(piece.delta)
+                calls[piece.key].append(piece.delta)
             case models.ItemPassed():
-                parts += _from_items([bytes(piece.item)])
+                parts += [(part, []) for part in _from_items([bytes(piece.item)])]
             case _:
                 pass
-    for call, written in calls.values():
-        arguments = _arguments("".join(written))
-        if call.kind == "function":
-            call.payload = {"arguments": arguments}
-        else:
-            field = _HOSTED[call.kind]
-            call.payload = {field: arguments.get(field) if isinstance(arguments, dict) else None}
-    return parts
+    for part, written in parts:
+        if isinstance(part, Text | Reasoning) and written:
+            part.content = "".join(written)
+        elif isinstance(part, ToolCall) and not part.payload:
+            part.payload = _payload(part.kind, _arguments("".join(written)))
+    return [part for part, _ in parts]
+
+
+def _continue(parts: list[tuple[Part, list[str]]], kind: type[Text | Reasoning], delta: str) -> None:
+    if not parts or not isinstance(parts[-1][0], kind) or not parts[-1][1]:
+        parts.append((kind(content=""), []))
+    parts[-1][1].append(delta)
+
+
+def _payload(kind: str, arguments: Json) -> JsonObject:
+    if kind == "function":
+        return {"arguments": arguments}
+    field = _HOSTED[kind]
+    return {field: arguments.get(field) if isinstance(arguments, dict) else None}
 
 
 def _arguments(written: str) -> Json:
