@@ -1,8 +1,11 @@
 """The signals of a gateway with real sandboxes, as a receiver of OTLP gets them; imports the support."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from fumehood.parts.validate import validate
 from tests.e2e.conftest import client_of, settings_for
@@ -11,30 +14,36 @@ from tests.support.otlp import AT_ONCE, Receiver, attributes
 from tests.support.served import Model, answer, runs
 
 CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+STARTS, EXECUTIONS = "fumehood.sandbox.starts", "fumehood.sandbox.executions"
 TOOL: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 
 def test_a_streamed_turn_with_code_is_one_trace_is_counted_and_told(tmp_path: Path) -> None:
     with Receiver() as receiver, Model() as model:
         settings = settings_for(model) | {"telemetry": {"otlp": receiver.address}}
-        model.script(runs("print(6 * 7)"), answer("It is 42."))
+        works = runs("print(6 * 7)"), answer("It is 42.")
+        model.script(*works, runs("import os; os._exit(3)"), answer("It broke."))
         with (
             served.serving(tmp_path, settings, AT_ONCE | {CAPTURE: "span_and_event"}) as running,
             client_of(running) as client,
         ):
-            for _ in client.responses.create(model="scripted", input="?", tools=[TOOL], stream=True):
-                pass
+            for _ in range(2):
+                for _ in client.responses.create(model="scripted", input="?", tools=[TOOL], stream=True):
+                    pass
             assert running.stop() == 0
-    _is_one_trace(receiver)
+    first, second = sorted(
+        (span for _, span in receiver.spans if not span.parent_span_id),
+        key=lambda span: span.start_time_unix_nano,
+    )
+    _is_one_trace([span for _, span in receiver.spans if span.trace_id == first.trace_id])
     _is_counted(receiver)
-    _is_told(receiver)
+    _is_told(receiver, first.trace_id)
+    _is_complained_of(receiver, second.trace_id)
 
 
-def _is_one_trace(receiver: Receiver) -> None:
-    spans = [span for _, span in receiver.spans]
+def _is_one_trace(spans: Sequence[Span]) -> None:
     (root,) = [span for span in spans if not span.parent_span_id]
     (call,) = [span for span in spans if span.name == "execute_tool code_interpreter"]
-    assert len({span.trace_id for span in spans}) == 1
     below = {
         parent.name: sorted(span.name for span in spans if span.parent_span_id == parent.span_id)
         for parent in spans
@@ -76,28 +85,32 @@ def _is_counted(receiver: Receiver) -> None:
     # What was sent in pieces may have come in one.
     counts.pop("gen_ai.client.operation.time_per_output_chunk", None)
     assert counts == {
-        "gen_ai.client.token.usage": 4,
-        "gen_ai.client.operation.duration": 2,
-        "gen_ai.client.operation.time_to_first_chunk": 2,
-        "gen_ai.server.request.duration": 1,
-        "gen_ai.server.time_to_first_token": 1,
-        "gen_ai.server.time_per_output_token": 1,
-        "gen_ai.invoke_agent.duration": 1,
-        "gen_ai.invoke_agent.inference_calls": 1,
-        "gen_ai.invoke_agent.tool_calls": 1,
-        "gen_ai.execute_tool.duration": 1,
-        "fumehood.sandbox.phase.duration": 4,
+        "gen_ai.client.token.usage": 8,
+        "gen_ai.client.operation.duration": 4,
+        "gen_ai.client.operation.time_to_first_chunk": 4,
+        "gen_ai.server.request.duration": 2,
+        "gen_ai.server.time_to_first_token": 2,
+        "gen_ai.server.time_per_output_token": 2,
+        "gen_ai.invoke_agent.duration": 2,
+        "gen_ai.invoke_agent.inference_calls": 2,
+        "gen_ai.invoke_agent.tool_calls": 2,
+        "gen_ai.execute_tool.duration": 2,
+        "fumehood.sandbox.phase.duration": 7,
     }
     ((_, active),) = receiver.points("fumehood.responses.active")
     assert active.as_int == 0
-    ((start, starts),) = receiver.points("fumehood.sandbox.starts")
-    assert (start["fumehood.sandbox.start"] in ("warm", "cold"), starts.as_int) == (True, 1)
+    starts = {each["fumehood.sandbox.start"]: point.as_int for each, point in receiver.points(STARTS)}
+    assert (starts.keys() <= {"warm", "cold"}, sum(starts.values())) == (True, 2)
+    ended = {each["fumehood.sandbox.status"]: point.as_int for each, point in receiver.points(EXECUTIONS)}
+    assert ended == {"ok": 1, "lost": 1}
 
 
-def _is_told(receiver: Receiver) -> None:
-    turns = {span.span_id: span for _, span in receiver.spans if span.name == "chat scripted"}
-    assert {event.span_id for event in receiver.events} == set(turns)
-    events = sorted(receiver.events, key=lambda event: event.time_unix_nano)
+def _is_told(receiver: Receiver, trace_id: bytes) -> None:
+    spans = [span for _, span in receiver.spans if span.trace_id == trace_id]
+    turns = {span.span_id: span for span in spans if span.name == "chat scripted"}
+    found = [event for event in receiver.events if event.trace_id == trace_id]
+    assert {event.span_id for event in found} == set(turns)
+    events = sorted(found, key=lambda event: event.time_unix_nano)
     assert {event.event_name for event in events} == {"gen_ai.client.inference.operation.details"}
     for event in events:
         told = attributes(event.attributes)
@@ -115,3 +128,19 @@ def _is_told(receiver: Receiver) -> None:
     seen = [part for message in last["gen_ai.input.messages"] for part in message["parts"]]
     assert [part["type"] for part in seen] == ["text", "server_tool_call", "server_tool_call_response"]
     assert seen[2]["server_tool_call_response"]["outputs"] == [{"type": "logs", "logs": "42\n"}]
+
+
+def _is_complained_of(receiver: Receiver, trace_id: bytes) -> None:
+    """Of code that took its sandbox with it."""
+    (call,) = [
+        span
+        for _, span in receiver.spans
+        if span.trace_id == trace_id and span.name == "execute_tool code_interpreter"
+    ]
+    assert attributes(call.attributes)["error.type"] == "failed"
+    events = {
+        event.event_name: attributes(event.attributes)["error.type"]
+        for event in receiver.events
+        if event.span_id == call.span_id
+    }
+    assert events == {"fumehood.sandbox.lost": "lost", "fumehood.tool.failed": "failed"}
