@@ -199,7 +199,12 @@ async def test_containers_of_a_tenant(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as house:
         few = await house.another("few", KeyLimits(containers=1))
         tools = [{"type": "code_interpreter"}]
-        first, second = await few.create(tools=tools), await few.create(tools=tools)
+        first = await few.create(tools=tools)
+        (made,) = (await few.ask("GET", "/v1/containers")).json["data"]
+        await few.ask("DELETE", f"/v1/containers/{made['id']}")
+        # One that was asked for makes no room for others.
+        assert (await few.ask("POST", "/v1/containers", {"name": "mine"})).status == 200
+        second = await few.create(tools=tools)
         statuses = [
             [item["status"] for item in answer.json["output"] if item["type"] == "code_interpreter_call"]
             for answer in (first, second, await house.ben.create(tools=tools))
