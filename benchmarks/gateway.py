@@ -513,7 +513,7 @@ async def on_balance(
         if number in (0, balances):
             await asyncio.sleep(gateways.SENT_AFTER)
         now = [clock() for clock in clocks]
-        for samples, then, taken in zip(found, before, now):
+        for samples, then, taken in zip(found, before, now, strict=False):  # the first has nothing before it
             samples.values.append((taken - then) * share / rounds)
         before = now
     return found
