@@ -20,25 +20,31 @@ _GROUP_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class Distribution:
     """How often something took how long, or was how much; `bounds` rise."""
 
-    __slots__ = ("_bounds", "_numbers", "total")
+    __slots__ = ("bounds", "numbers", "total")
 
     def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
         self.total = 0.0
-        self._bounds = bounds
-        self._numbers = [0] * (len(bounds) + 1)
+        self.bounds = bounds
+        self.numbers = [0] * (len(bounds) + 1)
 
     def add(self, value: float) -> None:
         self.total += value
-        self._numbers[bisect_left(self._bounds, value)] += 1
+        self.numbers[bisect_left(self.bounds, value)] += 1
+
+    def add_all(self, other: "Distribution") -> None:
+        """What was counted elsewhere, under the same bounds."""
+        self.total += other.total
+        for place, number in enumerate(other.numbers):
+            self.numbers[place] += number
 
     @property
     def number(self) -> int:
-        return sum(self._numbers)
+        return sum(self.numbers)
 
     def buckets(self) -> list[tuple[str, float]]:
         """Under each bound, how many were at most that; as Prometheus wants it."""
-        names = (*map(str, map(float, self._bounds)), "+Inf")
-        return [*zip(names, accumulate(self._numbers), strict=True)]
+        names = (*map(str, map(float, self.bounds)), "+Inf")
+        return [*zip(names, accumulate(self.numbers), strict=True)]
 
     @contextmanager
     def timed(self, monotonic: Callable[[], float]) -> Generator[None]:

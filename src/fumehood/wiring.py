@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import math
 import socket
@@ -62,9 +63,14 @@ from fumehood.tools.shell import Shell
 from fumehood.tools.shell_session import ShellSettings
 
 if TYPE_CHECKING:
-    from fumehood.telemetry.tracing import Tracing
+    from fumehood.telemetry.signals import Signals
 
 CODE_INTERPRETER = "code_interpreter"
+_SIGNALS = ("TRACES", "METRICS", "LOGS")
+_ENDPOINTS = (
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    *(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT" for signal in _SIGNALS),
+)
 _READINESS_SECONDS = 2.0  # that an answer holds, and may take
 
 logger = logging.getLogger(__name__)
@@ -147,7 +153,7 @@ async def assembled(
         except ValueError as error:
             raise Misconfigured(f"models: {error}.") from None
         stack.push_async_callback(models.close)
-        tracing = _tracing(config, environ, stack)
+        signals = open_signals(config, environ, figures, stack)
         chosen = config.providers.code_interpreter
         sandboxes = await _sandboxes(chosen.settings, environ, stack, start=chosen.enabled)
         metrics = _metrics(config, figures, sandboxes)
@@ -168,8 +174,8 @@ async def assembled(
         tools = _tools(config, containers, files, clock)
         limits = config.limits
         runs: Runs = EngineRuns(
-            models if tracing is None else tracing.models(models),
-            tools if tracing is None else tracing.tools(tools),
+            models if signals is None else signals.models(models),
+            tools if signals is None else signals.tools(tools),
             store,
             clock,
             limits=LoopLimits(
@@ -181,8 +187,8 @@ async def assembled(
             attachments=_attachments(config, files, stack),
             figures=figures,
         )
-        if tracing is not None:
-            runs = tracing.runs(runs)
+        if signals is not None:
+            runs = signals.runs(runs)
         always = chosen.settings.always_include_outputs
         gateway = Gateway(
             runs=runs,
@@ -210,7 +216,8 @@ async def assembled(
             show_metrics=config.telemetry.metrics,
             unready=_Readiness(sandboxes if chosen.enabled else None, clock),
         )
-        yield Assembled(gateway if tracing is None else tracing.edge(gateway), runs, metrics, keyless)
+        app = gateway if signals is None else signals.edge(gateway)
+        yield Assembled(app, runs, metrics, keyless)
 
 
 def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
@@ -228,18 +235,63 @@ def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
         raise Misconfigured(f"compaction: {where}: {error}.") from None
 
 
-def _tracing(config: Config, environ: Mapping[str, str], stack: AsyncExitStack) -> "Tracing | None":
+def open_signals(
+    config: Config, environ: Mapping[str, str], figures: Figures, stack: AsyncExitStack
+) -> "Signals | None":
     """None, and nothing imported, unless the operator says where to; raises Misconfigured."""
-    endpoint = config.telemetry.otlp or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    if not endpoint or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+    endpoint = config.telemetry.otlp
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
+    if not endpoint and not any(environ.get(variable) for variable in _ENDPOINTS):
+        return None
+    _check_exporters(environ)
     try:
-        from fumehood.telemetry.tracing import tracing_to
+        from fumehood.telemetry.signals import Signals, SignalSettings
     except ModuleNotFoundError as error:
         raise Misconfigured("telemetry.otlp: it needs an extra: pip install 'fumehood[otel]'.") from error
-    tracing = tracing_to(endpoint, environ)
-    stack.push_async_callback(asyncio.to_thread, tracing.close)
-    return tracing
+    settings = SignalSettings(
+        endpoint=endpoint,
+        profile=config.telemetry.profile,
+        content_bytes=config.telemetry.content_bytes,
+        redact=find_redactor(config.telemetry.redact),
+        models=[model.match for model in config.models if not model.is_pattern],
+    )
+    signals = Signals(settings, environ, figures)
+    stack.push_async_callback(asyncio.to_thread, signals.close)
+    return signals
+
+
+def find_redactor(named: str | None) -> Callable[[str], str] | None:
+    """The operator's own function; raises Misconfigured."""
+    if named is None:
+        return None
+    module, _, name = named.partition(":")
+    try:
+        found: object = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise Misconfigured(f"telemetry.redact: {named} cannot be found: {error}.") from error
+    if not callable(found):
+        raise Misconfigured(f"telemetry.redact: {named} is no function.")
+
+    def redact(text: str) -> str:
+        said = found(text)
+        if not isinstance(said, str):
+            raise TypeError(f"{named} gave back no text")
+        return said
+
+    return redact
+
+
+def _check_exporters(environ: Mapping[str, str]) -> None:
+    """Whoever chose another way of sending would wait for it in vain. Raises Misconfigured."""
+    for signal in _SIGNALS:
+        variable = f"OTEL_{signal}_EXPORTER"
+        if environ.get(variable, "otlp").strip().lower() not in ("", "otlp", "none"):
+            raise Misconfigured(f"{variable}: otlp and none are there.")
+    for infix in ("", *(f"{signal}_" for signal in _SIGNALS)):
+        variable = f"OTEL_EXPORTER_OTLP_{infix}PROTOCOL"
+        if environ.get(variable, "http/protobuf").strip().lower() not in ("", "http/protobuf"):
+            raise Misconfigured(f"{variable}: only http/protobuf is there.")
 
 
 class _Readiness:

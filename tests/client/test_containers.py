@@ -3,6 +3,7 @@
 import gc
 import io
 import tarfile
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,12 @@ def test_nothing_is_left_of_a_workspace_that_nobody_cleaned_up(
 
 
 def test_one_line_switches_between_container_and_host(elsewhere: Elsewhere, project: Path) -> None:
+    here, there = (
+        signature(kind).parameters for kind in (HostWorkspaceSection, OpenAIContainerWorkspaceSection)
+    )
+    assert there.keys() - here.keys() == {"container_config", "client"}
+    for name in here.keys() - {"template"}:
+        assert str(here[name]) == str(there[name])
     for kind in (OpenAIContainerWorkspaceSection, HostWorkspaceSection):
         elsewhere.server.script(response(message("fine")))
         workspace = kind(

@@ -292,6 +292,15 @@ def test_what_is_wrong_is_found_before_a_request(
     assert elsewhere.server.calls == []
 
 
+@pytest.mark.parametrize(
+    ("limit", "said"), [({"deadline": 5}, r"Deadline\.after\(5\)"), ({"budget": 1000}, "Budget\\(max_total")]
+)
+def test_limits_have_their_types(elsewhere: Elsewhere, limit: dict[str, Any], said: str) -> None:
+    with pytest.raises(PromptEvaluationError, match=said):
+        elsewhere.adapter().evaluate(prompt(), **limit)
+    assert elsewhere.server.calls == []
+
+
 def test_containers_are_understood_however_they_are_written(elsewhere: Elsewhere) -> None:
     alive = ContainerManager(elsewhere.client).create()
     for container, sent in (

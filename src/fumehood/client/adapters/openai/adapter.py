@@ -154,6 +154,14 @@ class OpenAIAdapter:
             f"{prompt!r} is no prompt; of a template, make Prompt(template).",
         )
         require(
+            isinstance(cast(object, deadline), Deadline | None),
+            f"deadline is {deadline!r}; in five seconds is Deadline.after(5).",
+        )
+        require(
+            isinstance(cast(object, budget), Budget | None),
+            f"budget is {budget!r}; so many tokens in all are Budget(max_total_tokens=…).",
+        )
+        require(
             budget is None or budget_tracker is None,
             "budget and budget_tracker exclude each other; give one.",
         )
