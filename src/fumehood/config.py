@@ -248,8 +248,18 @@ class LimitSettings(_Section, frozen=True):
 
 
 class TelemetrySettings(_Section, frozen=True):
+    """
+    otlp: where spans, metrics and events are sent.
+    profile: how tool calls are written in what is recorded of a conversation, if that is recorded at all.
+    content_bytes: how much of it, for one span or event.
+    redact: MODULE:FUNCTION, which is given every text before it is recorded, and gives back what may be.
+    """
+
     metrics: bool = True
     otlp: str | None = None
+    profile: Literal["option1", "option2", "option3", "option3-alt", "phoenix"] = "option2"
+    content_bytes: Annotated[int, Meta(ge=10_000)] = 200_000
+    redact: str | None = None
     log_format: Literal["text", "json"] = "text"
     log_level: LogLevel = "info"
 

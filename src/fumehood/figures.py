@@ -6,11 +6,10 @@ are shown, is for those who read them: `/metrics`, and OpenTelemetry where it is
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from time import monotonic
 
 SECONDS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800,
@@ -21,28 +20,35 @@ _GROUP_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class Distribution:
     """How often something took how long, or was how much; `bounds` rise."""
 
-    __slots__ = ("_bounds", "_numbers", "total")
+    __slots__ = ("bounds", "numbers", "total")
 
     def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
         self.total = 0.0
-        self._bounds = bounds
-        self._numbers = [0] * (len(bounds) + 1)
+        self.bounds = bounds
+        self.numbers = [0] * (len(bounds) + 1)
 
     def add(self, value: float) -> None:
         self.total += value
-        self._numbers[bisect_left(self._bounds, value)] += 1
+        self.numbers[bisect_left(self.bounds, value)] += 1
+
+    def add_all(self, other: "Distribution") -> None:
+        """What was counted elsewhere, under the same bounds."""
+        self.total += other.total
+        for place, number in enumerate(other.numbers):
+            self.numbers[place] += number
 
     @property
     def number(self) -> int:
-        return sum(self._numbers)
+        return sum(self.numbers)
 
     def buckets(self) -> list[tuple[str, float]]:
         """Under each bound, how many were at most that; as Prometheus wants it."""
-        names = (*map(str, map(float, self._bounds)), "+Inf")
-        return [*zip(names, accumulate(self._numbers), strict=True)]
+        names = (*map(str, map(float, self.bounds)), "+Inf")
+        return [*zip(names, accumulate(self.numbers), strict=True)]
 
     @contextmanager
-    def timed(self) -> Generator[None]:
+    def timed(self, monotonic: Callable[[], float]) -> Generator[None]:
+        """Adds how long the block took, however it was left."""
         began = monotonic()
         try:
             yield
@@ -55,7 +61,7 @@ class TurnFigures:
     """Of the models that one pattern of the configuration stands for.
 
     running: turns that were asked for and have not ended.
-    ended: by outcome: `ended`, `cancelled`, or the kind of the error.
+    ended: by outcome: `ended`, `cancelled` where nobody here wanted more of it, or the kind of the error.
     seconds, first_piece: how long they took, and until something came; tries that failed before are part of both.
     retries: tries after the first one.
     errors: of the model's server, also those after which it was asked again, by kind.
@@ -74,12 +80,13 @@ class ContainerFigures:
     """
     live: containers that run, of all tenants; counted anew at every sweep, since other processes may end some.
     begun: those that began here. refused: those that did not, because their tenant had as many as it may have.
-    ended: by the end: `idle`, `old`, `deleted`, or `lost` with the sandbox server.
+    ended: by the end: `idle`, `old`, `deleted`, `evicted` to make room for another, `lost` with the sandbox server.
     trimmed: expired ones whose files were let go of before their time, to make room.
     running: calls of code or commands that run or wait.
     calls: those that ended, by the status of their `End`, or `abandoned` where nobody stayed for it.
-    acquire: seconds until a call had its sandbox, where that was not at hand.
-    run: seconds of the code itself. files: seconds to find out what it wrote, and to keep it.
+    starts: sandboxes that were had, `warm` or `cold`, or `new` from a server that does not tell.
+    acquire: seconds until one was had, or was given up.
+    run: seconds of a call's code. files: seconds to put its files there, or to find and keep what it wrote.
     """
 
     live: int = 0
@@ -89,6 +96,7 @@ class ContainerFigures:
     trimmed: int = 0
     running: int = 0
     calls: Counter[str] = field(default_factory=Counter[str])
+    starts: Counter[str] = field(default_factory=Counter[str])
     acquire: Distribution = field(default_factory=Distribution)
     run: Distribution = field(default_factory=Distribution)
     files: Distribution = field(default_factory=Distribution)
@@ -107,10 +115,11 @@ class Figures:
     """All of one gateway.
 
     models: by the pattern of the configuration; what callers wrote is no name for a figure.
-    readers_cut: runs that ended because somebody did not read their events.
+    readers_cut: those who read nothing, by how they were told from others: `behind` the events of their run by too
+        much, or `stalled`, with a connection that took nothing.
     """
 
     models: dict[str, TurnFigures] = field(default_factory=dict[str, TurnFigures])
     containers: ContainerFigures = field(default_factory=ContainerFigures)
     store: StoreFigures = field(default_factory=StoreFigures)
-    readers_cut: int = 0
+    readers_cut: Counter[str] = field(default_factory=Counter[str])

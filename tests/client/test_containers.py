@@ -363,6 +363,12 @@ def test_a_container_that_cannot_be_made_is_a_configuration_error(elsewhere: Els
     elsewhere.server.no_more_containers = True
     with pytest.raises(PromptEvaluationError, match="may not have any more containers"):
         ContainerManager(elsewhere.client).create()
+    prompt = Prompt(ns="n", key="k", sections=[OpenAIContainerWorkspaceSection(session=Session())])
+    adapter = elsewhere.adapter(hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True))
+    with pytest.raises(PromptEvaluationError, match="may not have any more containers") as refused:
+        adapter.evaluate(prompt)
+    assert refused.value.phase == "configuration"
+    assert elsewhere.server.asked == []
 
 
 @pytest.mark.parametrize("name", sorted(UPLOAD_TYPES))
@@ -374,8 +380,8 @@ def test_common_types_can_be_uploaded(name: str) -> None:
     ("name", "content"),
     [
         ("a.exe", b"x"),
-        ("a.csv", b"\x7fELF..."),
-        ("a.py", b"MZ"),
+        ("a.csv", b"\x7fELF\x02\x01\0"),
+        ("a.py", b"MZ\x90\0"),
         ("data", b"\xff\x00"),
         ("a.tar.xz", b"x"),
     ],
@@ -385,5 +391,6 @@ def test_other_types_are_refused(name: str, content: bytes) -> None:
         check_upload(name, content)
 
 
-def test_text_needs_no_extension() -> None:
+def test_text_needs_no_extension_and_may_begin_like_a_program() -> None:
     check_upload("Makefile", "täg: all".encode())
+    check_upload("codes.csv", b"MZ,Mozambique\n")

@@ -1,4 +1,4 @@
-"""Runs every example of docs/client.md and docs/client-examples.md; imports the support."""
+"""Runs every example of the client's pages, and the one in docs/telemetry.md; imports the support."""
 
 import re
 import runpy
@@ -26,9 +26,10 @@ from fumehood.client.adapters.openai.compaction import ModelUsed
 from tests.client.conftest import Elsewhere, House
 from tests.support.openai_server import message, response
 from tests.support.served import answer, call, calls, runs
+from tests.support.spans import SpanReceiver
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = [DOCS / "client.md", DOCS / "client-examples.md"]
+PAGES = [DOCS / "client.md", DOCS / "client-examples.md", DOCS / "telemetry.md"]
 _BLOCK = re.compile(r"<!-- example: ([\w-]+) -->\n```python\n(.*?)```", re.DOTALL)
 EXAMPLES: dict[str, str] = dict(_BLOCK.findall("".join(page.read_text(encoding="utf-8") for page in PAGES)))
 
@@ -106,6 +107,20 @@ def test_first(run: Run, gateway: House, capsys: pytest.CaptureFixture[str]) -> 
     gateway.model.script(runs("print(6 * 7)"), answer('{"value": 42, "how": "by Python"}'))
     run("first")
     assert capsys.readouterr().out == "code_interpreter 42\n\nAnswer(value=42.0, how='by Python')\n"
+
+
+def test_telemetry(
+    run: Run, openai: Elsewhere, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    openai.server.script(response(message("Hello.")))
+    with SpanReceiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.address)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
+        run("telemetry")
+        trace = bytes.fromhex(openai.server.headers[-1]["traceparent"].split("-")[1])
+        spans = receiver.trace(trace, 2)
+    assert [span.name for _, span in spans] == ["invoke_agent hello", "chat gpt-4.1"]
+    assert capsys.readouterr().out == "Hello.\n"
 
 
 def test_mounts(run: Run) -> None:

@@ -11,8 +11,8 @@ from openai import OpenAI
 from tests.e2e.conftest import client_of, settings_without_code
 from tests.support import served
 from tests.support.chat_server import document
+from tests.support.otlp import AT_ONCE, Receiver
 from tests.support.served import Model, answer
-from tests.support.spans import AT_ONCE, SpanReceiver
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Line:
 
     client: OpenAI
     model: Model
-    receiver: SpanReceiver
+    receiver: Receiver
 
 
 @pytest.fixture(scope="module")
 def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
     near, far = tmp_path_factory.mktemp("near"), tmp_path_factory.mktemp("far")
-    with SpanReceiver() as receiver, Model() as model:
+    with Receiver() as receiver, Model() as model:
         told = {"telemetry": {"otlp": receiver.address}}
         behind = settings_without_code(model) | told
         with served.serving(far, behind, AT_ONCE | {"OTEL_SERVICE_NAME": "far"}) as last:

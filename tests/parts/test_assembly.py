@@ -346,8 +346,7 @@ def test_a_call_that_failed_says_so() -> None:
 
 @pytest.mark.parametrize("end", ["completed", "incomplete", "failed", "cancelled"])
 def test_the_last_event_has_the_last_word(end: str) -> None:
-    begun: Any = {"type": "code_interpreter_call", "id": "ci", "status": "in_progress", "container_id": "c", "code": "1",
-             "outputs": None}  # fmt: skip
+    begun: Any = {"type": "web_search_call", "id": "ws", "status": "in_progress", "action": {"query": "q"}}
     told = {**begun, "status": "incomplete"}
     events: Events = [
         {"type": "response.output_item.added", "output_index": 0, "item": begun},

@@ -105,6 +105,18 @@ def _camel(value: Json) -> Any:
     }
 
 
+def test_a_call_that_is_told_twice_is_one_call() -> None:
+    assistant = "ROLE_ASSISTANT"
+    chunks = [chunk(output(0, role=assistant, tool_calls=calls)) for calls in ([CODE, SEARCH], [ENDED])]
+    whole = assembled("xai", [*chunks, chunk(output(0, "REASON_STOP"))])
+    assert from_vendor("xai", whole) == from_vendor(
+        "xai",
+        chunk(
+            {"message": {"role": assistant, "tool_calls": [ENDED, SEARCH]}, "finish_reason": "REASON_STOP"}
+        ),
+    )
+
+
 def test_both_kinds_of_names_are_understood() -> None:
     assert assembled("xai", _camel(CHUNKS)) == _camel(WHOLE)
     told, camel = (from_vendor("xai", document) for document in (WHOLE, _camel(WHOLE)))
@@ -176,11 +188,9 @@ def cut_up(draw: st.DrawFn) -> tuple[list[Object], Object]:
             text = draw(st.text(min_size=1, max_size=12))
             message[name] = text
             deltas += [{name: piece} for piece in _cut(text, draw(st.lists(st.integers(0, 5), max_size=3)))]
-        for calls in draw(
-            st.lists(st.lists(st.sampled_from([CODE, ENDED, SEARCH, FAILED]), min_size=1), max_size=2)
-        ):
-            message["tool_calls"] = [*message.get("tool_calls", []), *calls]
-            deltas.append({"tool_calls": calls})
+        for made in draw(st.permutations([CODE, FAILED, call(3, "MCP", "{}")]))[: draw(st.integers(0, 3))]:
+            message["tool_calls"] = [*message.get("tool_calls", []), made]
+            deltas.append({"tool_calls": [made]})
         outputs.append({"index": place, "message": message, "finish_reason": "REASON_STOP"})
         chunks += [{"id": "x", "outputs": [{"index": place, "delta": delta}]} for delta in deltas]
         chunks.append({"id": "x", "outputs": [{"index": place, "finish_reason": "REASON_STOP"}]})

@@ -14,6 +14,7 @@ from fumehood.engine.loop import Loop, LoopLimits
 from fumehood.engine.preparation import Preparation, Prepared
 from fumehood.engine.tokens import Tokens, effort, is_rendered
 from fumehood.engine.truncation import check_length
+from fumehood.figures import Figures
 from fumehood.interfaces import (
     Attachments,
     Caller,
@@ -96,12 +97,14 @@ class EngineRuns:
         disabled_tools: frozenset[str] = frozenset(),
         sealer: Sealer | None = None,
         attachments: Attachments | None = None,
+        figures: Figures | None = None,
     ) -> None:
         self._models = models
         self._store = store
         self._clock = clock
         self._limits = limits or LoopLimits()
         self._lag = lag or LagLimits()
+        self._figures = figures or Figures()
         self._running: set[EngineRun] = set()
         self._draining = False
         self._renewing: asyncio.Task[None] | None = None
@@ -189,12 +192,16 @@ class EngineRuns:
         if self._draining:
             raise Unavailable("The server is shutting down; try again.", retry_after=1.0)
 
+    def _cut(self, run: EngineRun) -> None:
+        self._figures.readers_cut["behind"] += 1
+        run.cancel("its events were not read")
+
     async def _begin(self, prepared: Prepared, backend: ModelBackend) -> EngineRun:
         log = EventLog(
             kept=prepared.streamed,
             limits=self._lag,
             monotonic=self._clock.monotonic,
-            on_overrun=lambda: run.cancel("its events were not read"),
+            on_overrun=lambda: self._cut(run),
         )
         loop = Loop(
             prepared, backend, self._store, self._clock, log, self._limits, self._tokens, self._compactor

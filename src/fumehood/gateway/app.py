@@ -94,6 +94,7 @@ class Gateway:
         self._unready = unready
         self._slowest = slowest
         limits = limits or Limits()
+        self.metrics.limited = limits.refused
         responses = self._responses = Responses(
             runs,
             store,
@@ -106,6 +107,7 @@ class Gateway:
             responses,
             self._identify,
             self.origins,
+            self.metrics,
             tell=lambda exchange: self._tell(exchange, self._socket_place),
         )
         cards = ModelCards(models)
@@ -185,7 +187,15 @@ class Gateway:
 
     async def _identify(self, exchange: Exchange) -> Caller:
         headers = exchange.headers
-        caller = await identified(self._callers, headers.get(b"authorization"), headers.get(b"host", b""))
+        key = headers.get(b"authorization")
+        try:
+            caller = await identified(self._callers, key, headers.get(b"host", b""))
+        except NotAuthenticated:
+            self.metrics.not_allowed("no_key" if key is None else "wrong_key")
+            raise
+        except Forbidden:
+            self.metrics.not_allowed("host")
+            raise
         if caller.key:
             exchange.noted["key"] = caller.key
         return caller
@@ -244,7 +254,7 @@ class Gateway:
                 "These are the figures of all tenants, and this key is not for them; `fumehood keys create --metrics` "
                 "makes one that is."
             )
-        await exchange.answer(self.metrics.text(), content_type=CONTENT_TYPE)
+        await exchange.answer(await self.metrics.page(), content_type=CONTENT_TYPE)
 
 
 class _Path:

@@ -20,6 +20,7 @@ from msgspec import UNSET, Raw, UnsetType
 from fumehood.aside import aside
 from fumehood.gateway.exchange import VERSION, Exchange, encode, refusal_headers
 from fumehood.gateway.limits import Room
+from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.origins import Origins
 from fumehood.gateway.reading import decode, decode_request
 from fumehood.gateway.responses import Responses
@@ -196,10 +197,12 @@ class Sockets:
         responses: Responses,
         identify: Callable[[Exchange], Awaitable[Caller]],
         origins: Origins,
+        metrics: Metrics,
         *,
         tell: Callable[[Exchange], None],
     ) -> None:
         self._origins = origins
+        self._metrics = metrics
         self.responses = responses
         self.identify = identify
         self.tell = tell
@@ -222,9 +225,11 @@ class Sockets:
             }
         )
         connection = _Connection(self, exchange, caller, largest)
+        self._metrics.sockets += 1
         try:
             await connection.to_the_end()
         finally:
+            self._metrics.sockets -= 1
             exchange.noted["responses"] = connection.answered
 
 

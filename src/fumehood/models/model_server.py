@@ -188,6 +188,7 @@ class ModelServer(ABC):
             takes_images=self._settings.takes_images,
             takes_files=self._settings.shows_files,
             counts=self._counter is not None,
+            server=(self._address.host, self._address.port),
         )
 
     async def cards(self) -> Sequence[ModelCard]:

@@ -163,13 +163,14 @@ type AnyModelEvent = (
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a model; `context_window` in tokens, `takes_files` whether it is shown files that are no text,
-    None where nobody has said, `counts` whether its server can count tokens.
+    None where nobody has said, `counts` whether its server can count tokens, `server` its host and port, if it has one.
     """
 
     context_window: int | None = None
     takes_images: bool = False
     takes_files: bool | None = None
     counts: bool = False
+    server: tuple[str, int] | None = None
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

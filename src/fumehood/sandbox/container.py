@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from fumehood.figures import ContainerFigures
 from fumehood.interfaces import Clock, Sandbox, SandboxProvider, SandboxRef, Store
 from fumehood.phases import Phase, phase
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
@@ -95,6 +96,13 @@ class House:
     clock: Clock
     settings: ContainerSettings
     secrets: DomainSecrets
+    figures: ContainerFigures
+
+    @contextmanager
+    def filing(self) -> Generator[None]:
+        """While the files of a call are put there or looked for."""
+        with phase("files"), self.figures.files.timed(self.clock.monotonic):
+            yield
 
 
 @dataclass(slots=True, eq=False)
@@ -170,10 +178,17 @@ class SandboxContainer:
         request = msgspec.structs.replace(request, execution_id=execution_id)
         alone = self._house.settings.isolation == "execution"
         run = self._alone if alone else self._in_turn
-        with self._living.used():
-            async with aclosing(run(request, execution_id)) as events:
-                async for event in events:
-                    yield event
+        figures = self._house.figures
+        figures.running += 1
+        event: AnyOutput | None = None
+        try:
+            with self._living.used():
+                async with aclosing(run(request, execution_id)) as events:
+                    async for event in events:
+                        yield event
+        finally:
+            figures.running -= 1
+            figures.calls[event.status if isinstance(event, End) else "abandoned"] += 1
 
     def leave(self) -> None:
         if self._stays:
@@ -220,9 +235,11 @@ class SandboxContainer:
         sandbox, notes = await self._bound()
         for text in notes:
             yield Note(text)
+        began = self._house.clock.monotonic()
         async with aclosing(followed(sandbox, request, execution_id, self._house.clock)) as events:
             async for event in events:
                 if isinstance(event, End):
+                    self._house.figures.run.add(self._house.clock.monotonic() - began)
                     for text in await self._after(sandbox, event):
                         yield Note(text)
                     if not event.state_kept:
@@ -257,7 +274,7 @@ class SandboxContainer:
         sandbox = await self._house.provider.attach(ref)
         acquiring.note("start", _start_of(ref))
         acquiring.end()
-        with phase("files"):
+        with self._house.filing():
             restored = await self._house.files.restore(record.id, sandbox)
             await self._house.files.settle(record.id, restored)
         self._living.change(sandbox=ref.id, address=ref.address, incarnation=number, mark=restored.mark)
@@ -284,7 +301,7 @@ class SandboxContainer:
         self, sandbox: Sandbox, mark: str, began: dict[str, Placed] | None = None
     ) -> tuple[str, Sequence[str]]:
         try:
-            with phase("files"):
+            with self._house.filing():
                 async with self._living.filing:
                     look = await self._house.files.look(self.id, sandbox, mark, began)
         except SandboxError as error:
@@ -302,16 +319,18 @@ class SandboxContainer:
         end: End | None = None
         try:
             async with fresh_sandbox(self._house, self._living) as sandbox:
-                with phase("files"):
+                with self._house.filing():
                     restored = await self._house.files.restore(self.id, sandbox)
                 for text in restored.notes():
                     yield Note(text)
+                began = self._house.clock.monotonic()
                 async with aclosing(followed(sandbox, request, execution_id, self._house.clock)) as events:
                     async for event in events:
                         if not isinstance(event, End):
                             yield event
                             continue
                         end = event
+                        self._house.figures.run.add(self._house.clock.monotonic() - began)
                         if end.state_kept and end.status != "lost":
                             _, notes = await self._look(sandbox, restored.mark, restored.placed)
                             for text in notes:
@@ -380,6 +399,13 @@ def _check_ceiling(house: House, record: ContainerRecord) -> None:
 async def claimed(house: House, record: ContainerRecord, name: str) -> SandboxRef:
     """A sandbox of that name, as soon as there is one to be had; raises SandboxError when it takes too long."""
     _check_ceiling(house, record)
+    with house.figures.acquire.timed(house.clock.monotonic):
+        ref = await _claim(house, record, name)
+    house.figures.starts[_start_of(ref)] += 1
+    return ref
+
+
+async def _claim(house: House, record: ContainerRecord, name: str) -> SandboxRef:
     clock, patience = house.clock, house.settings.claim_timeout
     until = clock.monotonic() + patience
     pause = _FIRST_PAUSE

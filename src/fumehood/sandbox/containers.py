@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from fumehood.figures import ContainerFigures
 from fumehood.interfaces import Blobs, Caller, Clock, Files, Kept, Sandbox, SandboxProvider, Sealer, Store
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.errors import ContainerExpired, InvalidRequest, NotFound, RateLimited, Unavailable
@@ -55,10 +56,12 @@ class SandboxContainers:
         *,
         sealer: Sealer | None = None,
         uploads: Files | None = None,
+        figures: ContainerFigures | None = None,
     ) -> None:
         chosen = settings or ContainerSettings()
         files = KeptFiles(store, blobs, clock, chosen.files)
-        self._house = House(provider, store, files, clock, chosen, DomainSecrets(sealer))
+        self._figures = figures or ContainerFigures()
+        self._house = House(provider, store, files, clock, chosen, DomainSecrets(sealer), self._figures)
         self._uploads = uploads
         self._given = GivenFiles(self._house, blobs)
         self._living: OrderedDict[str, Living] = OrderedDict()  # those used last at the end
@@ -68,6 +71,7 @@ class SandboxContainers:
         self._sweeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
+        self._figures.live = len(await self._house.store.containers(running=True))
         if not self._house.settings.sandboxes_outlive:
             await self._endings.lose_sandboxes()
         self._sweeper = asyncio.create_task(self._sweep_forever(), name="containers: sweeper")
@@ -227,6 +231,7 @@ class SandboxContainers:
             if len(running) >= most:
                 running = [one for one in running if (await self._current(one)).status == "running"]
             if len(running) >= most and not await self._endings.make_room(running):
+                self._figures.refused += 1
                 raise RateLimited(
                     f"As many containers are running as are allowed ({most}): delete one, or wait for one to expire.",
                     code="container_limit_exceeded",
@@ -243,6 +248,8 @@ class SandboxContainers:
                 last_active_at=now,
             )
             await self._house.store.put_container(record)
+            self._figures.begun += 1
+            self._figures.live += 1
             return record
 
     def _turn(self, tenant: str) -> asyncio.Lock:

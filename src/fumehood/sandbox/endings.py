@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 ACTIVE_SECONDS = 60.0  # a use that comes sooner after another one need not be written down
 _LAST_SECONDS = 3600.0  # for what still goes on when a container has lived as long as it may
 _TOMBSTONE_SECONDS = 3600.0  # in which leftovers of a deleted container are still known for what they are
+
+type Ending = Literal["idle", "old", "evicted", "lost", "deleted"]
 
 
 class Endings:
@@ -32,7 +35,7 @@ class Endings:
     def is_over(self, record: ContainerRecord) -> bool:
         """Whether its time is over, though it may be that nobody has ended it yet."""
         now = self._house.clock.now()
-        if record.status != "running" or now >= record.created_at + 3600 * self._house.settings.life_hours:
+        if record.status != "running" or self._time_over(record) == "old":
             return True
         living = self._living.get(record.id)
         if living is not None and living.in_use:
@@ -40,20 +43,25 @@ class Endings:
         minutes = record.spec.idle_minutes or self._house.settings.idle_minutes
         return now >= self.active_at(record) + 60 * minutes
 
+    def _time_over(self, record: ContainerRecord) -> Ending:
+        """What its time would be over by."""
+        oldest = self._house.clock.now() - 3600 * self._house.settings.life_hours
+        return "old" if record.created_at <= oldest else "idle"
+
     def active_at(self, record: ContainerRecord) -> float:
         """When it was last used; the store may not have been told yet."""
         living = self._living.get(record.id)
         return max(record.last_active_at, living.record.last_active_at if living else 0)
 
-    async def expire(self, record: ContainerRecord) -> None:
-        """The files of users stay, for whoever continues the conversation."""
+    async def expire(self, record: ContainerRecord, because: Ending | None = None) -> None:
+        """The files of users stay, for whoever continues the conversation. `because`: if its time is not over."""
         living = self._living.get(record.id)
         if record.status != "running" or self._is_in_use(record, living):
             return  # it ends as soon as nobody is in it any more
         files = await self._house.store.files(record.id)
         kept = [file for file in files if file.source == "user" and file.blob]
         retained = sum(file.bytes for file in kept) if self._house.settings.retention_hours else 0
-        await self._end(record, "expired", retained)
+        await self._end(record, "expired", because or self._time_over(record), retained)
         await self._trim(record.tenant)
 
     def _is_in_use(self, record: ContainerRecord, living: Living | None) -> bool:
@@ -65,7 +73,7 @@ class Endings:
         """End the one that was idle longest, of those that nobody asked for by itself; False if there is none."""
         idle = [record for record in running if record.automatic and self._is_idle(record)]
         if idle:
-            await self.expire(min(idle, key=self.active_at))
+            await self.expire(min(idle, key=self.active_at), "evicted")
         return bool(idle)
 
     def _is_idle(self, record: ContainerRecord) -> bool:
@@ -76,9 +84,11 @@ class Endings:
         return record.last_active_at < self._house.clock.now() - 2 * ACTIVE_SECONDS
 
     async def delete(self, record: ContainerRecord) -> None:
-        await self._end(record, "deleted", 0)
+        await self._end(record, "deleted", "deleted", 0)
 
-    async def _end(self, record: ContainerRecord, status: ContainerStatus, retained: int) -> None:
+    async def _end(
+        self, record: ContainerRecord, status: ContainerStatus, because: Ending, retained: int
+    ) -> None:
         active_at, living = self.active_at(record), self._living.pop(record.id, None)
         if living is not None:
             living.over = True
@@ -101,6 +111,9 @@ class Endings:
         gone = [file for file in files if not retained or file.source == "assistant" or not file.blob]
         if not await self._house.store.change_container(ended, [file.id for file in gone]):
             return  # somebody else was faster
+        if record.status == "running":
+            self._house.figures.ended[because] += 1
+            self._house.figures.live = max(self._house.figures.live - 1, 0)  # another process may have begun it
         for ref in (*self._sandboxes_of(record), *(living.passing if living else ())):
             await release(self._house.provider, ref)
         await self._house.files.drop(gone)
@@ -123,6 +136,7 @@ class Endings:
             if excess <= 0:
                 return
             excess -= record.retained
+            self._house.figures.trimmed += 1
             files = await store.files(record.id)
             await store.change_container(
                 msgspec.structs.replace(record, retained=0), [file.id for file in files]
@@ -135,6 +149,7 @@ class Endings:
         """End what nobody uses any more; keep what is in use from being ended by another process."""
         store, clock = self._house.store, self._house.clock
         running = await store.containers(running=True)
+        self._house.figures.live = len(running)
         for record in running:
             living = self._living.get(record.id)
             if living is not None and self._is_in_use(record, living):
@@ -163,7 +178,7 @@ class Endings:
         """Those that were bound to a server which is no more have ended with it."""
         for record in await self._house.store.containers(running=True):
             if record.sandbox:
-                await self.expire(msgspec.structs.replace(record, sandbox="", address=""))
+                await self.expire(msgspec.structs.replace(record, sandbox="", address=""), "lost")
 
     async def end_strays(self) -> None:
         """Those that a process before this one made for single calls, or had not written down yet. They are nobody's,

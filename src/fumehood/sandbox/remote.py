@@ -99,6 +99,12 @@ class RemoteSandboxes:
         """What the server tells of itself; raises Unreachable also while it starts or stops."""
         return await self.connection.ask("GET", "/health", Health)
 
+    async def metrics(self) -> bytes:
+        """The server's own figures, as it tells them to Prometheus."""
+        async with self.connection.open("GET", "/metrics") as response:
+            with self.connection.translating():
+                return await response.read()
+
     async def close(self) -> None:
         await self.connection.close()
 

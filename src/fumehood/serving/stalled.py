@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import override
 
 # A reader for whom answers wait takes at least this much in this time, or is gone.
@@ -12,6 +13,10 @@ SLOWEST = 1024
 """Bytes in a second that a sender has to send, on the whole."""
 
 logger = logging.getLogger(__name__)
+
+
+def nobody() -> None:
+    """Does not want to know."""
 
 
 class Pace:
@@ -34,8 +39,12 @@ class Pace:
 
 
 class LeavesStalled(asyncio.Protocol):
-    """A part of a protocol, before the class that does the work: watches its reader while that is behind."""
+    """A part of a protocol, before the class that does the work: watches its reader while that is behind.
 
+    on_stalled: is told of a reader that was left.
+    """
+
+    on_stalled: Callable[[], None] = staticmethod(nobody)
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     _watch: "_Watch | None" = None
@@ -43,7 +52,7 @@ class LeavesStalled(asyncio.Protocol):
     @override
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch = _Watch(self.loop, self.transport)
+        self._watch = _Watch(self.loop, self.transport, self.on_stalled)
 
     @override
     def resume_writing(self) -> None:
@@ -62,7 +71,10 @@ class LeavesStalled(asyncio.Protocol):
 
 
 class _Watch:
-    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, on_stalled: Callable[[], None]
+    ) -> None:
+        self._on_stalled = on_stalled
         self._loop = loop
         self._transport = transport
         self._wait()
@@ -74,6 +86,7 @@ class _Watch:
     def _look(self) -> None:
         if self._transport.get_write_buffer_size() > self._waiting_bytes - _BYTES:
             logger.info("A client that read nothing was left.")
+            self._on_stalled()
             self._transport.abort()  # closing would wait for it
         else:
             self._wait()

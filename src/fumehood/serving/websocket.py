@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any, override
 
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.protocol import State
 
-from fumehood.serving.stalled import SLOWEST, LeavesStalled, Pace
+from fumehood.serving.stalled import SLOWEST, LeavesStalled, Pace, nobody
 from fumehood.serving.web import Refusal
 
 SHUTDOWN = "fumehood.shutdown"
@@ -107,6 +108,9 @@ class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
 
-def socket_protocol(refusal: Refusal) -> type[SocketProtocol]:
-    """One that answers with this what is no beginning of a WebSocket; uvicorn passes no settings of ours on."""
-    return type("_Bounded", (SocketProtocol,), {"refusal": staticmethod(refusal)})
+def socket_protocol(refusal: Refusal, on_stalled: Callable[[], None] = nobody) -> type[SocketProtocol]:
+    """One that answers with this what is no beginning of a WebSocket, and tells of readers that it left; uvicorn
+    passes no settings of ours on.
+    """
+    own = {"refusal": staticmethod(refusal), "on_stalled": staticmethod(on_stalled)}
+    return type("_Bounded", (SocketProtocol,), own)

@@ -15,6 +15,7 @@ from typing import Self
 
 import msgspec
 
+from fumehood.figures import StoreFigures
 from fumehood.interfaces import Amount, Fenced, IdempotencyClaim, Lease
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Segment
@@ -88,13 +89,14 @@ class SqliteStore:
         lease_seconds: float = _LEASE_SECONDS,
         cache_bytes: int = _CACHE_BYTES,
         shared: bool = False,
+        figures: StoreFigures | None = None,
     ) -> Self:
         """Make the file if there is none; raises StoreRefused.
 
         shared: leave out the lock and the cache, and trust leases alone; slow, for short visits to a file that a
             gateway may be using.
         """
-        database = await Database.open(path, shared=shared)
+        database = await Database.open(path, shared=shared, figures=figures)
         return cls(
             database, sole=not shared, lease_seconds=lease_seconds, cache_bytes=0 if shared else cache_bytes
         )

@@ -136,7 +136,7 @@ class _ObservedBackend:
     async def stream(
         self, request: ModelRequest, take: Take | None = None
     ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
-        seen = TurnSeen(request=request, run=_run.get())
+        seen = TurnSeen(request=request, run=_run.get(), server=self._backend.profile(request.model).server)
         if self._observer.records_content:
             seen.pieces = []
         self._observer.began(seen)
@@ -228,10 +228,10 @@ class _ObservedSession:
         ended = False
         try:
             async with aclosing(steps):
-                async for step in _heard(steps, lambda phase: self._tell(phase, seen)):
+                async for step in _heard(steps, lambda phase: self._tell_phase(phase, seen)):
                     if isinstance(step, ToolResult):
                         ended = True
-                        seen.error = "failed" if getattr(step.item, "status", "") == "failed" else ""
+                        _tell(seen, step)
                     yield step
         except BaseException as error:
             if not ended:
@@ -242,11 +242,17 @@ class _ObservedSession:
             if seen.run is not None:
                 seen.run.calls += 1
 
-    def _tell(self, phase: Phase, call: CallSeen) -> None:
+    def _tell_phase(self, phase: Phase, call: CallSeen) -> None:
         error = "cancelled" if phase.error in _CANCELLED else phase.error
         seen = PhaseSeen(phase=phase, call=call, began_at=phase.began_at, took=phase.took, error=error)
         self._observer.began(seen)
         self._observer.ended(seen)
+
+
+def _tell(seen: CallSeen, result: ToolResult) -> None:
+    seen.error = "failed" if getattr(result.item, "status", "") == "failed" else ""
+    seen.arguments = result.exchange.arguments
+    seen.output = "".join([result.exchange.output, *(each.exchange.output for each in result.further)])
 
 
 async def _heard(

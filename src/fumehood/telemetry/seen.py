@@ -5,7 +5,7 @@ made of it (spans, metrics, events) is the listeners' affair.
 """
 
 import logging
-from bisect import bisect_left
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns, time_ns
@@ -13,6 +13,8 @@ from typing import Protocol
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
+from fumehood.figures import Distribution
+from fumehood.parts.canonical import Json, JsonObject
 from fumehood.phases import Phase
 from fumehood.protocol.models import AnyModelEvent, ModelRequest, TurnEnded
 from fumehood.protocol.responses import CreateResponse, Response
@@ -30,12 +32,14 @@ class Seen:
     began_at: nanoseconds since 1970. took: nanoseconds, 0 until it has ended.
     error: what kind of error it ended with, empty if with none; a code or a type, never a sentence.
     span: which listeners may need to tell what belongs together.
+    content: what was said, by attribute; empty unless it is to be recorded.
     """
 
     began_at: int = field(default_factory=time_ns)
     took: int = 0
     error: str = ""
     span: Span = INVALID_SPAN
+    content: JsonObject = field(default_factory=dict[str, Json])
     _since: int = field(default_factory=perf_counter_ns)
 
     def so_far(self) -> int:
@@ -70,8 +74,7 @@ class TurnSeen(Seen):
 
     request: what the model's server is asked; a listener may put the trace in before it is sent.
     server: the host and the port of that server, None where there is none.
-    first: nanoseconds until its first piece came, 0 if none has. gaps: how long the others took, by `BOUNDS`, and
-        gap_total all of them together.
+    first: nanoseconds until its first piece came, 0 if none has. gaps: seconds that each of the others took.
     pieces: everything that it said, None unless content is recorded.
     """
 
@@ -79,8 +82,7 @@ class TurnSeen(Seen):
     run: RunSeen | None = None
     server: tuple[str, int] | None = None
     first: int = 0
-    gaps: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
-    gap_total: float = 0.0
+    gaps: Distribution = field(default_factory=lambda: Distribution(BOUNDS))
     pieces: list[AnyModelEvent] | None = None
     end: TurnEnded | None = None
     _last: int = 0
@@ -91,9 +93,7 @@ class TurnSeen(Seen):
             return
         now = perf_counter_ns()
         if self.first:
-            gap = (now - self._last) / 1e9
-            self.gaps[bisect_left(BOUNDS, gap)] += 1
-            self.gap_total += gap
+            self.gaps.add((now - self._last) / 1e9)
         else:
             self.first = now - self._since
             if self.run is not None and not self.run.first:
@@ -107,11 +107,13 @@ class TurnSeen(Seen):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class CallSeen(Seen):
-    """A call of a tool that the gateway runs itself."""
+    """A call of a tool that the gateway runs itself; arguments and output as the model wrote and read them."""
 
     name: str
     call_id: str
     run: RunSeen | None = None
+    arguments: str = ""
+    output: str = ""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -142,13 +144,19 @@ class Observer:
         for listener in self._listeners:
             try:
                 listener.began(seen)
-            except Exception:
-                logger.exception("telemetry: what has begun could not be told")
+            except Exception as error:
+                _complain(error)
 
     def ended(self, seen: Seen) -> None:
         seen.took = seen.took or seen.so_far()
         for listener in self._listeners:
             try:
                 listener.ended(seen)
-            except Exception:
-                logger.exception("telemetry: what has ended could not be told")
+            except Exception as error:
+                _complain(error)
+
+
+def _complain(error: Exception) -> None:
+    """Without its words: what was said may be among them."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    logger.error("telemetry: %s at %s:%s", type(error).__name__, place.filename, place.lineno)

@@ -1,20 +1,21 @@
 """xAI's streams: events of a response as OpenAI's, or chunks of its chat API; imports `fumehood.parts`."""
 
-from fumehood.parts.canonical import Json, JsonObject
+from fumehood.parts.canonical import Json, JsonObject, Path
 from fumehood.parts.lenses import copied
 from fumehood.parts.streams.openai import ResponseStream
 from fumehood.parts.streams.pieces import Pieces, member, number
 
 # As its protobuf messages are written in JSON, with either kind of names.
 _TEXTS = ("content", "reasoning_content", "encrypted_content", "reasoningContent", "encryptedContent")
+_CALLS = ("tool_calls", "toolCalls")
 _REASONS = ("finish_reason", "finishReason")
 
 
 class ChatStream:
     """Chunks are responses whose outputs have deltas for messages.
 
-    Texts are continued and lists are added to: calls come whole, and one that has ended comes once more with its new
-    status, as in a response that comes in one piece. Anything else is replaced by what comes later.
+    Texts are continued and lists are added to. Calls come whole; one that comes again is the same call with its new
+    status. Anything else is replaced by what comes later.
     """
 
     def __init__(self) -> None:
@@ -51,9 +52,19 @@ class ChatStream:
             if isinstance(value, str) and key in _TEXTS:
                 self.pieces.add(place, path, value)
             elif isinstance(value, list):
-                self.pieces.extend(place, path, value)
+                new = [entry for entry in value if not self._renewed(place, path, entry)]
+                self.pieces.extend(place, path, new)
             else:
                 self.pieces.put(place, path, value)
+
+    def _renewed(self, place: int, path: Path, entry: Json) -> bool:
+        """Whether it takes the place of an entry that is there, as a call does that has been told before."""
+        known = self.pieces.get(place, path) if path[-1] in _CALLS else None
+        for position, each in enumerate(known if isinstance(known, list) else []):
+            if isinstance(each, dict) and isinstance(entry, dict) and each.get("id", "") == entry.get("id"):
+                self.pieces.put(place, (*path, position), entry)
+                return True
+        return False
 
     def document(self) -> Json:
         outputs = self.pieces.items()

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -99,6 +100,7 @@ class OpenAIAdapter:
         self._client_config = client_config or OpenAIClientConfig()
         self._client = client
         self._owns_client = client is None
+        self._making = threading.Lock()
         self._hosted_tools = hosted_tools or OpenAIHostedToolsConfig()
         self._compaction = compaction
         self._tool_choice: ToolChoice = tool_choice
@@ -110,9 +112,10 @@ class OpenAIAdapter:
 
     @property
     def client(self) -> "OpenAI":
-        if self._client is None:
-            self._client = self._client_config.make()
-        return self._client
+        with self._making:
+            if self._client is None:
+                self._client = self._client_config.make()
+            return self._client
 
     def close(self) -> None:
         """Close the client, if it was made here."""

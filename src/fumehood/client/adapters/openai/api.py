@@ -177,7 +177,8 @@ def _read_error(error: Exception, prompt_name: str) -> Transient:
         if isinstance(error, openai.OpenAIError):
             raise PromptEvaluationError(str(error), prompt_name=prompt_name, phase="request") from error
         raise error
-    if error.status_code >= 500 or (error.status_code in _BUSY and error.code != "insufficient_quota"):
+    passes = error.status_code >= 500 or (error.status_code in _BUSY and error.code != "insufficient_quota")
+    if passes and error.response.headers.get("x-should-retry") != "false":
         return Transient(error, _retry_after(error.response.headers))
     if is_container_gone(error):
         raise ContainerGoneError(error.message) from error
