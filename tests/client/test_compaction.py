@@ -1,5 +1,6 @@
 """Conversations that outlive a context window, through the adapter and by hand; imports the support."""
 
+import pickle
 import threading
 from typing import Any
 
@@ -99,6 +100,20 @@ def test_the_whole_window_is_replayed_before_what_comes_later(elsewhere: Elsewhe
     assert first["input"] == [{"role": "system", "content": "## 1. Turn\n\n1"}]
     state = session[CompactionState].latest()
     assert state == CompactionState(tuple(WINDOW), 999, 1)
+
+
+def test_a_session_goes_on_in_another_process(elsewhere: Elsewhere) -> None:
+    config = CompactionConfig(threshold_tokens=100)
+    session = Session()
+    elsewhere.server.script(big("one"), response(*WINDOW), big("two", 50), big("three", 50))
+    for text in ("1", "2"):
+        elsewhere.adapter(compaction=config).evaluate(asks(text), session=session)
+    other = Session()
+    other.restore(pickle.loads(pickle.dumps(session.snapshot())))
+    elsewhere.adapter(compaction=config).evaluate(asks("3"), session=other)
+    before, after = elsewhere.server.asked[2:]
+    assert after["input"][:-1] == [*before["input"], message("two")]
+    assert other[CompactionState].all() == session[CompactionState].all()
 
 
 def test_a_long_turn_is_compacted_on_its_way_and_keeps_its_task(elsewhere: Elsewhere) -> None:
