@@ -153,7 +153,7 @@ async def assembled(
         except ValueError as error:
             raise Misconfigured(f"models: {error}.") from None
         stack.push_async_callback(models.close)
-        signals = _signals(config, environ, figures, stack)
+        signals = open_signals(config, environ, figures, stack)
         chosen = config.providers.code_interpreter
         sandboxes = await _sandboxes(chosen.settings, environ, stack, start=chosen.enabled)
         metrics = _metrics(config, figures, sandboxes)
@@ -216,7 +216,8 @@ async def assembled(
             show_metrics=config.telemetry.metrics,
             unready=_Readiness(sandboxes if chosen.enabled else None, clock),
         )
-        yield Assembled(gateway if signals is None else signals.edge(gateway), runs, metrics, keyless)
+        app = gateway if signals is None else signals.edge(gateway)
+        yield Assembled(app, runs, metrics, keyless)
 
 
 def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
@@ -234,7 +235,7 @@ def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
         raise Misconfigured(f"compaction: {where}: {error}.") from None
 
 
-def _signals(
+def open_signals(
     config: Config, environ: Mapping[str, str], figures: Figures, stack: AsyncExitStack
 ) -> "Signals | None":
     """None, and nothing imported, unless the operator says where to; raises Misconfigured."""
@@ -252,7 +253,7 @@ def _signals(
         endpoint=endpoint,
         profile=config.telemetry.profile,
         content_bytes=config.telemetry.content_bytes,
-        redact=_redactor(config.telemetry.redact),
+        redact=find_redactor(config.telemetry.redact),
         models=[model.match for model in config.models if not model.is_pattern],
     )
     signals = Signals(settings, environ, figures)
@@ -260,7 +261,7 @@ def _signals(
     return signals
 
 
-def _redactor(named: str | None) -> Callable[[str], str] | None:
+def find_redactor(named: str | None) -> Callable[[str], str] | None:
     """The operator's own function; raises Misconfigured."""
     if named is None:
         return None

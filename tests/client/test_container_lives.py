@@ -12,6 +12,8 @@ from fumehood.client import (
     CompactionError,
     ContainerExpiredError,
     Deadline,
+    DeadlineExceededError,
+    FumehoodError,
     HostMount,
     HostWorkspaceSection,
     MarkdownSection,
@@ -19,6 +21,7 @@ from fumehood.client import (
     PromptEvaluationError,
     PromptSection,
     Session,
+    ThrottleError,
     ThrottlePolicy,
     Tool,
     ToolContext,
@@ -31,7 +34,6 @@ from fumehood.client.adapters.openai import (
     OpenAIContainerWorkspaceSection,
     OpenAIHostedToolsConfig,
 )
-from fumehood.client.errors import DeadlineExceededError, FumehoodError
 from fumehood.client.prompt import AnyTool, NoParams
 from tests.client.conftest import Elsewhere
 from tests.support.openai_server import Reply, error, message, response
@@ -177,7 +179,7 @@ def test_one_that_could_not_be_filled_is_not_left_behind(
     files = mounted(client=elsewhere.client).filesystem
     elsewhere.server.containers.clear()
     interferes.says = lambda method, path: error(413, "Too large.") if path.endswith("/files") else None
-    with pytest.raises(PromptEvaluationError, match="Too large"):
+    with pytest.raises(PromptEvaluationError, match=r"\(413\): Too large\. \(.*exclude_glob"):
         files.ensure_container()
     assert elsewhere.server.containers == {}
     assert files.container_id is None
@@ -381,6 +383,14 @@ def test_errors_can_come_out_of_another_process() -> None:
         assert {name: str(value) for name, value in vars(back).items()} == {
             name: str(value) for name, value in vars(raised).items()
         }
+
+
+def test_a_provider_that_is_not_there_is_named(elsewhere: Elsewhere) -> None:
+    task = MarkdownSection(title="Task", key="task", template="x")
+    elsewhere.server.script(Reply(closes=True), Reply(closes=True))
+    adapter = elsewhere.adapter(throttle=ThrottlePolicy(max_attempts=2, base_delay=0))
+    with pytest.raises(ThrottleError, match=rf"\({elsewhere.server.url.removesuffix('/v1')}\)"):
+        adapter.evaluate(Prompt(ns="n", key="k", sections=[task]))
 
 
 def test_a_model_may_be_called_what_it_likes(elsewhere: Elsewhere) -> None:

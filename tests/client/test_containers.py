@@ -3,6 +3,7 @@
 import gc
 import io
 import tarfile
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,12 @@ def test_nothing_is_left_of_a_workspace_that_nobody_cleaned_up(
 
 
 def test_one_line_switches_between_container_and_host(elsewhere: Elsewhere, project: Path) -> None:
+    here, there = (
+        signature(kind).parameters for kind in (HostWorkspaceSection, OpenAIContainerWorkspaceSection)
+    )
+    assert there.keys() - here.keys() == {"container_config", "client"}
+    for name in here.keys() - {"template"}:
+        assert str(here[name]) == str(there[name])
     for kind in (OpenAIContainerWorkspaceSection, HostWorkspaceSection):
         elsewhere.server.script(response(message("fine")))
         workspace = kind(
@@ -349,6 +356,12 @@ def test_a_container_that_cannot_be_made_is_a_configuration_error(elsewhere: Els
     elsewhere.server.no_more_containers = True
     with pytest.raises(PromptEvaluationError, match="may not have any more containers"):
         ContainerManager(elsewhere.client).create()
+    prompt = Prompt(ns="n", key="k", sections=[OpenAIContainerWorkspaceSection(session=Session())])
+    adapter = elsewhere.adapter(hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True))
+    with pytest.raises(PromptEvaluationError, match="may not have any more containers") as refused:
+        adapter.evaluate(prompt)
+    assert refused.value.phase == "configuration"
+    assert elsewhere.server.asked == []
 
 
 @pytest.mark.parametrize("name", sorted(UPLOAD_TYPES))
@@ -360,8 +373,8 @@ def test_common_types_can_be_uploaded(name: str) -> None:
     ("name", "content"),
     [
         ("a.exe", b"x"),
-        ("a.csv", b"\x7fELF..."),
-        ("a.py", b"MZ"),
+        ("a.csv", b"\x7fELF\x02\x01\0"),
+        ("a.py", b"MZ\x90\0"),
         ("data", b"\xff\x00"),
         ("a.tar.xz", b"x"),
     ],
@@ -371,5 +384,6 @@ def test_other_types_are_refused(name: str, content: bytes) -> None:
         check_upload(name, content)
 
 
-def test_text_needs_no_extension() -> None:
+def test_text_needs_no_extension_and_may_begin_like_a_program() -> None:
     check_upload("Makefile", "täg: all".encode())
+    check_upload("codes.csv", b"MZ,Mozambique\n")

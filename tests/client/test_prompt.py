@@ -230,6 +230,38 @@ def test_tools_know_their_types() -> None:
     assert isinstance(by_argument, Tool)
 
 
+class Searching[R](Tool[Topic, R]):
+    """A generic tool, of which one argument is left open."""
+
+
+class Hosted[C, R](ProviderTool[NoParams, R, C]):
+    """The same in another order."""
+
+
+class Shouting[R, P](Section[P]):  # pyright: ignore[reportInvalidTypeArguments] - its bound is not the matter here
+    def render(self, params: SupportsDataclass | None, depth: int, number: str) -> str:
+        return ""
+
+    def clone(self, **kwargs: object) -> "Shouting[R, P]":
+        return self
+
+
+def test_generic_classes_of_ones_own_know_their_types() -> None:
+    found = Searching[Answer](name="t", description="x", handler=None)
+    assert (found.params_type, found.result_type) == (Topic, Answer)
+    assert Searching(name="t", description="x", handler=say).result_type is Topic
+    hosted = Hosted[Loudness, Answer](
+        name="t",
+        description="x",
+        provider="p",
+        native_type="web_search",
+        config=Loudness(),
+        handle_provider_output=lambda data, context, kind: ToolResult(data.type, kind([])),
+    )
+    assert (hosted.params_type, hosted.result_type) == (NoParams, Answer)
+    assert Shouting[Answer, Topic](title="t", key="k").params_type is Topic
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

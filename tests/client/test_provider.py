@@ -17,6 +17,7 @@ from fumehood.client import (
     ProviderTool,
     Section,
     Session,
+    Tool,
     ToolContext,
     ToolResult,
 )
@@ -48,7 +49,16 @@ from fumehood.client.errors import (
 )
 from fumehood.client.prompt import AnyTool, NoParams
 from tests.client.conftest import Elsewhere
-from tests.support.client_prompts import HOSTED, Answer, code_call, function_call, listen, prompt, query_tool
+from tests.support.client_prompts import (
+    HOSTED,
+    Answer,
+    Query,
+    code_call,
+    function_call,
+    listen,
+    prompt,
+    query_tool,
+)
 from tests.support.openai_server import message, response
 
 # --- requests -----------------------------------------------------------------------------------------
@@ -281,6 +291,15 @@ def test_what_is_wrong_is_found_before_a_request(
     assert elsewhere.server.calls == []
 
 
+@pytest.mark.parametrize(
+    ("limit", "said"), [({"deadline": 5}, r"Deadline\.after\(5\)"), ({"budget": 1000}, "Budget\\(max_total")]
+)
+def test_limits_have_their_types(elsewhere: Elsewhere, limit: dict[str, Any], said: str) -> None:
+    with pytest.raises(PromptEvaluationError, match=said):
+        elsewhere.adapter().evaluate(prompt(), **limit)
+    assert elsewhere.server.calls == []
+
+
 def test_containers_are_understood_however_they_are_written(elsewhere: Elsewhere) -> None:
     alive = ContainerManager(elsewhere.client).create()
     for container, sent in (
@@ -453,6 +472,34 @@ def test_a_limit_that_a_tool_meets_ends_the_evaluation_and_is_told(elsewhere: El
     assert session[Answer].all() == ()
 
 
+class Shy:
+    def __repr__(self) -> str:
+        raise RuntimeError("not shown")
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (ToolResult[Query](5), "returned a message that is no text: 5"),  # pyright: ignore[reportArgumentType]
+        (ToolResult[Query](None), "returned a message that is no text: None"),  # pyright: ignore[reportArgumentType]
+        (ToolResult.ok(Shy()), "RuntimeError: not shown"),
+        ("done", "returned str, not a ToolResult"),
+    ],
+)
+def test_a_result_that_cannot_be_shown_is_a_failure_of_the_tool(
+    elsewhere: Elsewhere, result: Any, said: str
+) -> None:
+    def handler(params: Query, *, context: ToolContext) -> ToolResult[Any]:
+        return result
+
+    odd = Tool[Query, Any](name="run_query", description="x", handler=handler)
+    elsewhere.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+    session, heard = listen()
+    elsewhere.adapter().evaluate(prompt(odd), session=session)
+    assert [event.result.success for event in heard] == [False]
+    assert said in elsewhere.server.asked[1]["input"][-1]["output"]
+
+
 def test_policies_are_asked_before_a_handler(elsewhere: Elsewhere) -> None:
     elsewhere.server.script(response(function_call("c1", '{"sql": "drop"}')), response(message("done")))
     session, heard = listen()
@@ -492,6 +539,7 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(elsewhe
         data: ProviderToolCallData, context: ToolContext, kind: type[CodeInterpreterResult]
     ) -> ToolResult[CodeInterpreterResult]:
         seen.append(("provider", data, context))
+        assert kind is CodeInterpreterResult
         return ToolResult(data.code or "", kind(files=()))
 
     def handler(params: NoParams, *, context: ToolContext) -> ToolResult[CodeInterpreterResult]:
@@ -499,7 +547,22 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(elsewhe
         return ToolResult.ok(CodeInterpreterResult(stdout="from the handler"))
 
     both = OpenAICodeInterpreterTool(handler=handler, handle_provider_output=from_provider)
+
+    def query(params: Query, *, context: ToolContext) -> ToolResult[Query]:
+        seen.append(("function", params, context))
+        return ToolResult.ok(params)
+
     session, heard = listen()
+    elsewhere.server.script(
+        response(code_call(), function_call("c1", '{"sql": "x"}')), response(message("done", NOTE))
+    )
+    asking = Tool[Query, Query](name="run_query", description="x", handler=query)
+    elsewhere.adapter().evaluate(prompt(both, asking), session=session)
+    assert [kind for kind, _, _ in seen] == ["provider", "function"]
+    assert seen[0][2] is seen[1][2]  # one context, whoever is called
+
+    seen.clear()
+    heard.clear()
     elsewhere.server.script(response(code_call(), message("done", NOTE)))
     found = elsewhere.adapter().evaluate(prompt(both), session=session)
     assert [kind for kind, _, _ in seen] == ["provider"]
@@ -522,6 +585,25 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(elsewhe
     context = seen[0][2]
     assert (context.prompt.name, context.session, context.adapter.provider) == ("task", session, "openai")
     assert heard[-1].result.value == CodeInterpreterResult(stdout="from the handler")
+
+
+def test_a_handler_of_the_providers_output_fails_as_any_other(elsewhere: Elsewhere) -> None:
+    def handle(data: Any, context: ToolContext, kind: Any) -> Any:
+        context.session[Answer].append(Answer(1))
+        if data.code == "late":
+            raise DeadlineExceededError("the inner prompt was late", phase="deadline")
+        return data.code
+
+    session, heard = listen()
+    tool = OpenAICodeInterpreterTool(handle_provider_output=handle)
+    elsewhere.server.script(response(code_call(), message("done")))
+    elsewhere.adapter().evaluate(prompt(tool), session=session)
+    assert "returned str, not a ToolResult" in heard[0].result.message
+    elsewhere.server.script(response(code_call(code="late"), message("done")))
+    with pytest.raises(DeadlineExceededError, match="inner prompt"):
+        elsewhere.adapter().evaluate(prompt(tool), session=session)
+    assert [(event.call_id, event.result.success) for event in heard] == [("ci_1", False)] * 2
+    assert session[Answer].all() == ()
 
 
 def test_without_a_handler_for_it_the_report_is_decoded_into_the_parameters(elsewhere: Elsewhere) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +14,13 @@ from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricR
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace import SpanKind, StatusCode, TraceFlags
 
 from fumehood.client import (
     Deadline,
     PromptEvaluationError,
+    PromptExecuted,
     Session,
     Tool,
     ToolContext,
@@ -151,7 +155,9 @@ def test_an_evaluation_is_a_trace_of_its_requests_and_functions(elsewhere: Elsew
     assert [event.name for event in evaluation.events] == ["fumehood.prompt_rendered"]
 
 
-def test_each_request_carries_the_context_of_its_span(elsewhere: Elsewhere) -> None:
+def test_each_request_carries_the_context_of_its_span(
+    elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorded = Recorded()
     busy = error(503, "Busy.")
     elsewhere.server.script(busy, response(function_call("c1", '{"sql": "x"}')), response(message("done")))
@@ -161,6 +167,10 @@ def test_each_request_carries_the_context_of_its_span(elsewhere: Elsewhere) -> N
     assert sent == [expected[0], *expected]
     elsewhere.server.script(response(message("done")))
     elsewhere.adapter(observer=recorded.telemetry(propagate=False)).evaluate(prompt())
+    assert "traceparent" not in elsewhere.server.headers[0]
+    elsewhere.server.script(response(message("done")))
+    monkeypatch.setenv("OTEL_PROPAGATORS", "none")
+    elsewhere.adapter(observer=recorded.telemetry()).evaluate(prompt())
     assert "traceparent" not in elsewhere.server.headers[0]
 
 
@@ -439,6 +449,46 @@ def test_content_that_cannot_be_written_does_not_fail_the_evaluation(
         assert elsewhere.adapter(observer=telemetry).evaluate(prompt(query_tool)).text == "done"
     assert "gen_ai.output.messages is left out of a span: ValueError" in caplog.text
     assert "Do it." not in caplog.text
+
+
+def test_events_of_a_handlers_own_do_not_fail_the_evaluation(elsewhere: Elsewhere) -> None:
+    def publish(params: Query, *, context: ToolContext) -> ToolResult[Query]:
+        about: Any = {"prompt_name": "p", "adapter": "a", "session_id": None, "result": None}
+        context.event_bus.publish(PromptExecuted(**about))
+        context.event_bus.publish(ToolInvoked(**about, name="mine", params=None))
+        context.event_bus.publish("anything")
+        return ToolResult.ok(params)
+
+    recorded = Recorded()
+    elsewhere.server.script(
+        response(function_call("c1", '{"sql": "x"}', "publish")), response(message("done"))
+    )
+    tool = Tool[Query, Query](name="publish", description="Publish.", handler=publish)
+    adapter = elsewhere.adapter(observer=recorded.telemetry(capture_content=True))
+    assert adapter.evaluate(prompt(tool)).text == "done"
+    assert ends(recorded.spans())[2] == ("execute_tool publish", None, StatusCode.UNSET)
+
+
+def test_a_trace_that_is_not_sampled_costs_no_content(elsewhere: Elsewhere) -> None:
+    seen: list[str] = []
+
+    def redact(text: str) -> str:
+        seen.append(text)
+        return text
+
+    tracers = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
+    telemetry = ClientTelemetry(tracer_provider=tracers, capture_content=True, redact=redact)
+    elsewhere.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+    assert elsewhere.adapter(observer=telemetry).evaluate(prompt(query_tool)).text == "done"
+    assert seen == []
+    flags = elsewhere.server.headers[0]["traceparent"].rpartition("-")[2]
+    assert int(flags, 16) & TraceFlags.SAMPLED == 0
+
+
+def test_without_the_extra_it_says_what_to_install() -> None:
+    script = "import sys; sys.modules['opentelemetry'] = None; import fumehood.telemetry.client"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "needs an extra: pip install 'fumehood[otel]'" in done.stderr.splitlines()[-1]
 
 
 def test_a_view_that_there_is_not_is_refused() -> None:

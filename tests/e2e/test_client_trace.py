@@ -1,5 +1,6 @@
 """The client before a gateway, both telling one receiver of OTLP: one trace; imports the SDKs and the support."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,88 +9,84 @@ from inline_snapshot import snapshot
 from openai import OpenAI
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from fumehood.client.adapters.openai import OpenAIAdapter
 from fumehood.telemetry.client import ClientTelemetry
 from tests.e2e.conftest import client_of, settings_for, settings_without_code
-from tests.e2e.test_telemetry import receiver
 from tests.support import served
 from tests.support.client_prompts import HOSTED, prompt, query_tool
 from tests.support.served import Model, answer, call, calls, runs
+from tests.support.spans import AT_ONCE, SpanReceiver
 
-UNPACKED = {"OTEL_EXPORTER_OTLP_COMPRESSION": "none"}
 
-
-def evaluated(address: str, client: OpenAI, **settings: Any) -> None:
-    """One prompt, in a span of the user's own, all of it told to the receiver."""
-    tracers = TracerProvider(shutdown_on_exit=False)
-    tracers.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(endpoint=f"{address}/v1/traces")))
+def evaluated(receiver: SpanReceiver, client: OpenAI, **settings: Any) -> bytes:
+    """One prompt, in a span of the user's own, all of it told to the receiver; the id of its trace."""
+    tracers = TracerProvider(resource=Resource({"service.name": "mine"}), shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint=f"{receiver.address}/v1/traces")
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
     telemetry = ClientTelemetry(tracer_provider=tracers)
     adapter = OpenAIAdapter(model="scripted", client=client, observer=telemetry, **settings)
-    with tracers.get_tracer("mine").start_as_current_span("mine"):
+    with tracers.get_tracer("mine").start_as_current_span("mine") as span:
         adapter.evaluate(prompt(query_tool))
     tracers.shutdown()
+    return span.get_span_context().trace_id.to_bytes(16)
 
 
-def tree(spans: list[Span]) -> list[str]:
-    """Each span below its parent, in the order in which they began."""
-    assert len({span.trace_id for span in spans}) == 1
-    known = {span.span_id for span in spans}
-
-    def below(parent: bytes, depth: int) -> list[str]:
-        lines: list[str] = []
-        for span in sorted(spans, key=lambda span: span.start_time_unix_nano):
-            if (span.parent_span_id if span.parent_span_id in known else b"") == parent:
-                lines += ["  " * depth + span.name, *below(span.span_id, depth + 1)]
-        return lines
-
-    return below(b"", 0)
+def tree(told: Sequence[tuple[str, Span]], parent: bytes = b"", depth: int = 0) -> list[str]:
+    """Each span below its parent, with whom it is of."""
+    lines: list[str] = []
+    for service, span in told:
+        if span.parent_span_id == parent:
+            lines += [f"{'  ' * depth}{service}: {span.name}", *tree(told, span.span_id, depth + 1)]
+    return lines
 
 
 def test_client_and_gateway_are_one_trace(tmp_path: Path) -> None:
-    with receiver() as (address, spans), Model() as model:
-        settings = settings_without_code(model) | {"telemetry": {"otlp": address}}
+    with SpanReceiver() as receiver, Model() as model:
+        settings = settings_without_code(model) | {"telemetry": {"otlp": receiver.address}}
         model.script(calls(call("run_query", {"sql": "x"}, call_id="c1")), answer("Done."))
-        with served.serving(tmp_path, settings, UNPACKED) as running, client_of(running) as client:
-            evaluated(address, client)
+        with served.serving(tmp_path, settings, AT_ONCE) as running, client_of(running) as client:
+            trace = evaluated(receiver, client)
             assert running.stop() == 0
-    assert tree(spans) == snapshot(
+        told = receiver.trace(trace, 9)
+    assert tree(told) == snapshot(
         [
-            "mine",
-            "  invoke_agent task",
-            "    chat scripted",
-            "      invoke_agent",
-            "        chat scripted",
-            "    execute_tool run_query",
-            "    chat scripted",
-            "      invoke_agent",
-            "        chat scripted",
+            "mine: mine",
+            "  mine: invoke_agent task",
+            "    mine: chat scripted",
+            "      fumehood: invoke_agent",
+            "        fumehood: chat scripted",
+            "    mine: execute_tool run_query",
+            "    mine: chat scripted",
+            "      fumehood: invoke_agent",
+            "        fumehood: chat scripted",
         ]
     )
 
 
 @pytest.mark.slow
 def test_client_gateway_and_sandbox_are_one_trace(tmp_path: Path) -> None:
-    with receiver() as (address, spans), Model() as model:
-        settings = settings_for(model) | {"telemetry": {"otlp": address}}
+    with SpanReceiver() as receiver, Model() as model:
+        settings = settings_for(model) | {"telemetry": {"otlp": receiver.address}}
         model.script(runs("print(6 * 7)"), answer("It is 42."))
-        with served.serving(tmp_path, settings, UNPACKED) as running, client_of(running) as client:
-            evaluated(address, client, hosted_tools=HOSTED)
+        with served.serving(tmp_path, settings, AT_ONCE) as running, client_of(running) as client:
+            trace = evaluated(receiver, client, hosted_tools=HOSTED)
             assert running.stop() == 0
-    phases = [span for span in spans if span.name.startswith("sandbox ")]
-    assert tree([span for span in spans if span not in phases]) == snapshot(
+        told = receiver.trace(trace, 8)
+    phases = {span.span_id: span.parent_span_id for _, span in told if span.name.startswith("sandbox ")}
+    (ran,) = [span.span_id for _, span in told if span.name == "execute_tool code_interpreter"]
+    assert set(phases.values()) == {ran}
+    assert tree([each for each in told if each[1].span_id not in phases]) == snapshot(
         [
-            "mine",
-            "  invoke_agent task",
-            "    chat scripted",
-            "      invoke_agent",
-            "        chat scripted",
-            "        execute_tool code_interpreter",
-            "        chat scripted",
+            "mine: mine",
+            "  mine: invoke_agent task",
+            "    mine: chat scripted",
+            "      fumehood: invoke_agent",
+            "        fumehood: chat scripted",
+            "        fumehood: execute_tool code_interpreter",
+            "        fumehood: chat scripted",
         ]
     )
-    (ran,) = [span for span in spans if span.name == "execute_tool code_interpreter"]
-    assert phases
-    assert {span.parent_span_id for span in phases} == {ran.span_id}

@@ -254,6 +254,28 @@ def test_a_gib_into_a_container_takes_no_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_sandbox_of_a_call_that_a_kill_cut_off_goes_when_the_gateway_comes_back(
+    tmp_path: Path, socket: Path
+) -> None:
+    """With a sandbox for every call, and long before an idle one would be noticed."""
+    elsewhere = settings(sandbox_url=f"unix:{socket}", isolation="execution")
+    running = served.start(tmp_path, elsewhere)
+    tool: Any = {"type": "code_interpreter"}
+    with client_of(running) as client:
+        create: Any = client.responses.create
+        code = "import time\ntime.sleep(60)"
+        request = {"model": "direct", "input": f"```python\n{code}\n```", "stream": True}
+        stream = create(tools=[tool], **request)
+        while next(stream).type != "response.code_interpreter_call.interpreting":
+            pass
+        until(lambda: len(sandboxes(socket) or ()) == 1)
+        running.kill()
+    assert len(sandboxes(socket) or ()) == 1
+    with served.serving(tmp_path, elsewhere):
+        until(lambda: sandboxes(socket) == [])
+
+
+@pytest.mark.slow
 def test_nothing_is_left_of_what_a_kill_cut_off(tmp_path: Path, socket: Path) -> None:
     """Calls that run, files that arrive and files that were just written."""
     elsewhere = settings(sandbox_url=f"unix:{socket}")

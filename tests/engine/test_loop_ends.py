@@ -251,13 +251,15 @@ async def test_cancelled_before_it_began() -> None:
 async def test_a_reader_far_behind_ends_the_run() -> None:
     go_on = asyncio.Event()
     model = ScriptedModel([Text("x"), go_on, *(Text("x") for _ in range(100)), asyncio.Event()])
-    run = await Engine(model, lag=LagLimits(events=10, seconds=1.0, hard_events=50)).start()
+    engine = Engine(model, lag=LagLimits(events=10, seconds=1.0, hard_events=50))
+    run = await engine.start()
     reader = run.subscribe()
     await anext(reader)
     go_on.set()
     assert (await run.wait()).status == "cancelled"
     with pytest.raises(ServerFault, match="not read fast enough"):
         await anext(reader)
+    assert engine.figures.readers_cut == {"behind": 1}
 
 
 async def test_a_reader_a_little_behind_for_long_ends_the_run() -> None:

@@ -254,8 +254,10 @@ async def test_uploads_that_an_input_names_are_held_until_the_response_is_there(
 async def test_what_is_read_from_the_store_is_held_while_it_is_sent() -> None:
     clock = FakeClock()
     store = MemoryStore(clock)
-    runs = EngineRuns(ScriptedModels(ScriptedModel(says(BIG), says("short"))), [], store, clock)
-    limits = Limits(body_bytes_total=2_000_000)
+    model = ScriptedModel(says(BIG), says("short"), says(BIG), says(BIG))
+    runs = EngineRuns(ScriptedModels(model), [], store, clock)
+    limits = Limits(body_bytes_total=2_000_000)  # which is less than a stream of it
+    keys = [{"stream": stream, "headers": {"idempotency-key": f"{stream}"}} for stream in (False, True)]
     async with serving_gateway(runs=runs, store=store, limits=limits) as served:
         large, small = [
             f"/v1/responses/{(await served.create(input=said)).json['id']}" for said in (BIG, "hi")
@@ -265,10 +267,17 @@ async def test_what_is_read_from_the_store_is_held_while_it_is_sent() -> None:
             room.take(1_500_000)
             answers = [await served.ask("GET", path) for path in paths]
         again = [await served.ask("GET", path) for path in paths]
+        told = [await served.create(**key) for key in keys]
+        with limits.room(Caller()) as room:
+            room.take(1_500_000)
+            told += [await served.create(**key) for key in keys]
+        told += [await served.create(**key) for key in keys]
         with limits.room(Caller()) as room:  # all of it was given back
             room.take(2_000_000)
     assert [answer.status for answer in answers] == [503, 503, 200, 200]
     assert [answer.status for answer in again] == [200] * 4
+    assert [answer.status for answer in told] == [200, 200, 503, 503, 200, 200]
+    assert len(model.requests) == 4
     assert again[1].json["data"][0]["content"][0]["text"] == BIG
 
 

@@ -284,6 +284,7 @@ async def test_a_reader_that_takes_nothing_is_left(gateway: Served, monkeypatch:
             await gateway.runs.runs[0].ended.wait()
         socket.raw.transport.abort()
     assert gateway.runs.runs[0].cancelled == GONE
+    assert gateway.app.metrics.figures.readers_cut["stalled"] == 1
 
 
 async def test_a_slow_reader_gets_everything_and_holds_up_nobody(gateway: Served) -> None:

@@ -445,7 +445,7 @@ async def serving_gateway(
     options.setdefault("limits", Limits(KeyLimits(body_bytes=body_bytes), total=total))
     app = Gateway(**(behind | options))
     listener = listen(Address(port=0))
-    server = Server(app, listener.sock, lambda: runs.drain(1.0))
+    server = Server(app, listener.sock, lambda: runs.drain(1.0), on_stalled=app.metrics.stalled)
     ready = asyncio.Event()
     task = asyncio.ensure_future(server.serve(ready.set))
     await ready.wait()

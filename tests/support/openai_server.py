@@ -58,7 +58,10 @@ class Container:
 
 
 class OpenAIServer:
-    """asked: the bodies of requests for responses and compactions; calls: every request as `POST /v1/…`."""
+    """asked: the bodies of requests for responses and compactions; calls: every request as `POST /v1/…`.
+
+    broken: what every request is answered with, if it is set.
+    """
 
     def __init__(self) -> None:
         self.replies: list[Script] = []
@@ -67,6 +70,7 @@ class OpenAIServer:
         self.calls: list[str] = []
         self.containers: dict[str, Container] = {}
         self.no_more_containers = False
+        self.broken: Reply | None = None
         self.url = ""
         self._ids = itertools.count(1)
 
@@ -85,6 +89,8 @@ class OpenAIServer:
     def answer(self, method: str, target: str, kind: str, body: bytes) -> Reply:
         path, _, query = target.partition("?")
         self.calls.append(f"{method} {path}")
+        if self.broken is not None:
+            return self.broken
         if found := re.fullmatch(r"/v1/containers(?:/(\w+)(?:/files(?:/(\w+)(/content)?)?)?)?", path):
             if method == "GET" and path.endswith("/files"):
                 return self._files(found[1], query)
@@ -199,6 +205,7 @@ def serving() -> Generator[OpenAIServer]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # head and body in one packet: the second of two would wait for an acknowledgement
 
         def _serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))

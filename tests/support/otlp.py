@@ -50,7 +50,7 @@ class Receiver:
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=[0.02])
         self.address = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""How much a key may ask for, and all of them together; imports `interfaces` and `protocol`.
+"""How much a key may ask for, and all of them together; imports `aside`, `interfaces`, `protocol`.
 
 Everything is counted in this process, in plain numbers: nothing is awaited, and nobody's counter is another's.
 """
@@ -11,6 +11,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
+from fumehood.aside import LARGE
 from fumehood.interfaces import Caller
 from fumehood.protocol.errors import RateLimited, Unavailable
 from fumehood.protocol.keys import KeyLimits
@@ -116,6 +117,9 @@ class Limits:
         """For `with`, while a request of the caller's is read and worked on."""
         return Room(self, self._account(caller))
 
+    def most_held(self, account: _Account) -> int:
+        return min(account.most_held or self._body_bytes_total, self._body_bytes_total)
+
     def hold(self, account: _Account, size: int) -> None:
         """So many bytes more of bodies; raises RateLimited, Unavailable."""
         if account.most_held is not None and account.held + size > account.most_held:
@@ -176,6 +180,13 @@ class Room:
         """Raises RateLimited, Unavailable."""
         self._limits.hold(self._account, size)
         self._held += size
+
+    def take_large(self, size: int) -> None:
+        """The same for an answer. A small one does not count, and one that is larger than all may be together is sent
+        when it is alone. Raises RateLimited, Unavailable.
+        """
+        if size >= LARGE:
+            self.take(min(size, self._limits.most_held(self._account) - self._held))
 
     def give_back(self) -> None:
         self._limits.let_go(self._account, self._held)

@@ -105,7 +105,7 @@ class Repeats:
         if not first or kept is not None:
             exchange.extra.append((b"idempotent-replayed", b"true"))
         if kept is not None:
-            return await _show_kept(exchange, asked, kept)
+            return await self._show_kept(exchange, asked, kept)
         if not asked.request.stream:
             return await joint.show(exchange)
         self._metrics.streams += 1
@@ -113,6 +113,20 @@ class Repeats:
             return await joint.show_stream(exchange, self._silence)
         finally:
             self._metrics.streams -= 1
+
+    async def _show_kept(self, exchange: Exchange, asked: Asked, response: Response) -> Response:
+        """Raises RateLimited, Unavailable; it is there for whoever comes again."""
+        with self._limits.room(asked.caller) as room:
+            if not asked.request.stream:
+                body = encode(project_response(response, asked.include))
+                room.take_large(len(body))
+                await exchange.answer(body)
+            else:
+                events = encode_events(unfold(response), asked.include) + DONE
+                room.take_large(len(events))
+                await exchange.begin(200, [*HEADERS])
+                await exchange.send(events, more=False)
+        return response
 
     # ---- the run ----------------------------------------------------------------------------------------------
 
@@ -181,15 +195,6 @@ class Repeats:
     async def _release(self, joint: "_Joint", asked: Asked) -> None:
         if asked.kept:
             await self._store.release(*asked.place, joint.response_id)
-
-
-async def _show_kept(exchange: Exchange, asked: Asked, response: Response) -> Response:
-    if asked.request.stream:
-        await exchange.begin(200, [*HEADERS])
-        await exchange.send(encode_events(unfold(response), asked.include) + DONE, more=False)
-    else:
-        await exchange.answer_json(project_response(response, asked.include))
-    return response
 
 
 class _Past:

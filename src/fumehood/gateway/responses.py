@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 
-from fumehood.aside import LARGE, aside
+from fumehood.aside import aside
 from fumehood.gateway.exchange import Exchange, Vigil, encode
 from fumehood.gateway.limits import Limits, Room
 from fumehood.gateway.listing import page
@@ -212,7 +212,7 @@ class Responses:
         once = {entry.id or "": entry for entry in entries}
         size = sum([entry.size for entry in entries])
         with self._limits.room(caller) as room:
-            _take(room, size)
+            room.take_large(size)
             listed = await aside(
                 size, page, exchange, list(once.items()), lambda entry: shown(entry, include)
             )
@@ -236,13 +236,8 @@ async def _show(exchange: Exchange, room: Room, value: object) -> None:
     Unavailable.
     """
     body = encode(value)
-    _take(room, len(body))
+    room.take_large(len(body))
     await exchange.answer(body)
-
-
-def _take(room: Room, size: int) -> None:
-    if size >= LARGE:
-        room.take(size)
 
 
 def _breaks_at_ours(headers: Mapping[bytes, bytes]) -> bool:

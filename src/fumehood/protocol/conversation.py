@@ -1,8 +1,7 @@
 """A conversation as it is kept and as a model is shown it; imports msgspec and siblings."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, overload
+from typing import Final, Literal, overload
 
 import msgspec
 
@@ -58,7 +57,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         return _ENTRY_OVERHEAD + 2 * self.size
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Segment:
     """What one response added to a conversation: its input, then its output. Never changed once it is made.
 
@@ -67,18 +65,18 @@ class Segment:
     size: that of its entries. Both are looked up once, since every later request asks.
     """
 
-    entries: tuple[Entry, ...]
-    renderings: dict[str, bytes] = field(default_factory=dict[str, bytes])
-    compacted: int = field(init=False, default=-1)
-    size: int = field(init=False, default=0)
+    __slots__ = ("compacted", "entries", "renderings", "size")
 
-    def __post_init__(self) -> None:
-        size = 0
-        for place, entry in enumerate(self.entries):
+    def __init__(self, entries: tuple[Entry, ...]) -> None:
+        compacted, size = -1, 0
+        for place, entry in enumerate(entries):
             size += entry.size
             if entry.type == COMPACTION:
-                object.__setattr__(self, "compacted", place)
-        object.__setattr__(self, "size", size)
+                compacted = place
+        self.entries: Final = entries
+        self.renderings: Final = dict[str, bytes]()
+        self.compacted: Final = compacted
+        self.size: Final = size
 
     @property
     def segments(self) -> "tuple[Segment]":
@@ -89,7 +87,6 @@ class Segment:
         return _ENTRY_OVERHEAD * len(self.entries) + 2 * self.size
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Stretch:
     """Segments that follow each other, as one thing to look at. Never changed once it is made.
 
@@ -98,16 +95,14 @@ class Stretch:
     size: that of all of them.
     """
 
-    segments: tuple[Segment, ...]
-    renderings: dict[str, tuple[bytes, bytes]] = field(default_factory=dict[str, tuple[bytes, bytes]])
-    compacted: int = field(init=False, default=-1)
-    size: int = field(init=False, default=0)
+    __slots__ = ("compacted", "renderings", "segments", "size")
 
-    def __post_init__(self) -> None:
-        for place, segment in enumerate(self.segments):
-            if segment.compacted >= 0:
-                object.__setattr__(self, "compacted", place)
-        object.__setattr__(self, "size", sum([segment.size for segment in self.segments]))
+    def __init__(self, segments: tuple[Segment, ...]) -> None:
+        places = [place for place, segment in enumerate(segments) if segment.compacted >= 0]
+        self.segments: Final = segments
+        self.renderings: Final = dict[str, tuple[bytes, bytes]]()
+        self.compacted: Final = places[-1] if places else -1
+        self.size: Final = sum([segment.size for segment in segments])
 
 
 type Piece = Segment | Stretch

@@ -113,7 +113,7 @@ class Endings:
             return  # somebody else was faster
         if record.status == "running":
             self._house.figures.ended[because] += 1
-            self._house.figures.live -= 1
+            self._house.figures.live = max(self._house.figures.live - 1, 0)  # another process may have begun it
         for ref in (*self._sandboxes_of(record), *(living.passing if living else ())):
             await release(self._house.provider, ref)
         await self._house.files.drop(gone)

@@ -6,7 +6,13 @@ Every name begins with `fumehood_sandbox_`, so that a gateway can show these fig
 from collections.abc import Callable, Iterator
 from typing import override
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -30,6 +36,9 @@ _ENDS = (
     ("ok", "kept"), ("error", "kept"), ("timeout", "kept"), ("timeout", "lost"), ("interrupted", "kept"),
     ("interrupted", "lost"), ("out_of_memory", "lost"), ("lost", "lost"), ("install_failed", "kept"),
 )  # fmt: skip
+_REFUSALS = ("at_capacity", "quota_exceeded", "sandbox_start_failed", "install_failed")
+
+disable_created_metrics()  # a further sample for each, which nobody reads
 
 
 class Metrics:
@@ -70,6 +79,8 @@ class Metrics:
         self._egress = {verdict: egress.labels(verdict) for verdict in ("allowed", "refused", "failed")}
         for status, state in _ENDS:
             self._executions.labels(status, state)
+        for code in _REFUSALS:
+            self._refusals.labels(code)
         supervisor.egress.on_event = self._reached_out
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:

@@ -15,10 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from opentelemetry import metrics, trace
-from opentelemetry.metrics import Histogram, MeterProvider
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider, use_span
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+try:
+    from opentelemetry import metrics, trace
+    from opentelemetry.metrics import Histogram, MeterProvider
+    from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider, use_span
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+except ImportError as error:
+    raise ImportError("Telemetry of the client needs an extra: pip install 'fumehood[otel]'") from error
 
 from fumehood import __version__
 from fumehood.client import serde
@@ -33,6 +36,7 @@ from fumehood.parts.messages import finish_reason, to_messages
 from fumehood.parts.views import to_view
 
 CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+PROPAGATORS = "OTEL_PROPAGATORS"
 _CAPTURING = frozenset({"true", "span_only", "span_and_event"})
 # Backends cut attributes, or refuse spans, beyond 256 KB.
 LONGEST = 200_000
@@ -67,13 +71,13 @@ class ClientTelemetry:
         view: str = "option2",
         redact: Callable[[str], str] | None = None,
         longest: int = LONGEST,
-        propagate: bool = True,
+        propagate: bool | None = None,
     ) -> None:
         """The providers are OpenTelemetry's global ones unless given.
 
         capture_content: whether what was said is recorded; unless given, as the environment says. view: what its parts
         look like; redact: what becomes of each text in it; longest: bytes of an attribute.
-        propagate: send the W3C trace context with requests.
+        propagate: whether requests carry the W3C trace context; unless given, as the environment says.
         """
         if view not in VIEWS:
             raise ValueError(f"There is no view {view!r}; there are {', '.join(VIEWS)}.")
@@ -94,7 +98,7 @@ class ClientTelemetry:
         if capture_content is None:
             capture_content = os.environ.get(CAPTURE, "").lower() in _CAPTURING
         self._contents = _Contents(view, redact, longest) if capture_content else None
-        self._propagates = propagate
+        self._propagates = "tracecontext" in _propagators() if propagate is None else propagate
 
     # ---- what an observer is told ---------------------------------------------------------------------------
 
@@ -163,7 +167,16 @@ class ClientTelemetry:
                     within.function = None
 
     def publish(self, event: object) -> None:
-        """The events that the client publishes anyway, each where it belongs."""
+        """The events that the client publishes anyway, each where it belongs.
+
+        Handlers may publish some, too, and put anything into them; that is left out.
+        """
+        try:
+            self._tell(event)
+        except Exception as error:
+            _log.warning("A %s is left out of a span: %s", type(event).__name__, type(error).__name__)
+
+    def _tell(self, event: object) -> None:
         match event:
             case ToolInvoked():
                 self._invoked(event)
@@ -214,6 +227,11 @@ class ClientTelemetry:
             duration = self._durations.get(str(attributes["gen_ai.operation.name"]), self._durations["chat"])
             duration.record(time.perf_counter() - began, step.measured)
             span.end()
+
+
+def _propagators() -> list[str]:
+    wanted = os.environ.get(PROPAGATORS) or "tracecontext"
+    return [name.strip() for name in wanted.split(",")]
 
 
 def _seconds(meter: metrics.Meter, name: str, description: str) -> Histogram:

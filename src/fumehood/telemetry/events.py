@@ -1,4 +1,4 @@
-"""Events of what was seen: what models were asked and said, and what went wrong; imports OpenTelemetry's API and siblings.
+"""Events of what was seen: what models were asked and said, and what went wrong; imports the API and siblings.
 
 The conventions know an event for a turn and one for a turn that failed. A tool that failed and a sandbox that was lost
 have events of our own beside them.

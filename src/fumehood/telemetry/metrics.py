@@ -89,7 +89,7 @@ class Metrics(Listener):
             "Acquiring a sandbox, installing packages, running code, finding files.",
             _PHASES,
         )
-        self._starts = Counter[str]()
+        self.starts = Counter[str]()
         self._running = 0
 
     @property
@@ -162,7 +162,7 @@ class Metrics(Listener):
         self._phases.of(_with_error((("fumehood.sandbox.phase", phase.name),), seen)).add(seen.seconds)
         start = phase.facts.get("start")
         if start is not None:
-            self._starts[start] += 1
+            self.starts[start] += 1
 
     # ---- what is asked for when it is sent ------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Metrics(Listener):
         )
         meter.create_observable_counter(
             "fumehood.sandbox.starts",
-            [_counted(lambda: self._starts, "fumehood.sandbox.start")],
+            [_counted(lambda: self.starts, "fumehood.sandbox.start")],
             "{sandbox}",
             "How calls got their sandboxes: warm ones were waiting, cold ones were made, kept ones were theirs.",
         )

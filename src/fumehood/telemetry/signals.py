@@ -42,6 +42,8 @@ _CAPTURING = {
     "event_only": (False, True),
     "span_and_event": (True, True),
 }
+_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_ENDPOINT_OF = "OTEL_EXPORTER_OTLP_{}_ENDPOINT"
 _LAST_SECONDS = 2.0  # that a receiver which does not answer may hold up the end
 
 logger = logging.getLogger(__name__)
@@ -84,18 +86,18 @@ class Signals:
             listeners.append(self._metrics(figures, settings.models))
         if self._wants("logs"):
             listeners.append(self._events(with_content=contents is not None and contents.in_events))
-        self._observer = Observer(listeners, records_content=contents is not None)
+        self.observer = Observer(listeners, records_content=contents is not None)
 
     # ---- what is put around the seams -----------------------------------------------------------------------------
 
     def models(self, models: Models) -> Models:
-        return ObservedModels(models, self._observer)
+        return ObservedModels(models, self.observer)
 
     def tools(self, tools: Sequence[HostedTool]) -> list[HostedTool]:
-        return [ObservedTool(tool, self._observer) for tool in tools]
+        return [ObservedTool(tool, self.observer) for tool in tools]
 
     def runs(self, runs: Runs) -> Runs:
-        return ObservedRuns(runs, self._observer)
+        return ObservedRuns(runs, self.observer)
 
     def edge(self, app: Application) -> Application:
         return self._propagation.at_the_edge(app)
@@ -103,11 +105,16 @@ class Signals:
     # ---- the three signals ----------------------------------------------------------------------------------------
 
     def _wants(self, signal: str) -> bool:
-        return self._environ.get(f"OTEL_{signal.upper()}_EXPORTER", "").strip().lower() != "none"
+        """One without an address is not sent to where the SDK guesses that somebody listens."""
+        variables = (_ENDPOINT, _ENDPOINT_OF.format(signal.upper()))
+        sent = self._endpoint or any(self._environ.get(variable) for variable in variables)
+        return (
+            bool(sent) and self._environ.get(f"OTEL_{signal.upper()}_EXPORTER", "").strip().lower() != "none"
+        )
 
     def _address(self, signal: str) -> str | None:
         """The variable of one signal goes before what all of them share; the SDK knows the others."""
-        if self._endpoint is None or self._environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT"):
+        if not self._endpoint or self._environ.get(_ENDPOINT_OF.format(signal.upper())):
             return None
         return f"{self._endpoint.rstrip('/')}/v1/{signal}"
 

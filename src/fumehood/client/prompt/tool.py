@@ -4,7 +4,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Never, Protocol, TypeVar, cast, overload
 
 from fumehood.client.dbc import require
@@ -118,10 +118,32 @@ class ToolHandler(Protocol[P_contra, R_co]):
     def __call__(self, params: P_contra, /, *, context: ToolContext) -> ToolResult[R_co]: ...
 
 
+@dataclass(frozen=True)
+class ProviderToolCallData:
+    """A call that the provider has run, as it reports it; `raw` is the item itself.
+
+    annotations: those of messages that came after the call.
+    """
+
+    type: str
+    name: str
+    id: str | None = None
+    call_id: str | None = None
+    arguments: str | None = None
+    code: str | None = None
+    container_id: str | None = None
+    outputs: tuple[Mapping[str, Any], ...] = ()
+    status: str | None = None
+    annotations: tuple[Mapping[str, Any], ...] = ()
+    raw: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+
+
 class ProviderOutputHandler(Protocol[R]):
     """Turns what the provider reports of a call that it ran into a result; `result_type` is the tool's own."""
 
-    def __call__(self, data: Any, context: ToolContext, result_type: type[R], /) -> ToolResult[R]: ...
+    def __call__(
+        self, data: ProviderToolCallData, context: ToolContext, result_type: type[R], /
+    ) -> ToolResult[R]: ...
 
 
 class Tool[P, R](Specialised):

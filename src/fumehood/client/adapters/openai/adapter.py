@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -99,6 +100,7 @@ class OpenAIAdapter:
         self._client_config = client_config or OpenAIClientConfig()
         self._client = client
         self._owns_client = client is None
+        self._making = threading.Lock()
         self._hosted_tools = hosted_tools or OpenAIHostedToolsConfig()
         self._compaction = compaction
         self._tool_choice: ToolChoice = tool_choice
@@ -110,9 +112,10 @@ class OpenAIAdapter:
 
     @property
     def client(self) -> "OpenAI":
-        if self._client is None:
-            self._client = self._client_config.make()
-        return self._client
+        with self._making:
+            if self._client is None:
+                self._client = self._client_config.make()
+            return self._client
 
     def close(self) -> None:
         """Close the client, if it was made here."""
@@ -148,6 +151,14 @@ class OpenAIAdapter:
         require(
             isinstance(cast(object, prompt), Prompt),
             f"{prompt!r} is no prompt; of a template, make Prompt(template).",
+        )
+        require(
+            isinstance(cast(object, deadline), Deadline | None),
+            f"deadline is {deadline!r}; in five seconds is Deadline.after(5).",
+        )
+        require(
+            isinstance(cast(object, budget), Budget | None),
+            f"budget is {budget!r}; so many tokens in all are Budget(max_total_tokens=…).",
         )
         require(
             budget is None or budget_tracker is None,

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,7 @@ from fumehood.client.runtime.observer import NOBODY, ModelAsked, Observer
 from fumehood.client.throttle import ThrottlePolicy, Transient, retry
 
 if TYPE_CHECKING:
-    from openai import OpenAI
+    from openai import APIStatusError, OpenAI
 
 _log = logging.getLogger(__name__)
 
@@ -172,21 +172,38 @@ def _read_error(error: Exception, prompt_name: str) -> Transient:
     # The SDK does not translate what breaks off while an answer is being read; which library reads is its affair.
     broke_off = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
     if isinstance(error, openai.APIConnectionError) or broke_off:
-        return Transient(error)
+        return Transient(error, said=f"{error} ({_address(error)})")
     if not isinstance(error, openai.APIStatusError):
         if isinstance(error, openai.OpenAIError):
             raise PromptEvaluationError(str(error), prompt_name=prompt_name, phase="request") from error
         raise error
-    if error.status_code >= 500 or (error.status_code in _BUSY and error.code != "insufficient_quota"):
+    passes = error.status_code >= 500 or (error.status_code in _BUSY and error.code != "insufficient_quota")
+    if passes and error.response.headers.get("x-should-retry") != "false":
         return Transient(error, _retry_after(error.response.headers))
     if is_container_gone(error):
         raise ContainerGoneError(error.message) from error
     raise PromptEvaluationError(
-        f"The provider refused the request ({error.status_code}): {error.message}",
+        f"The provider refused the request ({error.status_code}): {_said(error)}",
         prompt_name=prompt_name,
         phase="request",
         provider_payload=error.body,
     ) from error
+
+
+def _address(error: Any) -> str:
+    """Whom it was sent to; without credentials, should the URL contain any."""
+    try:
+        url = error.request.url
+    except (AttributeError, RuntimeError):
+        return type(error).__name__
+    return f"{url.scheme}://{url.host}" + (f":{url.port}" if url.port else "")
+
+
+def _said(error: "APIStatusError") -> str:
+    """Its own words, without the SDK's."""
+    body: object = error.body
+    said = cast(Mapping[str, object], body).get("message") if isinstance(body, Mapping) else None
+    return str(said or error.message)
 
 
 def is_container_gone(error: Exception) -> bool:

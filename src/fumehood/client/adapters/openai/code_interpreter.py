@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 
 from fumehood.client.adapters.core import FileCitation
 from fumehood.client.adapters.openai.config import check_tier
-from fumehood.client.adapters.openai.wire import EXECUTION, ProviderToolCallData, citations
+from fumehood.client.adapters.openai.wire import CITATION, EXECUTION, ProviderToolCallData, citations, objects
 from fumehood.client.dbc import require, require_texts
 from fumehood.client.errors import PromptValidationError
 from fumehood.client.prompt._types import NoParams
@@ -168,8 +168,9 @@ def code_interpreter_output(
     _ = context
     logs = "".join(str(output.get("logs") or "") for output in data.outputs if output.get("type") == "logs")
     images = tuple(str(output.get("url")) for output in data.outputs if output.get("type") == "image")
-    execution: Mapping[str, Any] = data.raw.get(EXECUTION) or {}
-    exit_code: int | None = execution.get("exit_code")
+    told = objects([data.raw.get(EXECUTION)])
+    execution: Mapping[str, Any] = told[0] if told else {}
+    exit_code: object = execution.get("exit_code")
     raised = _traceback(logs)
     failed = (
         data.status in ("failed", "incomplete") or bool(exit_code) or (exit_code is None and bool(raised))
@@ -177,7 +178,7 @@ def code_interpreter_output(
     value = result_type(
         stdout=str(execution.get("stdout", logs)),
         stderr=str(execution.get("stderr") or raised)[-_EXCERPT:],
-        exit_code=exit_code,
+        exit_code=exit_code if isinstance(exit_code, int) else None,
         images=images,
         files=_files(execution, data),
         container_id=data.container_id,
@@ -195,10 +196,7 @@ def _traceback(logs: str) -> str:
 
 
 def _files(execution: Mapping[str, Any], data: ProviderToolCallData) -> tuple[FileCitation, ...]:
-    cited = citations(data.annotations, data.container_id)
-    known = {file.file_id for file in cited}
-    listed = (
-        FileCitation(str(file.get("container_id")), str(file.get("file_id")), str(file.get("filename")))
-        for file in execution.get("files") or ()
-    )
-    return (*cited, *(file for file in listed if file.file_id not in known))
+    """Those that are cited, then those that are only listed; each once."""
+    listed = [{**file, "type": CITATION} for file in objects(execution.get("files"))]
+    cited = [note for note in data.annotations if data.container_id in (None, note.get("container_id"))]
+    return citations([*cited, *listed])

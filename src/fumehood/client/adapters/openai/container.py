@@ -12,7 +12,7 @@ from fumehood.client.adapters.openai.api import ContainerGoneError, ask, is_fume
 from fumehood.client.adapters.openai.config import ContainerConfig
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
-from fumehood.client.errors import ContainerExpiredError
+from fumehood.client.errors import ContainerExpiredError, PromptEvaluationError
 from fumehood.client.throttle import ThrottlePolicy
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def check_upload(name: str, content: bytes) -> None:
         f"Files such as {name!r} cannot be uploaded; the code interpreter takes: {' '.join(sorted(UPLOAD_TYPES))}.",
     )
     require(
-        not content.startswith(_PROGRAMS),
+        not content.startswith(_PROGRAMS) or _is_text(content),
         f"{name!r} is a program, whatever its name says; it cannot be uploaded.",
     )
 
@@ -85,10 +85,14 @@ class ContainerManager:
         self._sdk: Any = client.with_options(max_retries=0)  # the policy retries
 
     def create(self, name: str = "fumehood-workspace") -> str:
-        """A new container's id."""
+        """A new container's id. That there can be none is a matter of configuration."""
         make = self._sdk.containers.create
         size = self.config.memory_limit
-        return self._patiently(lambda more: make(name=name, memory_limit=size, **more)).id
+        try:
+            return self._patiently(lambda more: make(name=name, memory_limit=size, **more)).id
+        except PromptEvaluationError as error:
+            error.phase = "configuration"
+            raise
 
     def is_alive(self, container_id: str) -> bool:
         import openai

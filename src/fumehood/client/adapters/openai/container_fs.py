@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fumehood.client.adapters.openai.config import ContainerConfig
-from fumehood.client.adapters.openai.container import ContainerManager
+from fumehood.client.adapters.openai.container import ContainerFile, ContainerManager
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
-from fumehood.client.errors import ContainerExpiredError, DeadlineExceededError, WorkspaceSecurityError
+from fumehood.client.errors import (
+    ContainerExpiredError,
+    DeadlineExceededError,
+    PromptEvaluationError,
+    WorkspaceSecurityError,
+)
 from fumehood.client.filesystem import HostFilesystem, ListedFilesystem, normalised, readable, writable
 from fumehood.client.runtime.session import SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
@@ -200,7 +205,7 @@ class ContainerFilesystem(ListedFilesystem):
         self._put.clear()
         self._moved.clear()
         if self._tarball is not None:
-            archive = manager.unpack(container_id, self._tarball)
+            archive = self._unpacked(container_id, self._tarball, manager)
             self._archive = None if archive is None else archive.path
         deleted = {path for path, content in self._changes.items() if content is None}
         if deleted:  # first, since something else may be in their place by now
@@ -214,6 +219,16 @@ class ContainerFilesystem(ListedFilesystem):
         if self._session is not None and self._config.mode == "auto":
             self._session[ActiveContainer].seed(ActiveContainer(container_id, self._config.memory_limit))
         return container_id
+
+    def _unpacked(self, container_id: str, tarball: Path, manager: ContainerManager) -> ContainerFile | None:
+        try:
+            return manager.unpack(container_id, tarball)
+        except PromptEvaluationError as error:
+            if type(error) is PromptEvaluationError:  # it was refused, and not only late
+                error.message += (
+                    " (These are the files of a workspace: the exclude_glob of a mount leaves some out.)"
+                )
+            raise
 
     def _on_container[T](self, act: Callable[[str], T]) -> T:
         """Do it; and once more, on another container, if this one turns out to be gone."""

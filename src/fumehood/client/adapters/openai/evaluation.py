@@ -7,6 +7,7 @@ or when it is compacted on the way.
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fumehood.client import serde
@@ -26,12 +27,7 @@ from fumehood.client.adapters.openai.wire import (
     provider_calls,
     text_of,
 )
-from fumehood.client.adapters.shared import (
-    ToolExecutor,
-    checked_result,
-    publish_invocation,
-    serialize_tool_message,
-)
+from fumehood.client.adapters.shared import ToolExecutor
 from fumehood.client.budget import TokenUsage
 from fumehood.client.dbc import ensure
 from fumehood.client.errors import (
@@ -162,22 +158,23 @@ class Evaluation[Out]:
     def _check_end(self, response: WireResponse) -> None:
         """Raise if there will be no answer."""
         end = response.end
+        if end == "stop":
+            return
         required = self.rendered.output is not None or not text_of(response.output)
         if end in ("content_filter", "refusal") and required:
             raise FilteredOutputError(
                 f"The provider withheld the answer ({end}).",
                 **self._failure(response.incomplete_details or response.output),
             )
-        if end in ("failed", "cancelled"):
+        if response.status not in ("completed", "incomplete", None):
             said = (response.error or {}).get("message") or f"its status is {end}"
             raise PromptEvaluationError(f"The response failed: {said}", **self._failure(response.error))
-        if end not in ("stop", "refusal", "content_filter"):
-            if self.rendered.output is not None and not function_calls(response.output):
-                raise PromptEvaluationError(
-                    f"The answer was cut off ({end}) before it was whole.",
-                    **self._failure(response.incomplete_details),
-                )
-            _log.warning("The answer to %s was cut off: %s", self.rendered.prompt_name, end)
+        if required and not function_calls(response.output):
+            raise PromptEvaluationError(
+                f"The answer was cut off ({end}) before it was whole.",
+                **self._failure(response.incomplete_details),
+            )
+        _log.warning("The answer to %s was cut off: %s", self.rendered.prompt_name, end)
 
     def _failure(self, payload: object) -> dict[str, Any]:
         return {"prompt_name": self.rendered.prompt_name, "phase": "response", "provider_payload": payload}
@@ -189,45 +186,33 @@ class Evaluation[Out]:
         name, call_id = str(call.get("name")), call.get("call_id")
         self._check_limits(f"the tool {name!r}")
         tool = by_name(self.rendered.tools).get(name)
-        result = self.executor.run(
+        output = self.executor.run(
             None if isinstance(tool, ProviderTool) else tool, name, call.get("arguments"), call_id
         )
-        return {"type": "function_call_output", "call_id": call_id, "output": serialize_tool_message(result)}
+        return {"type": "function_call_output", "call_id": call_id, "output": output}
 
     def _tell_provider_calls(self, response: WireResponse) -> None:
         """One ToolInvoked for each call that the provider has run."""
         tools = {one.native_type: one for one in provider_tools(self.rendered.tools)}
         for data in provider_calls(response.output):
             tool = tools.get(data.name)
-            params, result = self._provider_result(tool, data)
             name = tool.name if tool is not None else data.name
-            publish_invocation(self.context, name, params, result, data.call_id or data.id, result.message)
+            self.executor.tell(
+                name,
+                data.call_id,
+                data,
+                partial(_report, tool, data),
+                partial(self._result, tool),
+                lambda result: result.message,
+            )
 
-    def _provider_result(
-        self, tool: ProviderTool[Any, Any, Any] | None, data: ProviderToolCallData
-    ) -> tuple[object, ToolResult[Any]]:
-        """What the tool's own handlers make of it; and what they are called with."""
+    def _result(self, tool: ProviderTool[Any, Any, Any] | None, report: Any) -> object:
+        """What the tool's own handlers make of a report."""
         if tool is None:
-            return data, _plain_result(data, self.context)
-        params: object = data
-        snapshot = self.context.session.snapshot()
-        try:
-            if tool.handle_provider_output is not None:
-                made = tool.handle_provider_output(data, self.context, tool.result_type)
-                return data, checked_result(tool.name, made)
-            params = serde.convert(
-                serde.decode(data.arguments, dict[str, Any]) if data.arguments else dict(data.raw),
-                tool.params_type,
-            )
-            if tool.handler is None:
-                return params, ToolResult.error(f"{tool.name!r} has no handler.")
-            return params, checked_result(tool.name, tool.handler(params, context=self.context))
-        except Exception as error:
-            _log.warning("The handler of %s failed.", tool.name, exc_info=True)
-            self.context.session.restore(snapshot)
-            return params, ToolResult.error(
-                f"The handler of {tool.name!r} failed: {type(error).__name__}: {error}"
-            )
+            return _plain_result(report, self.context)
+        if tool.handle_provider_output is not None:
+            return tool.handle_provider_output(report, self.context, tool.result_type)
+        return self.executor.handled(tool, report)
 
     # ---- the end --------------------------------------------------------------------------------------------
 
@@ -309,6 +294,14 @@ class Evaluation[Out]:
             " ".join(f"{name}={value}" for name, value in fields.items()),
             extra={"fumehood": fields},
         )
+
+
+def _report(tool: ProviderTool[Any, Any, Any] | None, data: ProviderToolCallData) -> object:
+    """What the tool gets to see of a call: all of it, or, if it has an ordinary handler alone, the parameters."""
+    if tool is None or tool.handle_provider_output is not None:
+        return data
+    said: object = serde.decode(data.arguments, object) if data.arguments else dict(data.raw)
+    return serde.convert(said, tool.params_type)
 
 
 def _plain_result(data: ProviderToolCallData, context: ToolContext) -> ToolResult[Any]:
