@@ -11,7 +11,11 @@ from typing import Any
 def main() -> int | None:
     server: Any = import_module("grpc.aio").Server
     anywhere = server.add_insecure_port
-    server.add_insecure_port = lambda own, address: anywhere(own, address.replace("[::]", "127.0.0.1"))
+
+    def here(own: object, address: str) -> int:
+        return anywhere(own, address.replace("[::]", "127.0.0.1"))
+
+    server.add_insecure_port = here
     return import_module("phoenix.server.main").main()
 
 

@@ -28,6 +28,7 @@ from opentelemetry.trace import (
 )
 
 from fumehood.telemetry.quick_spans import QuickTracer, request_of
+from fumehood.telemetry.spans import Beginner
 
 RESOURCE = Resource({"service.name": "test", "service.version": "é" * 100})
 REMOTE = SpanContext(
@@ -67,7 +68,7 @@ def made(
     processor = SimpleSpanProcessor(exporter)
     provider.add_span_processor(processor)
     own = QuickTracer(provider, processor, "test", "1.0")
-    tracer = own if quick else provider.get_tracer("test", "1.0")
+    tracer: Beginner = own if quick else provider.get_tracer("test", "1.0")
     outer = tracer.start_span("outer", parent, SpanKind.INTERNAL, {"x": 1}, start_time=5)
     inner = tracer.start_span("inner", set_span_in_context(outer, Context()), SpanKind.CLIENT, start_time=6)
     for name, value in attributes.items():
@@ -117,7 +118,9 @@ def described(span: Span) -> None:
 def test_what_is_not_written_here_is_left_to_the_sdk(unusual: Callable[[Span], None]) -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider(resource=RESOURCE, shutdown_on_exit=False)
-    span = QuickTracer(provider, SimpleSpanProcessor(exporter), "test", "1.0").start_span("a", Context())
+    span = QuickTracer(provider, SimpleSpanProcessor(exporter), "test", "1.0").start_span(
+        "a", Context(), SpanKind.INTERNAL
+    )
     unusual(span)
     span.end()
     spans = exporter.get_finished_spans()

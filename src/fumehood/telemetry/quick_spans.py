@@ -19,7 +19,6 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
     INVALID_SPAN_CONTEXT,
-    Link,
     NonRecordingSpan,
     Span,
     SpanContext,
@@ -27,7 +26,6 @@ from opentelemetry.trace import (
     Status,
     StatusCode,
     TraceFlags,
-    Tracer,
     get_current_span,
 )
 from opentelemetry.util.types import Attributes, AttributeValue
@@ -35,8 +33,8 @@ from opentelemetry.util.types import Attributes, AttributeValue
 # --- made -------------------------------------------------------------------------------------------------------
 
 
-class QuickTracer(Tracer):
-    """Begins spans as the SDK's own does, but for links; those that have ended go to the processor."""
+class QuickTracer:
+    """Begins spans as a tracer of the SDK does; those that have ended go to the processor."""
 
     def __init__(self, provider: TracerProvider, processor: SpanProcessor, name: str, version: str) -> None:
         self._sampler = provider.sampler
@@ -45,17 +43,14 @@ class QuickTracer(Tracer):
         self._scope = InstrumentationScope(name, version)
         self._on_end = processor.on_end
 
-    @override
     def start_span(
         self,
         name: str,
-        context: Context | None = None,
-        kind: SpanKind = SpanKind.INTERNAL,
+        context: Context,
+        kind: SpanKind,
         attributes: Attributes = None,
-        links: Sequence[Link] | None = None,
+        *,
         start_time: int | None = None,
-        record_exception: bool = True,
-        set_status_on_exception: bool = True,
     ) -> Span:
         above = get_current_span(context).get_span_context()
         parent = above if above.is_valid else None
@@ -84,10 +79,6 @@ class QuickTracer(Tracer):
             start_time=start_time or time_ns(),
             instrumentation_scope=self._scope,
         )
-
-    @override
-    def start_as_current_span(self, *_: object, **__: object) -> Never:
-        raise NotImplementedError("parents are given here, and no span is the current one")
 
 
 class _QuickSpan(Span, ReadableSpan):

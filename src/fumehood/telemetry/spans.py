@@ -5,10 +5,10 @@ was seen, only the caller's own trace is looked at.
 """
 
 import json
-from typing import override
+from typing import Protocol, override
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
 from fumehood.protocol.responses import Response, Usage
@@ -19,10 +19,24 @@ from fumehood.telemetry.trace_context import Propagation, callers_trace
 type Attributes = dict[str, AttributeValue]
 
 
+class Beginner(Protocol):
+    """Who makes spans: a tracer of the SDK, or one that costs less."""
+
+    def start_span(
+        self,
+        name: str,
+        context: Context,
+        kind: SpanKind,
+        attributes: Attributes,
+        *,
+        start_time: int | None = None,
+    ) -> Span: ...
+
+
 class Spans(Listener):
     """`invoke_agent` with `chat MODEL` and `execute_tool NAME` below it, and below that the phases of a sandbox."""
 
-    def __init__(self, tracer: Tracer, propagation: Propagation, *, with_content: bool = False) -> None:
+    def __init__(self, tracer: Beginner, propagation: Propagation, *, with_content: bool = False) -> None:
         self._tracer = tracer
         self._propagation = propagation
         self._with_content = with_content
