@@ -1,5 +1,6 @@
 """Conversations that outlive a context window, through the adapter and by hand; imports the support."""
 
+import pickle
 import threading
 from typing import Any
 
@@ -101,6 +102,20 @@ def test_the_whole_window_is_replayed_before_what_comes_later(elsewhere: Elsewhe
     assert state == CompactionState(tuple(WINDOW), 999, 1)
 
 
+def test_a_session_goes_on_in_another_process(elsewhere: Elsewhere) -> None:
+    config = CompactionConfig(threshold_tokens=100)
+    session = Session()
+    elsewhere.server.script(big("one"), response(*WINDOW), big("two", 50), big("three", 50))
+    for text in ("1", "2"):
+        elsewhere.adapter(compaction=config).evaluate(asks(text), session=session)
+    other = Session()
+    other.restore(pickle.loads(pickle.dumps(session.snapshot())))
+    elsewhere.adapter(compaction=config).evaluate(asks("3"), session=other)
+    before, after = elsewhere.server.asked[2:]
+    assert after["input"][:-1] == [*before["input"], message("two")]
+    assert other[CompactionState].all() == session[CompactionState].all()
+
+
 def test_a_long_turn_is_compacted_on_its_way_and_keeps_its_task(elsewhere: Elsewhere) -> None:
     def look(params: NoParams, *, context: ToolContext) -> ToolResult[NoParams]:
         return ToolResult.ok(params)
@@ -182,9 +197,8 @@ def test_a_failed_evaluation_is_not_part_of_the_conversation(elsewhere: Elsewher
 
 def test_nothing_is_kept_there_in_zdr_mode(elsewhere: Elsewhere) -> None:
     config = CompactionConfig(threshold_tokens=100, zdr_mode=True)
-    adapter = elsewhere.adapter(
-        compaction=config, hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True)
-    )
+    hosted = OpenAIHostedToolsConfig(code_interpreter=True)
+    adapter = elsewhere.adapter(model="gpt-5.2", compaction=config, hosted_tools=hosted)
     session = Session()
     elsewhere.server.script(big("one"), response(*WINDOW), big("two", 5))
     adapter.evaluate(asks("1"), session=session)
@@ -196,6 +210,10 @@ def test_nothing_is_kept_there_in_zdr_mode(elsewhere: Elsewhere) -> None:
         assert "previous_response_id" not in request
     assert "store" not in compact
     assert two["input"][:2] == WINDOW
+    elsewhere.server.script(big("three", 5))
+    elsewhere.adapter(model="gpt-4.1", compaction=config).evaluate(asks("3"))
+    (plain,) = elsewhere.server.asked
+    assert (plain["store"], plain["include"]) == (False, [])  # it does not reason, and would refuse
 
 
 def test_a_gateway_keeps_nothing_of_what_was_said_in_zdr_mode(house: House) -> None:

@@ -366,6 +366,21 @@ def test_unpacking_touches_nothing_that_is_there(
     assert (place / "project/README.md").read_text() == "# Hi"
 
 
+def test_what_is_written_goes_before_what_was_unpacked(elsewhere: Elsewhere, mounted: Mounted) -> None:
+    files = mounted(client=elsewhere.client).filesystem
+    stored = elsewhere.server.containers[files.ensure_container()].files
+    stored["cfile_x"] = ("project/src/main.py", b"unpacked")
+    assert files.read("project/src/main.py") == b"unpacked"
+    for content in (b"mine", b"mine again"):
+        files.write("project/src/main.py", content)
+        assert files.read("project/src/main.py") == content
+    assert len(stored) == 3  # the archive, what code has unpacked, and what was written last
+    assert "cfile_x" in stored
+    assert files.moved.keys() == {"project/src/main.py"}
+    files.delete("project/src/main.py")
+    assert files.moved == {}
+
+
 # --- errors -------------------------------------------------------------------------------------------
 
 

@@ -98,7 +98,7 @@ def test_a_container_is_made_and_filled_when_it_is_first_needed(elsewhere: Elsew
         "project/src/main.py",
         "project/tool.exe",
     ]
-    assert {(member.uid, member.uname) for member in members} == {(0, "")}
+    assert {(member.uid, member.gid, member.uname, member.gname) for member in members} == {(0, 0, "", "")}
     adapter.evaluate(prompt(workspace))
     assert workspace.container_id == made
     workspace.cleanup()
@@ -143,7 +143,11 @@ def test_an_expired_container_is_made_again_with_what_was_written(
     assert files.read_text("notes.txt") == "mine"
     assert files.container_id not in (None, before)
     assert uploads(elsewhere, files.container_id).keys() == {"workspace.tar", "notes.txt"}
-    assert files.ensure_container() == files.ensure_container() == files.container_id
+    second = files.container_id
+    assert files.ensure_container() == files.ensure_container() == second
+    elsewhere.server.expire()
+    assert files.ensure_container() not in (before, second)
+    assert uploads(elsewhere, files.container_id).keys() == {"workspace.tar", "notes.txt"}
     workspace.cleanup()
 
 
@@ -156,6 +160,9 @@ def test_a_container_that_expires_between_the_look_and_the_request(
     assert found.text == "after all"
     first, second = (request["tools"][0]["container"] for request in elsewhere.server.asked)
     assert (second, first == second) == (workspace.container_id, False)
+    for request in elsewhere.server.asked:  # each says where in its own container the archive lies
+        ((archive, _),) = elsewhere.server.containers[request["tools"][0]["container"]].files.values()
+        assert f"/mnt/data/{archive}" in request["input"][0]["content"]
     elsewhere.server.script(error(400, "Container is expired."), error(404, "Container not found."))
     with pytest.raises(ContainerExpiredError):
         elsewhere.adapter(hosted_tools=HOSTED).evaluate(prompt(workspace))

@@ -241,6 +241,16 @@ def test_a_mount_is_checked_where_it_is_made(settings: dict[str, Any], said: str
         HostMount("/repos", **settings)
 
 
+def test_settings_of_a_workspace_fit_together(tmp_path: Path, temporary: Path) -> None:
+    for settings, said in (
+        ({"sync_dir": tmp_path}, "sync_on_cleanup"),
+        ({"mounts": HostMount("x")}, "one mount"),
+    ):
+        with pytest.raises(PromptEvaluationError, match=said):
+            HostWorkspaceSection(session=Session(), **settings)  # pyright: ignore[reportArgumentType] - mistakes
+    assert os.listdir(temporary) == []
+
+
 def test_mounts_do_not_lie_upon_each_other(repo: Path, temporary: Path) -> None:
     below = HostMount(str(repo / "README.md"), "p/docs/README.md")
     workspace(HostMount(str(repo), "p"), below, roots=(repo,)).cleanup()

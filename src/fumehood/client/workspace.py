@@ -329,6 +329,8 @@ class WorkspaceSection(MarkdownSection[NoParams]):
             not isinstance(allowed_host_roots, str | bytes | os.PathLike),
             f"allowed_host_roots is one path, {str(allowed_host_roots)!r}; it has to be a sequence of them.",
         )
+        require(not isinstance(mounts, HostMount), "mounts is one mount; it has to be a sequence of them.")
+        require(sync_dir is None or sync_on_cleanup, "sync_dir is given, but not sync_on_cleanup=True.")
         self.session = session
         self.mounts = tuple(mounts)
         self.allowed_host_roots = tuple(allowed_host_roots)

@@ -148,8 +148,9 @@ class Metrics(Listener):
             labels += (("gen_ai.response.model", answered),)
         self._requests.of(_with_error(labels, run)).add(run.seconds)
         self._agents.of(_with_error((("gen_ai.request.model", model),), run)).add(run.seconds)
-        self._agent_turns.of(()).add(run.turns)
-        self._agent_calls.of(()).add(run.calls)
+        if run.turns:
+            self._agent_turns.of(()).add(run.turns)
+            self._agent_calls.of(()).add(run.calls)
         if run.error or run.response is None or not run.first or not run.request.stream:
             return
         self._first_tokens.of(labels).add(run.first / 1e9)

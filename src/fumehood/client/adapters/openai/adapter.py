@@ -12,6 +12,7 @@ from fumehood.client.adapters.openai.api import ContainerGoneError, ResponsesApi
 from fumehood.client.adapters.openai.code_interpreter import container_spec
 from fumehood.client.adapters.openai.compaction import CompactionManager
 from fumehood.client.adapters.openai.config import (
+    WITHOUT_REASONING,
     CompactionConfig,
     OpenAIClientConfig,
     OpenAIHostedToolsConfig,
@@ -222,7 +223,7 @@ class OpenAIAdapter:
                 request=request,
                 executor=ToolExecutor(context, bound.template.policies, self._observer),
                 manager=manager,
-                new_container=None if workspace is None else partial(_renewed, workspace, deadline),
+                new_container=None if workspace is None else partial(_renewed, workspace, bound, context),
                 memory_limit=None if workspace is None else workspace.container_config.memory_limit,
                 parse_output=parse_output,
                 max_turns=self._max_turns,
@@ -339,7 +340,7 @@ class OpenAIAdapter:
         wanted = [_OUTPUTS[kind] for kind in kinds if kind in _OUTPUTS]
         if "code_interpreter" in kinds and is_fumehood(self.client):
             wanted.append(EXECUTION)
-        if request.get("store") is False:
+        if request.get("store") is False and not self.model.startswith(WITHOUT_REASONING):
             wanted.append("reasoning.encrypted_content")
         return wanted
 
@@ -356,8 +357,12 @@ def _workspace(rendered: RenderedPrompt[Any]) -> OpenAIContainerWorkspaceSection
     return found[0] if found else None
 
 
-def _renewed(workspace: OpenAIContainerWorkspaceSection, deadline: Deadline | None, gone: str) -> str:
-    return workspace.filesystem.renew_container(gone, deadline=deadline)
+def _renewed(
+    workspace: OpenAIContainerWorkspaceSection, prompt: Prompt[Any], context: ToolContext, gone: str
+) -> tuple[str, str]:
+    """Another container than the one that is gone, and what the prompt says now."""
+    made = workspace.filesystem.renew_container(gone, deadline=context.deadline)
+    return made, prompt.render(session=context.session).text
 
 
 def _check_alive(container_id: str, api: ResponsesApi, prompt_name: str, deadline: Deadline | None) -> None:

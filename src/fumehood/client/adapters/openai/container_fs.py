@@ -130,9 +130,11 @@ class ContainerFilesystem(ListedFilesystem):
         def act(container: str) -> str:
             ids = self._listed(container)
             place = writable(path, ids.keys() | self._mirrored())
-            made = self._place(container, place, content, self._manager())
-            if ids.get(place, made) != made:
-                self._manager().delete(container, ids[place])
+            made, before = self._place(container, place, content, self._manager()), ids.get(place)
+            # What code has unpacked stays beside one that lies elsewhere; else it would be unpacked again, as the newer.
+            replaced = before in self._put or place not in self._moved
+            if before not in (None, made) and replaced:
+                self._manager().delete(container, before)
             return place
 
         place = self._on_container(act)
@@ -148,6 +150,7 @@ class ContainerFilesystem(ListedFilesystem):
             return place
 
         place = self._on_container(act)
+        self._moved.pop(place, None)
         self._changes[place] = None
         if self._mirror is not None and self._mirror.is_file(place):
             self._mirror.delete(place)

@@ -49,7 +49,8 @@ _log = logging.getLogger(__name__)
 class Evaluation[Out]:
     """request: what every request of it has in common, that is, everything but the input.
 
-    new_container: makes another container for the one that has expired, and gives its id; None if it is not ours.
+    new_container: makes another container for the one that has expired, and gives its id and the prompt's text, which
+    may say where in it the files are; None if it is not ours.
     memory_limit: of the workspace's container.
     manager: keeps the conversation of the session; without one, every evaluation starts afresh.
     """
@@ -60,10 +61,11 @@ class Evaluation[Out]:
     request: dict[str, Any]
     executor: ToolExecutor
     manager: CompactionManager | None
-    new_container: Callable[[str], str] | None
+    new_container: Callable[[str], tuple[str, str]] | None
     memory_limit: str | None
     parse_output: bool
     max_turns: int
+    system: Item = field(default_factory=lambda: {"role": "system", "content": ""})
     usage: TokenUsage = field(default_factory=TokenUsage)
     transcript: list[Item] = field(default_factory=list[Item])
     history: list[Item] = field(default_factory=list[Item])  # of the session, since its last compaction
@@ -76,8 +78,8 @@ class Evaluation[Out]:
         )
         past = self.context.session[Transcript].latest() if self.manager else None
         self.history = [dict(item) for item in past.items] if past else []
-        system: Item = {"role": "system", "content": self.rendered.text}
-        self._keep([system])
+        self.system["content"] = self.rendered.text
+        self._keep([self.system])
         for _ in range(self.max_turns):
             response = self._ask()
             self._check_end(response)
@@ -89,7 +91,7 @@ class Evaluation[Out]:
             self._keep([self._run(call) for call in calls])
             self._let_choose()
             if self._compacted(response):
-                self.history = [system]  # the task itself must not be a matter of summaries
+                self.history = [self.system]  # the task itself must not be a matter of summaries
         raise PromptEvaluationError(
             f"There was no answer after {self.max_turns} turns; raise max_turns, or look at what its tools say.",
             prompt_name=self.rendered.prompt_name,
@@ -100,6 +102,22 @@ class Evaluation[Out]:
 
     def _ask(self) -> WireResponse:
         self._check_limits("the next request")
+        try:
+            response = self._send()
+        except ContainerGoneError as gone:
+            self._replace_container(gone)
+            try:
+                response = self._send()
+            except ContainerGoneError as again:
+                raise ContainerExpiredError(_container_of(self.request) or "", again) from again
+        usage = response.usage.total() if response.usage else TokenUsage()
+        self.usage += usage
+        if self.context.budget_tracker is not None:
+            self.context.budget_tracker.record(usage)
+        self._log_response(response, usage)
+        return response
+
+    def _send(self) -> WireResponse:
         window = self.manager.inject_encrypted_items(self.history) if self.manager else self.history
         request = {**self.request, "input": normalize_input_messages(window)}
         ensure(
@@ -108,22 +126,6 @@ class Evaluation[Out]:
             ),
             "a code interpreter is sent without a container",
         )
-        try:
-            response = self._send(request)
-        except ContainerGoneError as gone:
-            request["tools"] = self._with_new_container(gone)
-            try:
-                response = self._send(request)
-            except ContainerGoneError as again:
-                raise ContainerExpiredError(_container_of(request) or "", again) from again
-        usage = response.usage.total() if response.usage else TokenUsage()
-        self.usage += usage
-        if self.context.budget_tracker is not None:
-            self.context.budget_tracker.record(usage)
-        self._log_response(response, usage)
-        return response
-
-    def _send(self, request: Mapping[str, Any]) -> WireResponse:
         return self.api.create(
             request,
             prompt_name=self.rendered.prompt_name,
@@ -131,17 +133,16 @@ class Evaluation[Out]:
             memory_limit=self.memory_limit or _tier_of(request),
         )
 
-    def _with_new_container(self, gone: ContainerGoneError) -> list[dict[str, Any]]:
+    def _replace_container(self, gone: ContainerGoneError) -> None:
         known = _container_of(self.request) or "(unknown)"
         if self.new_container is None:
             raise ContainerExpiredError(
                 known, gone, f"The container {known!r} has expired; make another one."
             ) from gone
-        made = self.new_container(known)
+        made, self.system["content"] = self.new_container(known)
         for tool in self.request["tools"]:
             if tool["type"] == "code_interpreter":
                 tool["container"] = made
-        return self.request["tools"]
 
     def _let_choose(self) -> None:
         """A forced choice is for the first call; forced for ever, there would be no answer."""
