@@ -470,30 +470,23 @@ async def telemetry_rows(bench: Bench) -> list[Row]:
     async def code(served: Served) -> None:
         await at_once(1, [partial(served.interpreted, TOOL_FRAGMENTS)] * scale.tool_turns)
 
+    a_tenth, none = {"mean": 1 / 1.1}, dict[str, float]()
     kinds = (
-        ("telemetry_burst", f"CPU per streamed event, {CHUNKS} in a burst", "µs", burst, 4, events, US),
+        ("burst", f"streamed event, {CHUNKS} in a burst", "µs", burst, 4, US / events, a_tenth),
         (
-            *("telemetry_paced", f"CPU per streamed event, 50/s × {streams} streams", "µs"),
-            *(one_by_one, 1, streams * scale.paced_chunks, US),
+            *("paced", f"streamed event, 50/s × {streams} streams", "µs"),
+            *(one_by_one, 1, US / streams / scale.paced_chunks, a_tenth),
         ),
-        (
-            "telemetry_turn",
-            "CPU per blocking request, answer of 10 tokens",
-            "ms",
-            short,
-            8,
-            scale.requests,
-            MS,
-        ),
-        ("telemetry_code", "CPU per turn with code, gateway alone", "ms", code, 1, scale.tool_turns, MS),
+        ("turn", "blocking request, answer of 10 tokens", "ms", short, 8, MS / scale.requests, none),
+        ("code", "turn with code, gateway alone", "ms", code, 1, MS / scale.tool_turns, a_tenth),
     )
     found: list[Row] = []
     async with bench.observed() as observed:
         sides = (observed, replace(bench.ours, name="without telemetry"))
-        for key, title, unit, work, rounds, share, in_unit in kinds:
-            ours, reference = await on_balance(sides, scale.balances, rounds, work, in_unit / share)
-            title += ", with telemetry"
-            found.append(Row(key, title, unit, ours, reference, {"mean": 1 / 1.1}, measures=("mean",)))
+        for key, what, unit, work, rounds, share, goals in kinds:
+            ours, reference = await on_balance(sides, scale.balances, rounds, work, share)
+            title = f"CPU per {what}, with telemetry"
+            found.append(Row(f"telemetry_{key}", title, unit, ours, reference, goals, measures=("mean",)))
     return found
 
 
@@ -513,7 +506,7 @@ async def on_balance(
         if number in (0, balances):
             await asyncio.sleep(gateways.SENT_AFTER)
         now = [clock() for clock in clocks]
-        for samples, then, taken in zip(found, before, now):
+        for samples, then, taken in zip(found, before, now, strict=False):  # the first has nothing before it
             samples.values.append((taken - then) * share / rounds)
         before = now
     return found

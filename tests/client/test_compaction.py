@@ -197,9 +197,8 @@ def test_a_failed_evaluation_is_not_part_of_the_conversation(elsewhere: Elsewher
 
 def test_nothing_is_kept_there_in_zdr_mode(elsewhere: Elsewhere) -> None:
     config = CompactionConfig(threshold_tokens=100, zdr_mode=True)
-    adapter = elsewhere.adapter(
-        compaction=config, hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True)
-    )
+    hosted = OpenAIHostedToolsConfig(code_interpreter=True)
+    adapter = elsewhere.adapter(model="gpt-5.2", compaction=config, hosted_tools=hosted)
     session = Session()
     elsewhere.server.script(big("one"), response(*WINDOW), big("two", 5))
     adapter.evaluate(asks("1"), session=session)
@@ -211,6 +210,10 @@ def test_nothing_is_kept_there_in_zdr_mode(elsewhere: Elsewhere) -> None:
         assert "previous_response_id" not in request
     assert "store" not in compact
     assert two["input"][:2] == WINDOW
+    elsewhere.server.script(big("three", 5))
+    elsewhere.adapter(model="gpt-4.1", compaction=config).evaluate(asks("3"))
+    (plain,) = elsewhere.server.asked
+    assert (plain["store"], plain["include"]) == (False, [])  # it does not reason, and would refuse
 
 
 def test_a_gateway_keeps_nothing_of_what_was_said_in_zdr_mode(house: House) -> None:

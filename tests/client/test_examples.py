@@ -25,8 +25,8 @@ from fumehood.client.adapters.openai import (
 from fumehood.client.adapters.openai.compaction import ModelUsed
 from tests.client.conftest import Elsewhere, House
 from tests.support.openai_server import message, response
+from tests.support.otlp import Receiver
 from tests.support.served import answer, call, calls, runs
-from tests.support.spans import SpanReceiver
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [DOCS / "client.md", DOCS / "client-examples.md", DOCS / "telemetry.md"]
@@ -113,7 +113,7 @@ def test_telemetry(
     run: Run, openai: Elsewhere, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     openai.server.script(response(message("Hello.")))
-    with SpanReceiver() as receiver:
+    with Receiver() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.address)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
         run("telemetry")

@@ -170,6 +170,7 @@ def test_native_sections_are_silent_and_listed() -> None:
     ).render()
     assert rendered.text == "## 1. Task\n\nDo it."
     assert rendered.tools == ()
+    assert [section.accepts_overrides for section in rendered.sections] == [False, False, False, True]
     assert rendered.native_tools == snapshot(
         (
             {"type": "built_in", "name": "file_search", "vector_store_ids": ["vs_1"], "max_num_results": 5},

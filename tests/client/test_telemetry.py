@@ -197,6 +197,21 @@ def test_a_tool_that_the_provider_ran_is_an_event_and_has_no_duration(elsewhere:
     ]
 
 
+def test_a_call_of_the_providers_is_never_taken_for_one_that_has_ended_here(elsewhere: Elsewhere) -> None:
+    recorded = Recorded()
+    own = Tool[Query, Query](name="code_interpreter", description="Mine.", handler=query_tool.handler)
+    elsewhere.server.script(
+        response(function_call("ci_1", '{"sql": "x"}', "code_interpreter")),
+        response(code_call(status="failed", outputs=None), message("done")),
+    )
+    elsewhere.adapter(observer=recorded.telemetry(), hosted_tools=HOSTED).evaluate(prompt(own))
+    assert ends(recorded.spans())[2] == ("execute_tool code_interpreter", None, StatusCode.UNSET)
+    assert [event.name for event in recorded.spans()[0].events] == [
+        "fumehood.prompt_rendered",
+        "fumehood.tool_invoked",
+    ]
+
+
 def test_spans_of_handlers_and_of_inner_prompts_are_below_the_tools(elsewhere: Elsewhere) -> None:
     recorded = Recorded()
 
@@ -422,6 +437,17 @@ def test_content_is_redacted_and_bounded(elsewhere: Elsewhere) -> None:
         for name in ("gen_ai.input.messages", "gen_ai.output.messages"):
             if name in told(span):
                 assert validate(json.loads(told(span)[name])) == []
+
+
+def test_pictures_are_told_by_their_digests(elsewhere: Elsewhere) -> None:
+    recorded = Recorded()
+    picture = {"type": "image", "url": "data:image/png;base64,aGVsbG8="}
+    elsewhere.server.script(response(code_call(outputs=[picture]), message("done")))
+    telemetry = recorded.telemetry(capture_content=True)
+    elsewhere.adapter(observer=telemetry, hosted_tools=HOSTED).evaluate(prompt())
+    told_of = told(named(recorded.spans(), "chat gpt-4.1"))["gen_ai.output.messages"]
+    assert "aGVsbG8=" not in told_of
+    assert "urn:sha256:2cf24dba" in told_of
 
 
 def test_the_environment_asks_for_content(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,11 @@ from fumehood.telemetry.client import ClientTelemetry
 from tests.e2e.conftest import client_of, settings_for, settings_without_code
 from tests.support import served
 from tests.support.client_prompts import HOSTED, prompt, query_tool
+from tests.support.otlp import AT_ONCE, Receiver
 from tests.support.served import Model, answer, call, calls, runs
-from tests.support.spans import AT_ONCE, SpanReceiver
 
 
-def evaluated(receiver: SpanReceiver, client: OpenAI, **settings: Any) -> bytes:
+def evaluated(receiver: Receiver, client: OpenAI, **settings: Any) -> bytes:
     """One prompt, in a span of the user's own, all of it told to the receiver; the id of its trace."""
     tracers = TracerProvider(resource=Resource({"service.name": "mine"}), shutdown_on_exit=False)
     exporter = OTLPSpanExporter(endpoint=f"{receiver.address}/v1/traces")
@@ -45,7 +45,7 @@ def tree(told: Sequence[tuple[str, Span]], parent: bytes = b"", depth: int = 0) 
 
 
 def test_client_and_gateway_are_one_trace(tmp_path: Path) -> None:
-    with SpanReceiver() as receiver, Model() as model:
+    with Receiver() as receiver, Model() as model:
         settings = settings_without_code(model) | {"telemetry": {"otlp": receiver.address}}
         model.script(calls(call("run_query", {"sql": "x"}, call_id="c1")), answer("Done."))
         with served.serving(tmp_path, settings, AT_ONCE) as running, client_of(running) as client:
@@ -69,7 +69,7 @@ def test_client_and_gateway_are_one_trace(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_client_gateway_and_sandbox_are_one_trace(tmp_path: Path) -> None:
-    with SpanReceiver() as receiver, Model() as model:
+    with Receiver() as receiver, Model() as model:
         settings = settings_for(model) | {"telemetry": {"otlp": receiver.address}}
         model.script(runs("print(6 * 7)"), answer("It is 42."))
         with served.serving(tmp_path, settings, AT_ONCE) as running, client_of(running) as client:

@@ -21,15 +21,18 @@ from tools import build_dashboard
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 RULES = ROOT / "deploy" / "prometheus" / "rules.yaml"
-SCRAPE = ROOT / "deploy" / "prometheus" / "scrape.yaml"
 NOT_OURS = {"job", "instance", "le", "up"}
 GREEDY = "import mmap\nm = mmap.mmap(-1, 2 << 30)\nfor i in range(0, 2 << 30, 4096): m[i] = 1"
 TOOL: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 
+def page_of(house: House) -> bytes:
+    with urllib.request.urlopen(house.served.url.removesuffix("/v1") + "/metrics", timeout=60) as answer:
+        return answer.read()
+
+
 def scraped(house: House) -> Exported:
-    with urllib.request.urlopen(house.served.url.removesuffix("/v1") + "/metrics", timeout=60) as page:
-        return Exported.of(page.read().decode())
+    return Exported.of(page_of(house).decode())
 
 
 def run(house: House, code: str) -> None:
@@ -188,14 +191,32 @@ def test_the_dashboard_is_what_grafana_wants() -> None:
         assert len(references) == len(set(references))
 
 
-@pytest.mark.slow
-def test_promtool_takes_the_rules_the_configuration_and_the_page(house: House) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
+# --- what Prometheus says of it -----------------------------------------------------------------------
+
+
+def promtool(*arguments: str | Path, given: bytes = b"") -> None:
+    program = shutil.which("promtool")
+    if program is None:
         pytest.skip("promtool is not installed")
-    for what, file in (("rules", RULES), ("config", SCRAPE)):
-        done = subprocess.run([promtool, "check", what, str(file)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-    with urllib.request.urlopen(house.served.url.removesuffix("/v1") + "/metrics", timeout=60) as page:
-        done = subprocess.run([promtool, "check", "metrics"], input=page.read(), capture_output=True)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run([program, *map(str, arguments)], input=given, capture_output=True)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+
+
+@pytest.mark.slow
+def test_prometheus_takes_the_page(house: House) -> None:
+    promtool("check", "metrics", given=page_of(house))
+
+
+@pytest.mark.slow
+def test_prometheus_takes_the_configuration_and_every_alert_rings_for_its_reason() -> None:
+    promtool("check", "config", RULES.with_name("scrape.yaml"))
+    promtool("test", "rules", RULES.with_name("rules.test.yaml"))
+
+
+@pytest.mark.slow
+def test_prometheus_can_read_what_the_dashboard_asks(tmp_path: Path) -> None:
+    written = [expression.replace("$__rate_interval", "1m") for expression in expressions()]
+    rules = [{"record": f"asked:{number}", "expr": text} for number, text in enumerate(written)]
+    file = tmp_path / "asked.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "asked", "rules": rules}]}), encoding="utf-8")
+    promtool("check", "rules", file)

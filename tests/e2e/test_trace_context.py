@@ -3,16 +3,17 @@
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
-from tests.e2e.conftest import client_of, settings_without_code
+from tests.e2e.conftest import client_of, settings_for, settings_without_code
 from tests.support import served
 from tests.support.chat_server import document
 from tests.support.otlp import AT_ONCE, Receiver
-from tests.support.served import Model, answer
+from tests.support.served import Model, answer, runs
 
 
 @dataclass(frozen=True)
@@ -157,3 +158,35 @@ def test_a_turn_of_no_run_is_its_callers_too(line: Line) -> None:
     )
     ((_, chat),) = line.receiver.trace(trace.bytes, 1)
     assert (chat.name, chat.parent_span_id.hex()) == ("chat scripted", trace.span)
+
+
+def test_code_sees_nothing_of_the_trace(tmp_path: Path) -> None:
+    trace = begun()
+    looks = f"""
+import glob, os
+found = repr(dict(os.environ)).lower()
+for name in glob.glob("/proc/[0-9]*/environ") + glob.glob("/proc/[0-9]*/cmdline"):
+    try:
+        found += open(name).read().lower()
+    except PermissionError:
+        pass
+words = ["{trace.id[:16]}" + "{trace.id[16:]}", "trace" + "parent", "trace" + "state", "otel" + "_"]
+print("path" in found, [word for word in words if word in found])
+"""
+    with Receiver() as receiver, Model() as model:
+        settings = settings_for(model) | {"telemetry": {"otlp": receiver.address}}
+        model.script(runs(looks), answer("Done."))
+        with (
+            served.serving(tmp_path, settings, AT_ONCE | {"TRACEPARENT": trace.parent}) as running,
+            client_of(running) as client,
+        ):
+            tool: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
+            response: Any = client.responses.create(
+                model="scripted",
+                input="?",
+                tools=[tool],
+                include=["code_interpreter_call.outputs"],
+                extra_headers={"traceparent": trace.parent, "tracestate": "a=b"},
+            )
+            assert len(receiver.trace(trace.bytes, 4)) >= 4
+    assert response.output[0].outputs[0].logs == "True []\n"

@@ -257,7 +257,9 @@ async def test_what_is_read_from_the_store_is_held_while_it_is_sent() -> None:
     model = ScriptedModel(says(BIG), says("short"), says(BIG), says(BIG))
     runs = EngineRuns(ScriptedModels(model), [], store, clock)
     limits = Limits(body_bytes_total=2_000_000)  # which is less than a stream of it
-    keys = [{"stream": stream, "headers": {"idempotency-key": f"{stream}"}} for stream in (False, True)]
+    keys: list[Any] = [
+        {"stream": stream, "headers": {"idempotency-key": f"{stream}"}} for stream in (False, True)
+    ]
     async with serving_gateway(runs=runs, store=store, limits=limits) as served:
         large, small = [
             f"/v1/responses/{(await served.create(input=said)).json['id']}" for said in (BIG, "hi")

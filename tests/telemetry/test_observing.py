@@ -1,16 +1,21 @@
 """What an observer is told of runs, turns and calls; imports the engine, its doubles and `telemetry`."""
 
+from array import array
+from itertools import accumulate
 from typing import Any, override
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fumehood.engine.runs import EngineRuns
+from fumehood.figures import Distribution
 from fumehood.interfaces import Caller
-from fumehood.protocol.models import ModelRequest
+from fumehood.protocol.models import AnyModelEvent, ModelRequest
 from fumehood.protocol.responses import CreateResponse
 from fumehood.telemetry.observing import ObservedModels, ObservedRuns, ObservedTool
-from fumehood.telemetry.seen import CallSeen, Listener, Observer, RunSeen, Seen, TurnSeen
+from fumehood.telemetry.seen import BOUNDS, CallSeen, Listener, Observer, RunSeen, Seen, TurnSeen
 from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModels, calls, says
 from tests.support.engines import ECHO, tokens
 from tests.support.tools import Echo
@@ -105,9 +110,25 @@ async def test_a_listener_that_breaks_is_nobodys_trouble(caplog: pytest.LogCaptu
     assert all("RuntimeError at " in line and "secret" not in line for line in said)
 
 
-async def test_pauses_between_pieces_are_counted_where_they_happen() -> None:
-    turn = TurnSeen(request=ModelRequest(model="m"))
-    for _ in range(4):
-        turn.note(says("x"))
+@pytest.mark.parametrize("pieces", [None, []])
+def test_pauses_between_pieces_are_counted(pieces: list[AnyModelEvent] | None) -> None:
+    turn = TurnSeen(request=ModelRequest(model="m"), pieces=pieces)
+    take = turn.noting(lambda events: events == [*says("x")])
     turn.note(())
-    assert (turn.gaps.number, turn.gaps.total > 0, turn.first > 0) == (3, True, True)
+    turn.note(says("x"))
+    assert take([*says("x")])
+    assert not take([*says("y")])
+    assert take([*says("x")])
+    assert len(turn.moments) == 3
+    assert (turn.gaps().number, turn.gaps().total > 0, turn.first > 0) == (2, True, True)
+    assert pieces is None or pieces == [*says("x")] * 3
+
+
+@given(st.lists(st.integers(0, 100_000_000_000)))
+def test_pauses_are_counted_as_one_by_one(pauses: list[int]) -> None:
+    turn = TurnSeen(request=ModelRequest(model="m"), moments=array("q", accumulate(pauses, initial=0)))
+    expected = Distribution(BOUNDS)
+    for pause in pauses:
+        expected.add(pause / 1e9)
+    assert turn.gaps().numbers == expected.numbers
+    assert turn.gaps().total == pytest.approx(expected.total)

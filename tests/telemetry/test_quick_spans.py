@@ -1,6 +1,6 @@
 """Spans of ours against those of the SDK, which they are to equal; imports the SDK, its exporter and hypothesis."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,13 +10,14 @@ from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, Tracer, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, DEFAULT_ON, Sampler
 from opentelemetry.trace import (
     NonRecordingSpan,
+    Span,
     SpanContext,
     SpanKind,
     Status,
@@ -27,6 +28,7 @@ from opentelemetry.trace import (
 )
 
 from fumehood.telemetry.quick_spans import QuickTracer, request_of
+from fumehood.telemetry.spans import Beginner
 
 RESOURCE = Resource({"service.name": "test", "service.version": "é" * 100})
 REMOTE = SpanContext(
@@ -66,7 +68,7 @@ def made(
     processor = SimpleSpanProcessor(exporter)
     provider.add_span_processor(processor)
     own = QuickTracer(provider, processor, "test", "1.0")
-    tracer: QuickTracer | Tracer = own if quick else provider.get_tracer("test", "1.0")  # pyright: ignore[reportAssignmentType]
+    tracer: Beginner = own if quick else provider.get_tracer("test", "1.0")
     outer = tracer.start_span("outer", parent, SpanKind.INTERNAL, {"x": 1}, start_time=5)
     inner = tracer.start_span("inner", set_span_in_context(outer, Context()), SpanKind.CLIENT, start_time=6)
     for name, value in attributes.items():
@@ -104,16 +106,26 @@ def test_spans_of_several_scopes_are_kept_apart() -> None:
     assert {each.resource.attributes[0].value.string_value for each in found} == {"test"}
 
 
-def test_what_is_not_written_here_is_left_to_the_sdk() -> None:
+def happened(span: Span) -> None:
+    span.add_event("happened", {"b": 1}, 5)
+
+
+def described(span: Span) -> None:
+    span.set_attributes({"a": {"b": [1, None]}, "c": b"d"})
+
+
+@pytest.mark.parametrize("unusual", [happened, described])
+def test_what_is_not_written_here_is_left_to_the_sdk(unusual: Callable[[Span], None]) -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider(resource=RESOURCE, shutdown_on_exit=False)
-    processor = SimpleSpanProcessor(exporter)
-    span = QuickTracer(provider, processor, "test", "1.0").start_span("a", Context())
-    span.add_event("happened", {"b": 1}, 5)
+    span = QuickTracer(provider, SimpleSpanProcessor(exporter), "test", "1.0").start_span(
+        "a", Context(), SpanKind.INTERNAL
+    )
+    unusual(span)
     span.end()
     spans = exporter.get_finished_spans()
-    (sent,) = parsed(request_of(spans)).resource_spans[0].scope_spans[0].spans
-    assert [event.name for event in sent.events] == ["happened"]
+    assert parsed(request_of(spans)) == encode_spans(spans)
+    assert b"b" in request_of(spans)
 
 
 @pytest.mark.parametrize("quick", [True, False])

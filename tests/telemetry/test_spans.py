@@ -131,6 +131,18 @@ async def test_content_is_redacted_and_bounded() -> None:
     assert validate(json.loads(text)) == []
 
 
+async def test_where_redaction_fails_nothing_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    def redact(text: str) -> str:
+        raise ValueError(text)
+
+    spans = await Traced(ScriptedModel(says("a secret")), contents=Contents(redact=redact)).spans()
+    for name in ("invoke_agent", "chat scripted"):
+        assert not {key for key in told(spans[name][0]) if key.endswith("messages")}
+        assert told(spans[name][0])["gen_ai.operation.name"]
+    assert "ValueError" in caplog.text
+    assert "secret" not in caplog.text
+
+
 async def test_what_goes_wrong_is_told_without_its_words() -> None:
     spans = await Traced(ScriptedModel([*says("a"), ModelUnreachable("with a secret")])).spans()
     (run,), (turn,) = spans["invoke_agent"], spans["chat scripted"]

@@ -25,6 +25,10 @@ class LagLimits:
     hard_events: int = 50_000
 
 
+def _nobody_cares() -> None:
+    pass
+
+
 class EventLog:
     """
     kept: False for a run that nobody will ever subscribe to: events are dropped.
@@ -63,6 +67,7 @@ class EventLog:
     def close(self) -> None:
         """Nothing more will come."""
         self._closed = True
+        self._on_overrun = _nobody_cares  # it leads to the run, and that to this
         self._wake()
 
     def watch(self, after: int, wake: Callable[[], None]) -> "Reader":
@@ -159,3 +164,4 @@ class Reader:
 
     def close(self) -> None:
         self._log.leave(self)
+        self.wake = _nobody_cares  # it leads to whoever holds this

@@ -86,7 +86,8 @@ class Exchange(BareExchange):
             scope["headers"]
         )
         self._query: list[tuple[str, str]] | None = None
-        self._shortcut: Shortcut | None = scope.get(SHORTCUT)
+        # It leads to the scope: left in there, neither would go before somebody looks for such cycles.
+        self._shortcut: Shortcut | None = scope.pop(SHORTCUT, None)
 
     @property
     def started(self) -> bool:

@@ -93,7 +93,9 @@ class CreateResponse(msgspec.Struct, kw_only=True):
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     prompt_cache_retention: str | None = None
     prompt: JsonObject | None = None
-    client_metadata: Raw = Raw(b"null")
+    client_metadata: Raw = msgspec.field(
+        default_factory=lambda: Raw(b"null")
+    )  # a default would be in the schema
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):

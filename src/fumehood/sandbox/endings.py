@@ -112,8 +112,9 @@ class Endings:
         if not await self._house.store.change_container(ended, [file.id for file in gone]):
             return  # somebody else was faster
         if record.status == "running":
-            self._house.figures.ended[because] += 1
-            self._house.figures.live = max(self._house.figures.live - 1, 0)  # another process may have begun it
+            figures = self._house.figures
+            figures.ended[because] += 1
+            figures.live = max(figures.live - 1, 0)  # another process may have begun it
         for ref in (*self._sandboxes_of(record), *(living.passing if living else ())):
             await release(self._house.provider, ref)
         await self._house.files.drop(gone)

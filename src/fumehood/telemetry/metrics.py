@@ -130,7 +130,7 @@ class Metrics(Listener):
         self._turns.of(_with_error(labels, turn)).add(turn.seconds)
         if turn.first and turn.request.streamed:
             self._first_chunks.of(labels).add(turn.first / 1e9)
-            self._chunks.of(labels).add_all(turn.gaps)
+            self._chunks.of(labels).add_all(turn.gaps())
         if turn.end is not None and turn.end.usage is not None:
             usage = turn.end.usage
             for kind, number in (("input", usage.input_tokens), ("output", usage.output_tokens)):
@@ -148,8 +148,9 @@ class Metrics(Listener):
             labels += (("gen_ai.response.model", answered),)
         self._requests.of(_with_error(labels, run)).add(run.seconds)
         self._agents.of(_with_error((("gen_ai.request.model", model),), run)).add(run.seconds)
-        self._agent_turns.of(()).add(run.turns)
-        self._agent_calls.of(()).add(run.calls)
+        if run.turns:
+            self._agent_turns.of(()).add(run.turns)
+            self._agent_calls.of(()).add(run.calls)
         if run.error or run.response is None or not run.first or not run.request.stream:
             return
         self._first_tokens.of(labels).add(run.first / 1e9)

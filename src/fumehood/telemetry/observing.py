@@ -140,7 +140,7 @@ class _ObservedBackend:
         if self._observer.records_content:
             seen.pieces = []
         self._observer.began(seen)
-        batches = self._backend.stream(seen.request, None if take is None else _noting(take, seen))
+        batches = self._backend.stream(seen.request, None if take is None else seen.noting(take))
         try:
             async with aclosing(batches):
                 async for batch in batches:
@@ -155,16 +155,6 @@ class _ObservedBackend:
             if seen.run is not None:
                 seen.run.turns += 1
                 seen.run.writing += seen.took - seen.first if seen.first else 0
-
-
-def _noting(take: Take, seen: TurnSeen) -> Take:
-    def taking(events: Sequence[AnyModelEvent]) -> bool:
-        taken = take(events)
-        if taken:
-            seen.note(events)
-        return taken
-
-    return taking
 
 
 # --- tool calls ---------------------------------------------------------------------------------------
@@ -228,7 +218,7 @@ class _ObservedSession:
         ended = False
         try:
             async with aclosing(steps):
-                async for step in _heard(steps, lambda phase: self._tell_phase(phase, seen)):
+                while (step := await _next(steps, lambda phase: self._tell_phase(phase, seen))) is not None:
                     if isinstance(step, ToolResult):
                         ended = True
                         _tell(seen, step)
@@ -255,16 +245,9 @@ def _tell(seen: CallSeen, result: ToolResult) -> None:
     seen.output = "".join([result.exchange.output, *(each.exchange.output for each in result.further)])
 
 
-async def _heard(
-    steps: AsyncGenerator[ToolStep], listener: Callable[[Phase], None]
-) -> AsyncGenerator[ToolStep]:
-    """The steps, with somebody listening while they are made, and only then: what a generator sets stays set for
+async def _next(steps: AsyncGenerator[ToolStep], listener: Callable[[Phase], None]) -> ToolStep | None:
+    """The next step, with somebody listening while it is made, and only then: what a generator sets stays set for
     whoever takes from it.
     """
-    while True:
-        try:
-            with heard_by(listener):
-                step = await anext(steps)
-        except StopAsyncIteration:
-            return
-        yield step
+    with heard_by(listener):
+        return await anext(steps, None)

@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace import Event, ReadableSpan, SpanProcessor, TracerPr
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
+    INVALID_SPAN_CONTEXT,
     NonRecordingSpan,
     Span,
     SpanContext,
@@ -33,7 +34,7 @@ from opentelemetry.util.types import Attributes, AttributeValue
 
 
 class QuickTracer:
-    """Begins spans, as a `Tracer` of the SDK does; those that have ended go to the processor."""
+    """Begins spans as a tracer of the SDK does; those that have ended go to the processor."""
 
     def __init__(self, provider: TracerProvider, processor: SpanProcessor, name: str, version: str) -> None:
         self._sampler = provider.sampler
@@ -46,7 +47,7 @@ class QuickTracer:
         self,
         name: str,
         context: Context,
-        kind: SpanKind = SpanKind.INTERNAL,
+        kind: SpanKind,
         attributes: Attributes = None,
         *,
         start_time: int | None = None,
@@ -69,7 +70,7 @@ class QuickTracer:
             return NonRecordingSpan(own)
         return _QuickSpan(
             self._on_end,
-            dict(sampled.attributes),
+            dict(attributes or ()),
             name=name,
             context=own,
             parent=parent,
@@ -89,15 +90,15 @@ class _QuickSpan(Span, ReadableSpan):
         ReadableSpan.__init__(self, attributes=told, **fields)  # pyright: ignore[reportArgumentType]
         self._told = told
         self._on_end = on_end
+        self._ended = False
 
     @override
     def get_span_context(self) -> SpanContext:
-        assert self._context is not None
-        return self._context
+        return self._context or INVALID_SPAN_CONTEXT
 
     @override
     def is_recording(self) -> bool:
-        return self._end_time is None
+        return not self._ended
 
     @override
     def set_attribute(self, key: str, value: AttributeValue) -> None:
@@ -125,7 +126,8 @@ class _QuickSpan(Span, ReadableSpan):
 
     @override
     def end(self, end_time: int | None = None) -> None:
-        if self._end_time is None:
+        if not self._ended:
+            self._ended = True
             self._end_time = end_time or time_ns()
             self._on_end(self)
 
@@ -145,19 +147,26 @@ class QuickExporter(OTLPSpanExporter):
         return SpanExportResult.SUCCESS if sent.success else SpanExportResult.FAILURE
 
 
+class _Unusual(Exception):
+    """A span holds something that is not written here."""
+
+
 def request_of(spans: Sequence[ReadableSpan]) -> bytes:
-    """An ExportTraceServiceRequest, equal to what `encode_spans` would make of them."""
-    if any(span.events or span.links or span.dropped_attributes for span in spans):
-        return encode_spans(spans).SerializePartialToString()
+    """An ExportTraceServiceRequest, equal to what `encode_spans` makes of them; that is asked for what is unusual."""
     written: list[bytes] = []
-    for _, alike in groupby(spans, lambda span: (id(span.resource), id(span.instrumentation_scope))):
-        group = list(alike)
-        told = encode_spans(group[:1]).resource_spans[0]
-        scoped = told.scope_spans[0]
-        scoped.ClearField("spans")
-        told.ClearField("scope_spans")
-        body = scoped.SerializePartialToString() + b"".join(_field(b"\x12", _span(span)) for span in group)
-        written.append(_field(b"\x0a", told.SerializePartialToString() + _field(b"\x12", body)))
+    try:
+        for _, alike in groupby(spans, lambda span: (id(span.resource), id(span.instrumentation_scope))):
+            group = list(alike)
+            told = encode_spans(group[:1]).resource_spans[0]
+            scoped = told.scope_spans[0]
+            scoped.ClearField("spans")
+            told.ClearField("scope_spans")
+            body = scoped.SerializePartialToString() + b"".join(
+                _field(b"\x12", _span(span)) for span in group
+            )
+            written.append(_field(b"\x0a", told.SerializePartialToString() + _field(b"\x12", body)))
+    except _Unusual:
+        return encode_spans(spans).SerializePartialToString()
     return b"".join(written)
 
 
@@ -168,7 +177,9 @@ _IS_KNOWN, _IS_REMOTE = 0x100, 0x200
 
 
 def _span(span: ReadableSpan) -> bytes:
-    context, parent = span.context, span.parent
+    if span.events or span.links or span.dropped_attributes:
+        raise _Unusual
+    context, parent = span.get_span_context() or INVALID_SPAN_CONTEXT, span.parent
     written = [
         b"\x0a\x10",
         context.trace_id.to_bytes(16),
@@ -205,8 +216,10 @@ def _value(value: AttributeValue) -> bytes:
             return b"\x18" + _varint(value & 0xFFFF_FFFF_FFFF_FFFF)
         case float():
             return _DOUBLE(0x21, value)
-        case _:
+        case list() | tuple():
             return _field(b"\x2a", b"".join(_field(b"\x0a", _value(each)) for each in value))
+        case _:
+            raise _Unusual
 
 
 def _text(tag: bytes, text: str) -> bytes:

@@ -6,14 +6,18 @@ made of it (spans, metrics, events) is the listeners' affair.
 
 import logging
 import traceback
+from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import sub
 from time import perf_counter_ns, time_ns
 from typing import Protocol
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from fumehood.figures import Distribution
+from fumehood.interfaces import Take
 from fumehood.parts.canonical import Json, JsonObject
 from fumehood.phases import Phase
 from fumehood.protocol.models import AnyModelEvent, ModelRequest, TurnEnded
@@ -74,7 +78,8 @@ class TurnSeen(Seen):
 
     request: what the model's server is asked; a listener may put the trace in before it is sent.
     server: the host and the port of that server, None where there is none.
-    first: nanoseconds until its first piece came, 0 if none has. gaps: seconds that each of the others took.
+    first: nanoseconds until its first piece came, 0 if none has.
+    moments: when each of its pieces came, by the performance counter.
     pieces: everything that it said, None unless content is recorded.
     """
 
@@ -82,27 +87,53 @@ class TurnSeen(Seen):
     run: RunSeen | None = None
     server: tuple[str, int] | None = None
     first: int = 0
-    gaps: Distribution = field(default_factory=lambda: Distribution(BOUNDS))
+    moments: "array[int]" = field(default_factory=lambda: array("q"))
     pieces: list[AnyModelEvent] | None = None
     end: TurnEnded | None = None
-    _last: int = 0
 
     def note(self, events: Sequence[AnyModelEvent]) -> None:
-        """A piece has come. This is all that telemetry does while a response is being streamed."""
+        """A piece has come."""
         if not events:
             return
         now = perf_counter_ns()
-        if self.first:
-            self.gaps.add((now - self._last) / 1e9)
-        else:
+        self.moments.append(now)
+        if not self.first:
             self.first = now - self._since
             if self.run is not None and not self.run.first:
                 self.run.first = self.run.so_far()
-        self._last = now
         if self.pieces is not None:
             self.pieces += events
         if isinstance(events[-1], TurnEnded):
             self.end = events[-1]
+
+    def noting(self, take: Take) -> Take:
+        """The same, with what it takes noted. For most events this is all that telemetry does, and they find nothing
+        of it in the processor's caches: so it is as little as can be.
+        """
+        came, now = self.moments.append, perf_counter_ns
+
+        def taking(events: Sequence[AnyModelEvent]) -> bool:
+            if take(events):
+                came(now())
+                return True
+            return False
+
+        def keeping(events: Sequence[AnyModelEvent]) -> bool:
+            taken = take(events)
+            if taken:
+                self.note(events)
+            return taken
+
+        return taking if self.pieces is None else keeping
+
+    def gaps(self) -> Distribution:
+        """Seconds between its pieces."""
+        sizes = sorted(map(sub, self.moments[1:], self.moments))
+        found = Distribution(BOUNDS)
+        found.total = sum(sizes) / 1e9
+        counted = [bisect_right(sizes, bound * 1e9) for bound in BOUNDS]
+        found.numbers = [*map(sub, [*counted, len(sizes)], [0, *counted])]
+        return found
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -12,6 +12,7 @@ from fumehood.client.adapters.openai.api import ContainerGoneError, ResponsesApi
 from fumehood.client.adapters.openai.code_interpreter import container_spec
 from fumehood.client.adapters.openai.compaction import CompactionManager
 from fumehood.client.adapters.openai.config import (
+    WITHOUT_REASONING,
     CompactionConfig,
     OpenAIClientConfig,
     OpenAIHostedToolsConfig,
@@ -339,7 +340,7 @@ class OpenAIAdapter:
         wanted = [_OUTPUTS[kind] for kind in kinds if kind in _OUTPUTS]
         if "code_interpreter" in kinds and is_fumehood(self.client):
             wanted.append(EXECUTION)
-        if request.get("store") is False:
+        if request.get("store") is False and not self.model.startswith(WITHOUT_REASONING):
             wanted.append("reasoning.encrypted_content")
         return wanted
 

@@ -24,6 +24,9 @@ NATIVE_TOOLS: Mapping[str, frozenset[str]] = {
     "gpt-4.1-nano": frozenset({"code_interpreter", "file_search"}),
 }
 
+# OpenAI refuses a request that asks these for encrypted reasoning: they have none.
+WITHOUT_REASONING = ("gpt-4o", "gpt-4.1")
+
 
 def check_tier(memory_limit: str, name: str) -> None:
     require(

@@ -1,0 +1,50 @@
+"""What a request leaves behind in memory: nothing that only a search for cycles would find; imports `fumehood.gateway`.
+
+Such cycles cost the search, and the memory of a request that nobody reuses while it is still in the processor's cache.
+"""
+
+import gc
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from fumehood.engine.runs import EngineRuns
+from fumehood.models.registry import open_models
+from fumehood.models.settings import ModelSettings
+from fumehood.testing import FakeClock, MemoryStore
+from tests.support.chat_server import chat_server, chunk, stream
+from tests.support.gateway import serving_gateway
+
+
+@contextmanager
+def collected_only() -> Generator[list[str]]:
+    """The names of our types of which objects went away in cycles, once the block is left."""
+    names: list[str] = []
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield names
+        gc.collect()
+        kinds = [type(found) for found in gc.garbage]
+        names += {
+            kind.__qualname__ for kind in kinds if kind.__module__.startswith(("fumehood.", "uvicorn."))
+        }
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.collect()
+
+
+async def test_a_request_leaves_no_cycles() -> None:
+    answer = stream(chunk({"content": "Hello"}), chunk({"content": " there"}, finish="stop"))
+    async with chat_server(*[answer] * 6) as server:
+        models = open_models([ModelSettings(base_url=server.url)], FakeClock(), {})
+        store = MemoryStore(FakeClock())
+        runs = EngineRuns(models, [], store, FakeClock())
+        async with serving_gateway(runs=runs, store=store) as gateway:
+            for streamed in (False, True):
+                assert (await gateway.create(stream=streamed)).status == 200  # what only the first one makes
+                with collected_only() as left:
+                    assert (await gateway.create(stream=streamed)).status == 200
+                    assert (await gateway.create(stream=streamed)).status == 200
+                assert left == []
+        await models.close()
