@@ -21,6 +21,7 @@ endif
 SETUP := tools/setup.sh
 STAMP := .venv/.synced
 BENCH_STAMP := .venv/.synced-bench
+PHOENIX := .phoenix
 CLIENTS := tests/e2e/clients/node
 CLIENTS_STAMP := $(CLIENTS)/node_modules/.package-lock.json
 # Like `uv run --no-sync`: the environment's programs first.
@@ -38,7 +39,7 @@ endif
 $(STAMP): pyproject.toml uv.lock .python-version src/fumehood/__init__.py $(SETUP)
 	@$(SETUP)
 
-.PHONY: help setup setup-clients demo test test-slow test-clients check format-check lint types imports fmt bench bench-sandbox bench-gateway bench-check lock clean
+.PHONY: help setup setup-clients demo test test-slow test-clients test-phoenix check format-check lint types imports fmt bench bench-sandbox bench-gateway bench-check lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +67,14 @@ setup-clients: $(CLIENTS_STAMP) ## Fetch the clients from npm that the gateway i
 
 test-clients: $(CLIENTS_STAMP) ## Run them against the gateway
 	@$(RUN) python -m pytest -m slow tests/e2e/clients $(ARGS)
+
+# It brings 150 packages and most of a gigabyte, so it has an environment of its own.
+$(PHOENIX)/bin/phoenix: | $(STAMP)
+	@$(SETUP) uv venv --quiet --clear --python .venv/bin/python $(PHOENIX)
+	@$(SETUP) uv pip install --quiet --python $(PHOENIX)/bin/python arize-phoenix==20.26.1
+
+test-phoenix: $(PHOENIX)/bin/phoenix ## Test what arize-phoenix makes of the gateway's spans
+	@$(RUN) python -m pytest -m slow tests/e2e/test_phoenix.py $(ARGS)
 
 check: format-check lint types imports test ## Format, lint, types, imports, tests: run before every commit
 
@@ -112,5 +121,5 @@ lock: ## Bring uv.lock up to date with pyproject.toml
 	@env -u UV_DEFAULT_INDEX -u UV_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL $(SETUP) uv lock
 
 clean: ## Remove the environment and all caches
-	@rm -rf .venv .uv $(CLIENTS)/node_modules .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
+	@rm -rf .venv .uv $(PHOENIX) $(CLIENTS)/node_modules .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
 	@find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

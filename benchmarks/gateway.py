@@ -54,21 +54,26 @@ class Scale:
     tool_turns: int  # of one kind in one round
     fresh_containers: int
     conversations: int
+    balances: int  # of a gateway with telemetry and one without
 
 
-FULL = Scale(25, 48, 8, 100, 5, CHUNKS, 300, 7, 10, 8, 20)
-QUICK = Scale(9, 24, 8, 100, 4, CHUNKS // 2, 100, 3, 4, 4, 8)
+FULL = Scale(25, 48, 8, 100, 5, CHUNKS, 300, 7, 10, 8, 20, 9)
+QUICK = Scale(9, 24, 8, 100, 4, CHUNKS // 2, 100, 3, 4, 4, 8, 3)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Both sides, what is behind them, and where ours keeps its data (nowhere, in a rehearsal)."""
+    """Both sides, what is behind them, and where ours keeps its data (nowhere, in a rehearsal).
+
+    observed: one like ours, which sends telemetry; it is started when it is needed.
+    """
 
     ours: Served
     relay: Served
     model: Client
     scale: Scale
     database: Path | None
+    observed: Callable[[], contextlib.AbstractAsyncContextManager[Served]] | None = None
 
     @property
     def joined(self) -> Served:
@@ -446,6 +451,67 @@ def stored_row(sizes: dict[int, int], number: int) -> list[Row]:
     return [Row("growth_bytes", title, "B", Samples("late", late), reference, goals, measures=("mean",))]
 
 
+async def telemetry_rows(bench: Bench) -> list[Row]:
+    """What a gateway costs that sends telemetry, without content, against ours, which sends none."""
+    if bench.observed is None:
+        return []
+    scale = bench.scale
+    events, streams = scale.requests * CHUNKS, scale.streams
+
+    async def burst(served: Served) -> None:
+        await texts(served, scale, stream=True)
+
+    async def one_by_one(served: Served) -> None:
+        await paced(served, streams, scale.paced_chunks)
+
+    async def short(served: Served) -> None:
+        await texts(served, scale, stream=False, model="burst-10")
+
+    async def code(served: Served) -> None:
+        await at_once(1, [partial(served.interpreted, TOOL_FRAGMENTS)] * scale.tool_turns)
+
+    a_tenth, none = {"mean": 1 / 1.1}, dict[str, float]()
+    kinds = (
+        ("burst", f"streamed event, {CHUNKS} in a burst", "µs", burst, 4, US / events, a_tenth),
+        (
+            *("paced", f"streamed event, 50/s × {streams} streams", "µs"),
+            *(one_by_one, 1, US / streams / scale.paced_chunks, a_tenth),
+        ),
+        ("turn", "blocking request, answer of 10 tokens", "ms", short, 8, MS / scale.requests, none),
+        ("code", "turn with code, gateway alone", "ms", code, 1, MS / scale.tool_turns, a_tenth),
+    )
+    found: list[Row] = []
+    async with bench.observed() as observed:
+        sides = (observed, replace(bench.ours, name="without telemetry"))
+        for key, what, unit, work, rounds, share, goals in kinds:
+            ours, reference = await on_balance(sides, scale.balances, rounds, work, share)
+            title = f"CPU per {what}, with telemetry"
+            found.append(Row(f"telemetry_{key}", title, unit, ours, reference, goals, measures=("mean",)))
+    return found
+
+
+async def on_balance(
+    sides: Sequence[Served], balances: int, rounds: int, work: Work, share: float
+) -> list[Samples]:
+    """CPU time of each side for so many rounds of the same work in turns, `share` of each. Whatever a side does until
+    its next sample begins is in it: what is sent by the batch has no round of its own.
+    """
+    found = [Samples(one.name, []) for one in sides]
+    clocks = [clock_of(one) for one in sides]
+    before: list[float] = []
+    for number in range(balances + 1):
+        for turn in range(rounds):
+            for one in sides if (turn + number) % 2 else reversed(sides):
+                await work(one)
+        if number in (0, balances):
+            await asyncio.sleep(gateways.SENT_AFTER)
+        now = [clock() for clock in clocks]
+        for samples, then, taken in zip(found, before, now, strict=False):  # the first has nothing before it
+            samples.values.append((taken - then) * share / rounds)
+        before = now
+    return found
+
+
 # What is idle is measured first: everything after it has had load.
 GROUPS: dict[str, Callable[[Bench], Awaitable[list[Row]]]] = {
     "memory": memory_rows,
@@ -456,6 +522,7 @@ GROUPS: dict[str, Callable[[Bench], Awaitable[list[Row]]]] = {
     "blocking": blocking_rows,
     "code": code_rows,
     "tools": tool_rows,
+    "telemetry": telemetry_rows,
     "growth": growth_rows,
 }
 REHEARSED = ("memory", "latency", "burst", "paced", "blocking")  # a relay has no tools and remembers nothing
@@ -472,7 +539,8 @@ async def measure(scale: Scale, groups: Sequence[str], *, rehearse: bool) -> lis
             bench = Bench(replace(ours, name="relay again"), relay, model, scale, None)
         else:
             ours = await stack.enter_async_context(gateways.gateway(directory, url))
-            bench = Bench(ours, relay, model, scale, gateways.database(directory))
+            observed = partial(gateways.observed, directory, url)
+            bench = Bench(ours, relay, model, scale, gateways.database(directory), observed)
         try:
             for name in groups:
                 began = time.perf_counter()

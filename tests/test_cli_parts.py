@@ -1,6 +1,9 @@
 """`fumehood parts`, as a shell sees it; imports the command line."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,15 +109,87 @@ def test_malformed_parts_are_not_converted(tmp_path: Path) -> None:
     assert "part 0: a text part needs `content`" in done.err
 
 
-def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "broken.json"
-    file.write_text("{", encoding="utf-8")
-    for command in (("validate",), ("convert", "--from", "openai", "--to", "option2")):
-        done = parts(*command, str(file))
-        assert done.code == 2
-        assert "is not JSON" in done.err
-        assert parts(*command, str(tmp_path / "nothing")).code == 2
-    assert "NaN is no number" in parts("validate", "-", given="[NaN]").err
-    deep = "[" * 900 + "]" * 900
-    assert parts("convert", "--from", "openai", "--to", "option2", "-", given=deep).code in (0, 2)
-    assert parts("convert", "--from", "openai", "--to", "option2", "-", given="[" * 10**5).code == 2
+CONVERT = ("convert", "--from", "openai", "--to", "option2")
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "is not JSON: Expecting value"),
+    "cut off": (b"{", "is not JSON: Expecting property name"),
+    "two documents": (b"[] []", "is not JSON: Extra data"),
+    "a bare line feed": (b'{"a": "x\ny"}', "is not JSON: Invalid control character"),
+    "no UTF-8": (b'["\xff"]', "is not JSON: at byte 2 it is not UTF-8"),
+    "zeros": (b"\x00\x00\x00", "is not JSON"),
+    "NaN": (b"[NaN]", "NaN is no number of JSON"),
+    "infinity": (b"[-Infinity]", "-Infinity is no number of JSON"),
+    "beyond all bounds": (b"[1e999]", "the number 1e999 is too large"),
+    "many digits": (b"[" + b"9" * 10_000 + b"]", "a number has too many digits"),
+    "two of one name": (b'{"a": {"type": 1, "type": 2}}', "an object has the member 'type' twice"),
+    "deep": (b"[" * 10**5, "is nested too deeply"),
+    "deep and closed": (b"[" * 10**5 + b"]" * 10**5, "is nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("command", [("validate",), CONVERT, ("convert", "--from", "option1", "--to", "xai")])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_read_is_refused_in_one_line(
+    case: str, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    content, reason = REFUSED[case]
+    file = tmp_path / "hostile.json"
+    file.write_bytes(content)
+    done = parts(*command, str(file))
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"{file} ")
+    assert reason in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("validate",), CONVERT])
+def test_a_file_that_is_none_is_told_in_one_line(command: tuple[str, ...], tmp_path: Path) -> None:
+    assert parts(*command, str(tmp_path)) == Done(2, "", f"{tmp_path}: Is a directory\n")
+    missing = tmp_path / "nothing"
+    assert parts(*command, str(missing)) == Done(2, "", f"{missing}: No such file or directory\n")
+    closed = tmp_path / "closed.json"
+    closed.write_text("[]", encoding="utf-8")
+    closed.chmod(0)
+    if not os.access(closed, os.R_OK):  # the superuser reads everything
+        assert parts(*command, str(closed)) == Done(2, "", f"{closed}: Permission denied\n")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_json_in_any_of_its_encodings_is_read(encoding: str, tmp_path: Path) -> None:
+    file = tmp_path / "document.json"
+    file.write_bytes(json.dumps([SAMPLES["openai"][2]], ensure_ascii=False).encode(encoding))
+    assert parts(*CONVERT, str(file)).code == 0
+
+
+@pytest.mark.parametrize("depth", [10, 200, 400, 800, 900, 950, 980])
+def test_what_is_nested_deeply_is_converted_or_refused(depth: int) -> None:
+    given = (
+        f'{{"type": "function_call", "call_id": "c", "name": "f", "arguments": {"[" * depth}{"]" * depth}}}'
+    )
+    done = parts(*CONVERT, "-", given=given)
+    assert (done.code == 0) == (done.err == "")
+    assert done.code == 0 or done == Done(2, "", "standard input is nested too deeply\n")
+    assert done.code == 0 or depth > 100
+
+
+def test_a_document_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
+    evil = "\x1b[2J\rfine\nall is fine\u202e\u0085"
+    call = {"type": "server_tool_call", "id": evil, "name": "x", "server_tool_call": {"type": "x"}}
+    done = parts("validate", saved(tmp_path, [call, call]))
+    assert done.code == 1
+    assert done.err == ("[1]: the id \\x1b[2J\\rfine\\nall is fine\\u202e\\x85 is called a second time\n")
+
+
+def shell(line: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "empty.json").write_text("[]", encoding="utf-8")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return subprocess.run(
+        ["sh", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_streams_that_are_closed_or_full_are_told_in_one_line(tmp_path: Path) -> None:
+    closed = shell("fumehood parts validate - <&-", tmp_path)
+    assert (closed.returncode, closed.stderr) == (2, "standard input: it is closed\n")
+    full = shell("fumehood parts convert --from openai --to option2 empty.json >/dev/full", tmp_path)
+    assert (full.returncode, full.stderr) == (2, "standard output: No space left on device\n")

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from benchmarks.harness.rawhttp import Client
 
 _PATIENCE = 60
 _KEY = "BENCHMARK_MODEL_SERVER_KEY"
+SENT_AFTER = 5.5  # seconds until a gateway has sent what it has to tell
 
 
 class CannotStart(Exception):
@@ -102,8 +103,11 @@ async def relay(directory: Path, upstream: str) -> AsyncGenerator[Served]:
             yield Served("relay", pid, client)
 
 
-def configuration(directory: Path, upstream: str, port: int) -> dict[str, Any]:
-    """What an operator would write: storage on disk, metrics, the interpreter; room for all our streams."""
+def configuration(directory: Path, upstream: str, port: int, otlp: str | None = None) -> dict[str, Any]:
+    """What an operator would write: storage on disk, metrics, the interpreter; room for all our streams.
+
+    otlp: where telemetry goes.
+    """
     model = {
         "match": "*",
         "backend": "chat_completions",
@@ -118,7 +122,7 @@ def configuration(directory: Path, upstream: str, port: int) -> dict[str, Any]:
         "auth": {"required": True},
         "providers": {"code_interpreter": {"enabled": True}},
         "limits": {"concurrent_total": 256},
-        "telemetry": {"metrics": True},
+        "telemetry": {"metrics": True, "otlp": otlp},
     }
 
 
@@ -131,20 +135,37 @@ def log_of(directory: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def gateway(directory: Path, upstream: str) -> AsyncGenerator[Served]:
+async def gateway(directory: Path, upstream: str, otlp: str | None = None) -> AsyncGenerator[Served]:
     """`fumehood serve` with a configuration file, once it says that it is ready."""
     port = _free_port()
     file = directory / "fumehood.yaml"
-    file.write_text(json.dumps(configuration(directory, upstream, port), indent=2))  # JSON is YAML
+    settings = configuration(directory, upstream, port, otlp)
+    file.write_text(json.dumps(settings, indent=2))  # JSON is YAML
     argv = (sys.executable, "-m", "fumehood", "serve", "--config", str(file))
     program = Program("The gateway", argv, log_of(directory))
-    environment = {**os.environ, _KEY: secrets.token_hex(16)}
+    environment = {**_without_telemetry(), _KEY: secrets.token_hex(16)}
     async with program.running(environment) as process:
         client = Client(port=port, token=f"sk-{secrets.token_hex(16)}")  # every client sends one
         with contextlib.closing(client):
             if not await ready(process, client):
                 raise program.failure(process)
             yield Served("fumehood", process.pid, client)
+
+
+@contextlib.asynccontextmanager
+async def observed(directory: Path, upstream: str) -> AsyncGenerator[Served]:
+    """Another gateway, with a directory of its own, that sends its telemetry to where it is thrown away."""
+    own = directory / "observed"
+    own.mkdir()
+    async with (
+        _addressed("The collector", own, "collector") as (_, address),
+        gateway(own, upstream, address) as served,
+    ):
+        yield replace(served, name="with telemetry")
+
+
+def _without_telemetry() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
 
 
 async def ready(process: asyncio.subprocess.Process, client: Client) -> bool:

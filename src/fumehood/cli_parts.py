@@ -1,9 +1,12 @@
 """`fumehood parts`: schemas, conversion and checks of message parts; imports typer, and the parts when it runs."""
 
+import errno
 import json
+import math
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -11,12 +14,13 @@ if TYPE_CHECKING:
     from fumehood.parts.canonical import Json
 
 MALFORMED = 1
+UNUSABLE = 2
 
 app = typer.Typer(
     help="Tool calls as telemetry records them: any vendor's items as standard message parts, and back.",
     no_args_is_help=True,
     rich_markup_mode=None,
-    epilog="Exit codes: 0 done, 1 a part is malformed, 2 used wrongly.",
+    epilog="Exit codes: 0 done, 1 a part is malformed, 2 used wrongly, or a file that cannot be read or written.",
 )
 
 FileArgument = Annotated[
@@ -34,7 +38,7 @@ def schema(
 
     if view not in VIEWS:
         raise typer.BadParameter(f"there are {', '.join(VIEWS)}", param_hint="VIEW")
-    sys.stdout.write(published(view).decode())
+    _write(published(view).decode())
 
 
 @app.command("convert")
@@ -55,13 +59,12 @@ def convert(
             raise typer.BadParameter(f"there are {', '.join(names())}", param_hint=option)
     document = _read(file)
     try:
-        written = convert(source, target, document)
+        written = json.dumps(convert(source, target, document), indent=2)
     except Malformed as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(MALFORMED) from error
-    except RecursionError as error:
-        raise typer.BadParameter(f"{file} is nested too deeply", param_hint="FILE") from error
-    print(json.dumps(written, indent=2))
+        _leave(MALFORMED, f"{_named(file)}: {error}")
+    except RecursionError:
+        _leave(UNUSABLE, f"{_named(file)} is nested too deeply")
+    _write(f"{written}\n")
 
 
 @app.command("validate")
@@ -79,20 +82,87 @@ def validate(
 
     problems = validate(_read(file), compat=compat)
     for problem in problems:
-        print(problem, file=sys.stderr)
+        print(_visible(str(problem)), file=sys.stderr)
     if problems:
         raise typer.Exit(MALFORMED)
 
 
-def _refuse(constant: str) -> "Json":
-    raise ValueError(f"{constant} is no number of JSON")
+# --- files --------------------------------------------------------------------------------------------
 
 
 def _read(file: str) -> "Json":
+    name = _named(file)
     try:
-        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        return json.loads(content, parse_constant=_refuse)
+        return json.loads(
+            _content(file), parse_constant=_refuse, parse_float=_number, object_pairs_hook=_members
+        )
     except OSError as error:
-        raise typer.BadParameter(f"{file}: {error.strerror}", param_hint="FILE") from error
-    except (ValueError, RecursionError) as error:
-        raise typer.BadParameter(f"{file} is not JSON: {error}", param_hint="FILE") from error
+        _leave(UNUSABLE, f"{name}: {error.strerror}")
+    except RecursionError:
+        _leave(UNUSABLE, f"{name} is nested too deeply")
+    except UnicodeDecodeError as error:
+        _leave(UNUSABLE, f"{name} is not JSON: at byte {error.start} it is not {error.encoding.upper()}")
+    except json.JSONDecodeError as error:
+        _leave(UNUSABLE, f"{name} is not JSON: {error}")
+    except _Unreadable as error:
+        _leave(UNUSABLE, f"{name} is not JSON that can be read without loss: {error}")
+    except ValueError:  # the only one left is Python's own, with advice that is of no use here
+        _leave(UNUSABLE, f"{name} is not JSON that can be read without loss: a number has too many digits")
+
+
+def _named(file: str) -> str:
+    return "standard input" if file == "-" else file
+
+
+def _content(file: str) -> bytes:
+    if file != "-":
+        return Path(file).read_bytes()
+    if sys.stdin is None:  # a shell has closed it
+        raise OSError(errno.EBADF, "it is closed")
+    return sys.stdin.buffer.read()
+
+
+class _Unreadable(Exception):
+    """What Python reads in its own way, and would write otherwise."""
+
+
+def _refuse(constant: str) -> "Json":
+    raise _Unreadable(f"{constant} is no number of JSON")
+
+
+def _number(written: str) -> float:
+    number = float(written)
+    if math.isinf(number):
+        raise _Unreadable(f"the number {written[:40]} is too large")
+    return number
+
+
+def _members(pairs: "list[tuple[str, Json]]") -> "Json":
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise _Unreadable(f"an object has the member {twice[:40]!r} twice")
+    return members
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise
+        # What is left in the buffer would fail once more on the way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave(UNUSABLE, f"standard output: {error.strerror}")
+
+
+def _leave(code: int, said: str) -> NoReturn:
+    print(_visible(said), file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def _visible(text: str) -> str:
+    """On one line, and nothing that a terminal would obey."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

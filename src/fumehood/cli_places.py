@@ -55,6 +55,7 @@ class Here:
                 check=lambda: None,
                 on_begin=_ignore,
                 on_end=_ignore,
+                on_bytes=_ignore,
             )
 
 

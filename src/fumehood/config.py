@@ -64,10 +64,12 @@ class StorageSettings(_Section, frozen=True):
     """
     url: sqlite:///FILE; four slashes make the file's path absolute.
     blobs: the directory of files that were uploaded or produced; no two databases may share one.
+    spare_bytes: of its disk, that no file may take.
     """
 
     url: str = "sqlite:///fumehood.db"
     blobs: str = "./blobs"
+    spare_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
 
     @property
     def file(self) -> Path:
@@ -90,6 +92,7 @@ class InputSettings(_Section, frozen=True):
     picture_bytes: the largest picture; file_bytes: the largest other file, for models that take such.
     fetch_urls: whether those that are given by their address are fetched; fetch_bytes, fetch_seconds: how large they
         may be, and how long that may take. fetch_networks: private networks that may be reached for it.
+    pass_urls: whether addresses that are not fetched are passed on to the model's server, which may fetch them itself.
     """
 
     picture_bytes: Positive = 20 << 20
@@ -98,6 +101,7 @@ class InputSettings(_Section, frozen=True):
     fetch_bytes: Positive = 20 << 20
     fetch_seconds: Seconds = 20.0
     fetch_networks: tuple[str, ...] = ()
+    pass_urls: bool = False
 
 
 class AuthSettings(_Section, frozen=True):
@@ -222,7 +226,8 @@ class LimitSettings(_Section, frozen=True):
     requests_per_minute, concurrent, containers_per_tenant, body_bytes: what each key may do, unless it was made with
         other limits; `concurrent` are responses in the making at once.
     concurrent_total: the same of everybody together.
-    body_bytes_total: the bodies of all requests that are worked on, together.
+    body_bytes_total: the bodies of all requests that are worked on and the files that they refer to, together.
+    body_bytes_per_second: that a body, an upload or a message has to come with, on the whole; 0 lets it drip.
     turns, response_seconds: how often the model may be asked for one response, and how long that may take.
     turn_characters: that the model may write each time.
     behind_events, behind_seconds: how far a reader of a stream may fall behind, and for how long.
@@ -234,6 +239,7 @@ class LimitSettings(_Section, frozen=True):
     containers_per_tenant: Positive = 50
     body_bytes: Positive = 32 << 20
     body_bytes_total: Positive = 512 << 20
+    body_bytes_per_second: Annotated[int, Meta(ge=0)] = 1024
     turns: Positive = 64
     response_seconds: Seconds = 1800.0
     turn_characters: Annotated[int, Meta(ge=1000)] = 1 << 22
@@ -242,8 +248,18 @@ class LimitSettings(_Section, frozen=True):
 
 
 class TelemetrySettings(_Section, frozen=True):
+    """
+    otlp: where spans, metrics and events are sent.
+    profile: how tool calls are written in what is recorded of a conversation, if that is recorded at all.
+    content_bytes: how much of it, for one span or event.
+    redact: MODULE:FUNCTION, which is given every text before it is recorded, and gives back what may be.
+    """
+
     metrics: bool = True
     otlp: str | None = None
+    profile: Literal["option1", "option2", "option3", "option3-alt", "phoenix"] = "option2"
+    content_bytes: Annotated[int, Meta(ge=10_000)] = 200_000
+    redact: str | None = None
     log_format: Literal["text", "json"] = "text"
     log_level: LogLevel = "info"
 

@@ -1,19 +1,22 @@
-"""Every seam of the server, one Protocol each; imports `protocol` and `storage`.
+"""Every seam of the server, one Protocol each; imports `protocol`, `isolation` and `storage`.
 
 A request walks through them from top to bottom: `Runs` starts a `Run`, which asks a `ModelBackend` for turns and
 `HostedTool`s for calls; the code interpreter asks `Containers`, and those a `SandboxProvider`; `Files` are what
-clients upload. `Store` and `Blobs` keep what must not be lost: they are written down in `fumehood.storage`, and given
-here too. Whoever implements one passes its kit in `fumehood.testing`. What a method raises is said here and nowhere
-else.
+clients upload. `Store` and `Blobs` keep what must not be lost. Those of sandboxes are written down in
+`fumehood.isolation`, those of what is kept in `fumehood.storage`, and all are given here too. Whoever implements one
+passes its kit in `fumehood.testing`. What a method raises is said here and nowhere else.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from fumehood.isolation import Sandbox as Sandbox
+from fumehood.isolation import SandboxProvider as SandboxProvider
+from fumehood.isolation import SandboxRef as SandboxRef
 from fumehood.protocol.attachments import Attachment, FilePart
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.files import FileRecord, NewFile
 from fumehood.protocol.items import OutputItem, ProducedFile
@@ -21,16 +24,7 @@ from fumehood.protocol.keys import USUAL, KeyLimits
 from fumehood.protocol.listing import Window
 from fumehood.protocol.models import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
 from fumehood.protocol.responses import CompactedResponse, CreateResponse, InputTokens, Response
-from fumehood.protocol.sandbox import (
-    AnyOutput,
-    ArchiveFormat,
-    ExecuteRequest,
-    FileEntry,
-    FileListing,
-    SandboxInfo,
-    SandboxSpec,
-    Unpacked,
-)
+from fumehood.protocol.sandbox import AnyOutput, ArchiveFormat, ExecuteRequest
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
 from fumehood.storage import Amount as Amount
 from fumehood.storage import Blobs as Blobs
@@ -125,6 +119,10 @@ class Run(Protocol):
         ...
 
 
+# Is told how many more bytes a request is about to hold; raises RateLimited or Unavailable where that is too much.
+type TakeRoom = Callable[[int], None]
+
+
 class Runs(Protocol):
     async def start(
         self,
@@ -133,20 +131,26 @@ class Runs(Protocol):
         response_id: str | None = None,
         *,
         past: Sequence[Segment] | None = None,
+        take: TakeRoom | None = None,
     ) -> Run:
         """Check everything that can be checked, then begin. Raises ApiError; then nothing was begun.
 
         response_id: the id of the response, where somebody had to know it before.
         past: the conversation that is continued, from whoever holds one that the store does not keep; without it
             the store is asked for `previous_response_id`.
+        take: told of the files that the input refers to.
         """
         ...
 
-    async def count(self, request: CreateResponse, caller: Caller) -> InputTokens:
+    async def count(
+        self, request: CreateResponse, caller: Caller, *, take: TakeRoom | None = None
+    ) -> InputTokens:
         """How many tokens the model would be shown; begins nothing. Raises ApiError."""
         ...
 
-    async def compact(self, request: CreateResponse, caller: Caller) -> CompactedResponse:
+    async def compact(
+        self, request: CreateResponse, caller: Caller, *, take: TakeRoom | None = None
+    ) -> CompactedResponse:
         """The conversation that the request would stand on, made short by its model. Keeps nothing. Raises ApiError;
         cancelling it aborts the model's request.
         """
@@ -229,7 +233,7 @@ class FurtherItem:
 
     output_index: int
     item: OutputItem
-    exchange: Exchange
+    exchange: ToolExchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +245,7 @@ class ToolResult:
 
     events: Sequence[StreamEvent]
     item: OutputItem
-    exchange: Exchange
+    exchange: ToolExchange
     further: Sequence[FurtherItem] = ()
     files: Sequence[ProducedFile] = ()
 
@@ -295,6 +299,10 @@ class OfferedTool(Protocol):
         """Those of these absolute paths that are files of this tool's, for citations."""
         ...
 
+    def close(self) -> None:
+        """The request is over: what was held for its further calls is let go."""
+        ...
+
 
 class HostedTool(Protocol):
     """A tool that the gateway runs itself. The engine knows no tool by name."""
@@ -329,12 +337,17 @@ class HostedTool(Protocol):
         """The configuration as the response shows it: complete, and without secrets."""
         ...
 
-    def recall(self, entry: Entry) -> Exchange | None:
+    def recall(self, entry: Entry) -> ToolExchange | None:
         """What the model is shown of an item of this tool's that a client gave back."""
         ...
 
-    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:
-        """What must outlive the items of this conversation, which are about to be compacted; None if nothing must."""
+    async def remember(
+        self, caller: Caller, past: Sequence[Segment], kept: Sequence[Entry] = ()
+    ) -> Memory | None:
+        """What must outlive the items of this conversation, which are about to be compacted; None if nothing must.
+
+        kept: those among them that stay as they are.
+        """
         ...
 
 
@@ -352,6 +365,10 @@ class Container(Protocol):
         the sandbox is a new one. Closing the generator interrupts the code. A sandbox that cannot be had or is lost
         is an `End`, not an exception.
         """
+        ...
+
+    def leave(self) -> None:
+        """Whoever has opened it does not come back; until then it neither expires nor makes room for another."""
         ...
 
     async def collect(self) -> Sequence[ContainerFileRecord]:
@@ -504,96 +521,13 @@ class Files(Protocol):
 
 
 class Attachments(Protocol):
-    async def find(self, caller: Caller, part: FilePart, *, whole: bool) -> Attachment:
-        """What a part of an input holds or names, under a name that other files may have too. `whole`: with the content
-        of files that are no text. Raises NotFound for what the caller cannot have, InvalidRequest for what cannot be
-        taken; `param` names the field of the part.
+    async def find(
+        self, caller: Caller, part: FilePart, *, whole: bool, take: TakeRoom | None = None
+    ) -> Attachment:
+        """What a part of an input holds or names, under a name that other files may have too. Raises NotFound for what
+        the caller cannot have, InvalidRequest for what cannot be taken; `param` names the field of the part.
+
+        whole: with the content of files that are no text.
+        take: told of what is read, before it is.
         """
-        ...
-
-
-# --- sandboxes ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SandboxRef:
-    """What is kept of a sandbox to find it again, after a restart too; `address` is the provider's own affair."""
-
-    id: str
-    address: str = ""
-
-
-class Sandbox(Protocol):
-    """One sandbox of a provider. Every method raises SandboxGone once it has ended, SandboxNotFound if it never
-    was or is long forgotten, Unreachable if the server behind it does not answer.
-    """
-
-    @property
-    def id(self) -> str: ...
-
-    def execute(self, request: ExecuteRequest) -> AsyncGenerator[AnyOutput]:
-        """Run code and yield its events, the `End` last; calls of one sandbox run one after another.
-
-        Leaving the iterator does not stop the code: `interrupt` does. The same `execution_id` again attaches to the
-        call that is there. Raises Conflict if that was another code, RequestRefused, TooLarge; and SandboxGone or
-        SandboxNotFound, which are `refused` where it is certain that nothing has begun.
-        """
-        ...
-
-    def follow(self, execution_id: str, *, after: int = -1) -> AsyncGenerator[AnyOutput]:
-        """The events of a call from the one after number `after`; raises ExecutionNotFound."""
-        ...
-
-    async def interrupt(self, execution_id: str | None = None) -> bool:
-        """Stop this call, or the one that runs, as a keyboard interrupt would; False if none does."""
-        ...
-
-    async def list(self, since: str | None = None) -> FileListing:
-        """What is in /mnt/data; with the mark of an earlier listing, what changed since."""
-        ...
-
-    def read(self, path: str) -> AsyncGenerator[bytes]:
-        """The content of one regular file in pieces; raises FileNotFound, FileRefused."""
-        ...
-
-    async def write(self, path: str, content: bytes | AsyncIterable[bytes]) -> FileEntry:
-        """Put a file in place, whole or not at all; raises FileRefused, TooLarge."""
-        ...
-
-    async def delete(self, path: str) -> None:
-        """Remove one file; raises FileNotFound, FileRefused."""
-        ...
-
-    async def unpack(
-        self, content: bytes | AsyncIterable[bytes], *, kind: ArchiveFormat, into: str = ""
-    ) -> Unpacked:
-        """Unpack an archive below `into`; raises FileRefused, TooLarge, and then nothing of it is there."""
-        ...
-
-
-class SandboxProvider(Protocol):
-    """Makes and finds sandboxes. They outlive requests and, where the server is another process, its callers."""
-
-    async def create(self, spec: SandboxSpec, name: str | None = None) -> SandboxRef:
-        """A new sandbox; asking again for a name that lives with the same spec gives that one.
-
-        Raises Conflict (the name lives with another spec), AtCapacity, QuotaExceeded, InstallFailed, RequestRefused,
-        SandboxStartFailed, Unreachable.
-        """
-        ...
-
-    async def attach(self, ref: SandboxRef) -> Sandbox:
-        """The sandbox of a reference; raises SandboxNotFound, SandboxGone, Unreachable."""
-        ...
-
-    async def destroy(self, ref: SandboxRef) -> None:
-        """End it with all its files; one that is not there is no error. Raises Unreachable."""
-        ...
-
-    async def sandboxes(self) -> list[SandboxInfo]:
-        """All that live; raises Unreachable."""
-        ...
-
-    async def close(self) -> None:
-        """Let go of connections and of what this provider itself started."""
         ...

@@ -193,6 +193,10 @@ class Store(Protocol):
         """
         ...
 
+    async def claimed(self, tenant: str, key: str) -> IdempotencyClaim | None:
+        """What the key stands for; nothing is changed."""
+        ...
+
     async def release(self, tenant: str, key: str, response_id: str) -> None:
         """The key stands for nothing any more, if it stood for this response."""
         ...

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import math
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,13 @@ from fumehood.config import CodeInterpreterSettings, Config, FileSettings, Misco
 from fumehood.engine.log import LagLimits
 from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRuns
-from fumehood.files.fetching import Fetcher, FetchLimits
+from fumehood.figures import Figures
+from fumehood.files.fetching import Fetcher, FetchLimits, Passing
 from fumehood.files.inputs import InputFiles, InputLimits
 from fumehood.files.uploads import UploadedFiles, UploadSettings
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.auth import Callers, Everybody, KeyHolders
+from fumehood.gateway.lag import LoopLag
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.origins import ANY, Origins
@@ -33,18 +36,14 @@ from fumehood.interfaces import (
     Containers,
     Files,
     HostedTool,
-    ModelBackend,
-    Models,
     Runs,
     SandboxProvider,
     Store,
-    Take,
 )
 from fumehood.models.registry import open_models
 from fumehood.protocol.file_types import AcceptedTypes
 from fumehood.protocol.folding import OUTPUTS
 from fumehood.protocol.keys import KeyLimits
-from fumehood.protocol.models import AnyModelEvent, ModelRequest
 from fumehood.protocol.sandbox_errors import SandboxError
 from fumehood.sandbox.container import ContainerSettings
 from fumehood.sandbox.containers import SandboxContainers
@@ -52,6 +51,7 @@ from fumehood.sandbox.kept_files import FileLimits
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings
 from fumehood.sandbox.remote import RemoteSandboxes
 from fumehood.serving.addresses import networks
+from fumehood.serving.exchange import Application
 from fumehood.store.blobs import DiskBlobs
 from fumehood.store.referred_blobs import ReferredBlobs
 from fumehood.store.sealing import KeyedSealer, KeysRefused, own_keys, read_keys, read_keys_file
@@ -63,9 +63,14 @@ from fumehood.tools.shell import Shell
 from fumehood.tools.shell_session import ShellSettings
 
 if TYPE_CHECKING:
-    from fumehood.telemetry.tracing import Tracing
+    from fumehood.telemetry.signals import Signals
 
 CODE_INTERPRETER = "code_interpreter"
+_SIGNALS = ("TRACES", "METRICS", "LOGS")
+_ENDPOINTS = (
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    *(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT" for signal in _SIGNALS),
+)
 _READINESS_SECONDS = 2.0  # that an answer holds, and may take
 
 logger = logging.getLogger(__name__)
@@ -90,10 +95,11 @@ class SystemClock:
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A gateway with everything behind it, ready to be served; `open` if no key is needed."""
+    """A gateway with everything behind and around it, ready to be served; `open` if no key is needed."""
 
-    gateway: Gateway
+    app: Application
     runs: Runs
+    metrics: Metrics
     open: bool
 
 
@@ -103,7 +109,12 @@ async def serve(
     """Until a signal comes; raises Misconfigured, CannotServe."""
     lines = RequestLines(_to_standard_error, config.telemetry.log_format)
     async with assembled(config, environ, lines) as parts:
-        server = Server(parts.gateway, sock, lambda: parts.runs.drain(config.server.grace))
+        server = Server(
+            parts.app,
+            sock,
+            lambda: parts.runs.drain(config.server.grace),
+            on_stalled=parts.metrics.stalled,
+        )
         await server.run(lambda: on_ready(parts))
     lines.flush()
 
@@ -124,7 +135,8 @@ async def assembled(
     """
     clock = SystemClock()
     async with AsyncExitStack() as stack:
-        store = await _store(config, stack)
+        figures = Figures()
+        store = await _store(config, figures, stack)
         callers = await _callers(config, store, clock, stack)
         keyless = not isinstance(callers, KeyHolders) or callers.open
         if keyless and ANY in config.server.cors_origins:
@@ -137,26 +149,33 @@ async def assembled(
             UploadedFiles(store, blobs, clock, _upload_settings(config.files))
         )
         try:
-            models = open_models(config.models, clock, environ)
+            models = open_models(config.models, clock, environ, figures.models)
         except ValueError as error:
             raise Misconfigured(f"models: {error}.") from None
         stack.push_async_callback(models.close)
-        metrics = Metrics()
-        tracing = _tracing(config, environ, stack)
+        signals = open_signals(config, environ, figures, stack)
         chosen = config.providers.code_interpreter
         sandboxes = await _sandboxes(chosen.settings, environ, stack, start=chosen.enabled)
+        metrics = _metrics(config, figures, sandboxes)
+        stack.enter_context(LoopLag(metrics.loop_lag))
         sealer = _sealer(config, environ)
         containers = await stack.enter_async_context(
             SandboxContainers(
-                sandboxes, store, blobs, clock, _container_settings(config), sealer=sealer, uploads=files
+                sandboxes,
+                store,
+                blobs,
+                clock,
+                _container_settings(config),
+                sealer=sealer,
+                uploads=files,
+                figures=figures.containers,
             )
         )
         tools = _tools(config, containers, files, clock)
         limits = config.limits
-        counted: Models = _CountedModels(models, metrics)
         runs: Runs = EngineRuns(
-            counted if tracing is None else tracing.models(counted),
-            tools if tracing is None else tracing.tools(tools),
+            models if signals is None else signals.models(models),
+            tools if signals is None else signals.tools(tools),
             store,
             clock,
             limits=LoopLimits(
@@ -166,9 +185,10 @@ async def assembled(
             disabled_tools=frozenset() if chosen.enabled else frozenset({CODE_INTERPRETER}),
             sealer=sealer,
             attachments=_attachments(config, files, stack),
+            figures=figures,
         )
-        if tracing is not None:
-            runs = tracing.runs(runs)
+        if signals is not None:
+            runs = signals.runs(runs)
         always = chosen.settings.always_include_outputs
         gateway = Gateway(
             runs=runs,
@@ -192,10 +212,12 @@ async def assembled(
                 monotonic=clock.monotonic,
             ),
             always_include=(OUTPUTS,) if always else (),
+            slowest=limits.body_bytes_per_second,
             show_metrics=config.telemetry.metrics,
             unready=_Readiness(sandboxes if chosen.enabled else None, clock),
         )
-        yield Assembled(gateway, runs, keyless)
+        app = gateway if signals is None else signals.edge(gateway)
+        yield Assembled(app, runs, metrics, keyless)
 
 
 def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
@@ -213,18 +235,63 @@ def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:
         raise Misconfigured(f"compaction: {where}: {error}.") from None
 
 
-def _tracing(config: Config, environ: Mapping[str, str], stack: AsyncExitStack) -> "Tracing | None":
+def open_signals(
+    config: Config, environ: Mapping[str, str], figures: Figures, stack: AsyncExitStack
+) -> "Signals | None":
     """None, and nothing imported, unless the operator says where to; raises Misconfigured."""
-    endpoint = config.telemetry.otlp or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    if not endpoint or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+    endpoint = config.telemetry.otlp
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
+    if not endpoint and not any(environ.get(variable) for variable in _ENDPOINTS):
+        return None
+    _check_exporters(environ)
     try:
-        from fumehood.telemetry.tracing import tracing_to
+        from fumehood.telemetry.signals import Signals, SignalSettings
     except ModuleNotFoundError as error:
         raise Misconfigured("telemetry.otlp: it needs an extra: pip install 'fumehood[otel]'.") from error
-    tracing = tracing_to(endpoint, environ)
-    stack.push_async_callback(asyncio.to_thread, tracing.close)
-    return tracing
+    settings = SignalSettings(
+        endpoint=endpoint,
+        profile=config.telemetry.profile,
+        content_bytes=config.telemetry.content_bytes,
+        redact=find_redactor(config.telemetry.redact),
+        models=[model.match for model in config.models if not model.is_pattern],
+    )
+    signals = Signals(settings, environ, figures)
+    stack.push_async_callback(asyncio.to_thread, signals.close)
+    return signals
+
+
+def find_redactor(named: str | None) -> Callable[[str], str] | None:
+    """The operator's own function; raises Misconfigured."""
+    if named is None:
+        return None
+    module, _, name = named.partition(":")
+    try:
+        found: object = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise Misconfigured(f"telemetry.redact: {named} cannot be found: {error}.") from error
+    if not callable(found):
+        raise Misconfigured(f"telemetry.redact: {named} is no function.")
+
+    def redact(text: str) -> str:
+        said = found(text)
+        if not isinstance(said, str):
+            raise TypeError(f"{named} gave back no text")
+        return said
+
+    return redact
+
+
+def _check_exporters(environ: Mapping[str, str]) -> None:
+    """Whoever chose another way of sending would wait for it in vain. Raises Misconfigured."""
+    for signal in _SIGNALS:
+        variable = f"OTEL_{signal}_EXPORTER"
+        if environ.get(variable, "otlp").strip().lower() not in ("", "otlp", "none"):
+            raise Misconfigured(f"{variable}: otlp and none are there.")
+    for infix in ("", *(f"{signal}_" for signal in _SIGNALS)):
+        variable = f"OTEL_EXPORTER_OTLP_{infix}PROTOCOL"
+        if environ.get(variable, "http/protobuf").strip().lower() not in ("", "http/protobuf"):
+            raise Misconfigured(f"{variable}: only http/protobuf is there.")
 
 
 class _Readiness:
@@ -258,43 +325,21 @@ async def _why_not(sandboxes: SandboxProvider) -> str | None:
     return None
 
 
-class _CountedModels:
-    """`Models` whose turns are counted."""
-
-    def __init__(self, models: Models, metrics: Metrics) -> None:
-        self._models = models
-        self._metrics = metrics
-        self._counted: dict[ModelBackend, ModelBackend] = {}
-        self.cards = models.cards
-        self.close = models.close
-
-    def backend(self, model: str) -> ModelBackend:
-        backend = self._models.backend(model)
-        counted = self._counted.get(backend)
-        if counted is None:
-            counted = self._counted[backend] = _CountedBackend(backend, self._metrics)
-        return counted
+def _metrics(config: Config, figures: Figures, sandboxes: SandboxProvider) -> Metrics:
+    """A sandbox server elsewhere is somebody else's too, and tells its figures itself."""
+    embedded = sandboxes if isinstance(sandboxes, LocalSandboxes) else None
+    if not config.providers.code_interpreter.enabled:
+        embedded = None
+    return Metrics(
+        figures,
+        disks={"database": config.storage.file.parent, "blobs": Path(config.storage.blobs)},
+        sandboxes=None if embedded is None else embedded.metrics,
+    )
 
 
-class _CountedBackend:
-    def __init__(self, backend: ModelBackend, metrics: Metrics) -> None:
-        self._backend = backend
-        self._metrics = metrics
-        self.check = backend.check
-        self.count = backend.count
-        self.profile = backend.profile
-        self.close = backend.close
-
-    def stream(
-        self, request: ModelRequest, take: Take | None = None
-    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
-        self._metrics.turns += 1
-        return self._backend.stream(request, take)
-
-
-async def _store(config: Config, stack: AsyncExitStack) -> SqliteStore:
+async def _store(config: Config, figures: Figures, stack: AsyncExitStack) -> SqliteStore:
     try:
-        store = await SqliteStore.open(config.storage.file)
+        store = await SqliteStore.open(config.storage.file, figures=figures.store)
     except StoreRefused as error:
         raise CannotServe(str(error)) from error
     stack.push_async_callback(store.close)
@@ -306,7 +351,7 @@ async def _store(config: Config, stack: AsyncExitStack) -> SqliteStore:
 async def _blobs(config: Config, store: SqliteStore, clock: Clock, stack: AsyncExitStack) -> ReferredBlobs:
     directory = Path(config.storage.blobs)
     try:
-        disk = DiskBlobs(directory, await store.identity())
+        disk = DiskBlobs(directory, await store.identity(), config.storage.spare_bytes)
     except StoreRefused as error:
         raise CannotServe(str(error)) from error
     except OSError as error:
@@ -358,19 +403,23 @@ def _container_settings(config: Config) -> ContainerSettings:
         ),
         uploads_at_once=config.files.uploads_at_once,
         sandboxes_outlive=settings.sandbox_url is not None,
+        alone=True,  # one process has the database, and keeps others away
     )
 
 
 def _attachments(config: Config, files: Files, stack: AsyncExitStack) -> InputFiles:
     """Who finds the files of requests; nothing is fetched from anywhere unless the operator says so."""
     settings = config.inputs
-    fetcher: Fetcher | None = None
+    addresses: Fetcher | Passing | None = None
+    private = networks(settings.fetch_networks)
     if settings.fetch_urls:
         limits = FetchLimits(bytes=settings.fetch_bytes, seconds=settings.fetch_seconds)
-        fetcher = Fetcher(limits, networks(settings.fetch_networks))
-        stack.callback(fetcher.close)
+        addresses = Fetcher(limits, private)
+        stack.callback(addresses.close)
+    elif settings.pass_urls:
+        addresses = Passing(private)
     return InputFiles(
-        files, fetcher, InputLimits(picture_bytes=settings.picture_bytes, file_bytes=settings.file_bytes)
+        files, addresses, InputLimits(picture_bytes=settings.picture_bytes, file_bytes=settings.file_bytes)
     )
 
 

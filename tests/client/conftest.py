@@ -68,4 +68,5 @@ def one_elsewhere() -> Iterator[Elsewhere]:
 def elsewhere(one_elsewhere: Elsewhere) -> Elsewhere:
     one_elsewhere.server.script()
     one_elsewhere.server.no_more_containers = False
+    one_elsewhere.server.broken = None
     return one_elsewhere

@@ -1,10 +1,21 @@
 """Conversations that outlive a context window, through the adapter and by hand; imports the support."""
 
+import pickle
+import threading
 from typing import Any
 
 import pytest
 
-from fumehood.client import CompactionError, MarkdownSection, Prompt, Session, Tool, ToolContext, ToolResult
+from fumehood.client import (
+    CompactionError,
+    Deadline,
+    MarkdownSection,
+    Prompt,
+    Session,
+    Tool,
+    ToolContext,
+    ToolResult,
+)
 from fumehood.client.adapters.openai import (
     CompactionConfig,
     CompactionManager,
@@ -12,9 +23,11 @@ from fumehood.client.adapters.openai import (
     OpenAIHostedToolsConfig,
 )
 from fumehood.client.adapters.openai.compaction import ModelUsed, Transcript
+from fumehood.client.errors import DeadlineExceededError
 from fumehood.client.prompt import AnyTool, NoParams
 from tests.client.conftest import Elsewhere, House
-from tests.support.openai_server import error, message, response
+from tests.support.openai_server import Reply, error, message, response
+from tests.support.served import answer, runs
 from tests.support.thinking import Thinker
 
 THRESHOLD = 2500
@@ -89,6 +102,20 @@ def test_the_whole_window_is_replayed_before_what_comes_later(elsewhere: Elsewhe
     assert state == CompactionState(tuple(WINDOW), 999, 1)
 
 
+def test_a_session_goes_on_in_another_process(elsewhere: Elsewhere) -> None:
+    config = CompactionConfig(threshold_tokens=100)
+    session = Session()
+    elsewhere.server.script(big("one"), response(*WINDOW), big("two", 50), big("three", 50))
+    for text in ("1", "2"):
+        elsewhere.adapter(compaction=config).evaluate(asks(text), session=session)
+    other = Session()
+    other.restore(pickle.loads(pickle.dumps(session.snapshot())))
+    elsewhere.adapter(compaction=config).evaluate(asks("3"), session=other)
+    before, after = elsewhere.server.asked[2:]
+    assert after["input"][:-1] == [*before["input"], message("two")]
+    assert other[CompactionState].all() == session[CompactionState].all()
+
+
 def test_a_long_turn_is_compacted_on_its_way_and_keeps_its_task(elsewhere: Elsewhere) -> None:
     def look(params: NoParams, *, context: ToolContext) -> ToolResult[NoParams]:
         return ToolResult.ok(params)
@@ -129,6 +156,35 @@ def test_a_failed_compaction_leaves_everything_as_it_was(elsewhere: Elsewhere) -
     assert len(elsewhere.server.asked[0]["input"]) == 3
 
 
+@pytest.mark.parametrize("on_the_way", [False, True])
+def test_a_compaction_ends_by_the_deadline(elsewhere: Elsewhere, on_the_way: bool) -> None:
+    """Which costs an answer that is there already nothing."""
+
+    def look(params: NoParams, *, context: ToolContext) -> ToolResult[NoParams]:
+        return ToolResult.ok(params)
+
+    def hang(asked: dict[str, Any]) -> Reply:
+        over.wait(60)
+        return Reply(closes=True)
+
+    over = threading.Event()
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+    used = {"input_tokens": 999, "output_tokens": 0, "total_tokens": 999}
+    elsewhere.server.script(response(call, usage=used) if on_the_way else big("one"), hang)
+    adapter = elsewhere.adapter(compaction=CompactionConfig(threshold_tokens=100))
+    tool = Tool[NoParams, NoParams](name="look", description="Look.", handler=look)
+    session, soon = Session(), Deadline.after(1)
+    if on_the_way:
+        with pytest.raises(DeadlineExceededError):
+            adapter.evaluate(asks("Look.", tool), session=session, deadline=soon)
+    else:
+        assert adapter.evaluate(asks("Look."), session=session, deadline=soon).text == "one"
+    over.set()
+    kept = session[Transcript].latest()
+    assert (0 if kept is None else len(kept.items)) == (0 if on_the_way else 2)
+    assert session[CompactionState].all() == ()
+
+
 def test_a_failed_evaluation_is_not_part_of_the_conversation(elsewhere: Elsewhere) -> None:
     adapter = elsewhere.adapter(compaction=CompactionConfig())
     session = Session()
@@ -141,9 +197,8 @@ def test_a_failed_evaluation_is_not_part_of_the_conversation(elsewhere: Elsewher
 
 def test_nothing_is_kept_there_in_zdr_mode(elsewhere: Elsewhere) -> None:
     config = CompactionConfig(threshold_tokens=100, zdr_mode=True)
-    adapter = elsewhere.adapter(
-        compaction=config, hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True)
-    )
+    hosted = OpenAIHostedToolsConfig(code_interpreter=True)
+    adapter = elsewhere.adapter(model="gpt-5.2", compaction=config, hosted_tools=hosted)
     session = Session()
     elsewhere.server.script(big("one"), response(*WINDOW), big("two", 5))
     adapter.evaluate(asks("1"), session=session)
@@ -155,6 +210,31 @@ def test_nothing_is_kept_there_in_zdr_mode(elsewhere: Elsewhere) -> None:
         assert "previous_response_id" not in request
     assert "store" not in compact
     assert two["input"][:2] == WINDOW
+    elsewhere.server.script(big("three", 5))
+    elsewhere.adapter(model="gpt-4.1", compaction=config).evaluate(asks("3"))
+    (plain,) = elsewhere.server.asked
+    assert (plain["store"], plain["include"]) == (False, [])  # it does not reason, and would refuse
+
+
+def test_a_gateway_keeps_nothing_of_what_was_said_in_zdr_mode(house: House) -> None:
+    def kept(word: str) -> bool:
+        """Whether it is in any file of the gateway, or in what it logs."""
+        files = [path for path in house.served.directory.rglob("*") if path.is_file()]
+        return any(word.encode() in path.read_bytes() for path in files) or word in "".join(
+            house.served.output
+        )
+
+    for word, zdr_mode in (("heliotrope", True), ("periwinkle", False)):
+        config = CompactionConfig(threshold_tokens=1, zdr_mode=zdr_mode)
+        adapter = house.adapter(
+            compaction=config, hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True)
+        )
+        session = Session()
+        for _ in range(2):
+            house.model.script(runs(f"print('{word}')"), answer(f"{word}, too"), answer(f"In short: {word}."))
+            assert adapter.evaluate(asks(f"Say {word}."), session=session).text == f"{word}, too"
+        assert session[CompactionState].all()[0].compaction_count == 2
+        assert kept(word) is not zdr_mode
 
 
 # --- by hand ------------------------------------------------------------------------------------------

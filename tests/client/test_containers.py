@@ -3,6 +3,7 @@
 import gc
 import io
 import tarfile
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ def prompt(section: PromptSection) -> Prompt[None]:
 
 
 def uploads(elsewhere: Elsewhere, container_id: str | None) -> dict[str, bytes]:
-    return dict(elsewhere.server.containers[container_id or ""].files.values())
+    """By the names that they had before the server chose others."""
+    stored = elsewhere.server.containers[container_id or ""].files.values()
+    return {path.partition("-")[2]: content for path, content in stored}
 
 
 def test_a_container_is_made_and_filled_when_it_is_first_needed(elsewhere: Elsewhere, project: Path) -> None:
@@ -83,7 +86,8 @@ def test_a_container_is_made_and_filled_when_it_is_first_needed(elsewhere: Elsew
     assert request["tools"] == [{"type": "code_interpreter", "container": made}]
     assert elsewhere.server.containers[made or ""].memory_limit == "4g"
     text = request["input"][0]["content"]
-    assert "tarfile.open('/mnt/data/workspace.tar')" in text
+    ((archive_path, _),) = elsewhere.server.containers[made or ""].files.values()
+    assert f"tarfile.open('/mnt/data/{archive_path}')" in text
     assert "`project`: 2 file(s)" in text
     (archive,) = uploads(elsewhere, made).values()
     with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
@@ -94,7 +98,7 @@ def test_a_container_is_made_and_filled_when_it_is_first_needed(elsewhere: Elsew
         "project/src/main.py",
         "project/tool.exe",
     ]
-    assert {(member.uid, member.uname) for member in members} == {(0, "")}
+    assert {(member.uid, member.gid, member.uname, member.gname) for member in members} == {(0, 0, "", "")}
     adapter.evaluate(prompt(workspace))
     assert workspace.container_id == made
     workspace.cleanup()
@@ -117,9 +121,8 @@ def test_the_mirror_answers_for_what_is_still_packed(elsewhere: Elsewhere, proje
 
 def test_of_two_files_with_one_path_the_later_counts(elsewhere: Elsewhere) -> None:
     files = ContainerFilesystem(client=elsewhere.client, container_config=ContainerConfig())
-    manager = ContainerManager(elsewhere.client)
-    for content in (b"old", b"new"):
-        manager.put(files.ensure_container(), "a.txt", content)
+    stored = elsewhere.server.containers[files.ensure_container()].files
+    stored |= {"cfile_a": ("a.txt", b"old"), "cfile_b": ("a.txt", b"new")}
     assert files.read("a.txt") == b"new"
 
 
@@ -140,7 +143,11 @@ def test_an_expired_container_is_made_again_with_what_was_written(
     assert files.read_text("notes.txt") == "mine"
     assert files.container_id not in (None, before)
     assert uploads(elsewhere, files.container_id).keys() == {"workspace.tar", "notes.txt"}
-    assert files.ensure_container() == files.ensure_container() == files.container_id
+    second = files.container_id
+    assert files.ensure_container() == files.ensure_container() == second
+    elsewhere.server.expire()
+    assert files.ensure_container() not in (before, second)
+    assert uploads(elsewhere, files.container_id).keys() == {"workspace.tar", "notes.txt"}
     workspace.cleanup()
 
 
@@ -153,6 +160,9 @@ def test_a_container_that_expires_between_the_look_and_the_request(
     assert found.text == "after all"
     first, second = (request["tools"][0]["container"] for request in elsewhere.server.asked)
     assert (second, first == second) == (workspace.container_id, False)
+    for request in elsewhere.server.asked:  # each says where in its own container the archive lies
+        ((archive, _),) = elsewhere.server.containers[request["tools"][0]["container"]].files.values()
+        assert f"/mnt/data/{archive}" in request["input"][0]["content"]
     elsewhere.server.script(error(400, "Container is expired."), error(404, "Container not found."))
     with pytest.raises(ContainerExpiredError):
         elsewhere.adapter(hosted_tools=HOSTED).evaluate(prompt(workspace))
@@ -236,9 +246,10 @@ def test_mode_auto_takes_over_a_live_container_of_the_session(elsewhere: Elsewhe
 
     first = made()
     assert made() == first
-    assert made(mode="explicit") != first
-    second = made()
-    assert made(memory_limit="16g") not in (first, second)
+    own = made(mode="explicit")
+    assert own != first
+    assert made() == first  # one of its own is nobody else's
+    assert made(memory_limit="16g") not in (first, own)
     third = made()
     elsewhere.server.expire()
     assert made() != third
@@ -305,6 +316,12 @@ def test_nothing_is_left_of_a_workspace_that_nobody_cleaned_up(
 
 
 def test_one_line_switches_between_container_and_host(elsewhere: Elsewhere, project: Path) -> None:
+    here, there = (
+        signature(kind).parameters for kind in (HostWorkspaceSection, OpenAIContainerWorkspaceSection)
+    )
+    assert there.keys() - here.keys() == {"container_config", "client"}
+    for name in here.keys() - {"template"}:
+        assert str(here[name]) == str(there[name])
     for kind in (OpenAIContainerWorkspaceSection, HostWorkspaceSection):
         elsewhere.server.script(response(message("fine")))
         workspace = kind(
@@ -327,10 +344,10 @@ def test_files_are_uploaded_attached_listed_read_and_deleted(elsewhere: Elsewher
     assert manager.is_alive(container)
     data = manager.upload(container, "data.csv", b"1,2")
     attached = manager.attach(container, "file-9")
-    assert [file.path for file in manager.files(container)] == ["data.csv", "file-9.txt"]
+    assert [file.path.partition("-")[2] for file in manager.files(container)] == ["data.csv", "file-9.txt"]
     assert manager.read(container, data.id) == b"1,2"
     manager.delete(container, attached.id)
-    assert [file.path for file in manager.files(container)] == ["data.csv"]
+    assert [file.id for file in manager.files(container)] == [data.id]
     with pytest.raises(FileNotFoundError):
         manager.read(container, attached.id)
     elsewhere.server.expire()
@@ -346,6 +363,12 @@ def test_a_container_that_cannot_be_made_is_a_configuration_error(elsewhere: Els
     elsewhere.server.no_more_containers = True
     with pytest.raises(PromptEvaluationError, match="may not have any more containers"):
         ContainerManager(elsewhere.client).create()
+    prompt = Prompt(ns="n", key="k", sections=[OpenAIContainerWorkspaceSection(session=Session())])
+    adapter = elsewhere.adapter(hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True))
+    with pytest.raises(PromptEvaluationError, match="may not have any more containers") as refused:
+        adapter.evaluate(prompt)
+    assert refused.value.phase == "configuration"
+    assert elsewhere.server.asked == []
 
 
 @pytest.mark.parametrize("name", sorted(UPLOAD_TYPES))
@@ -357,8 +380,8 @@ def test_common_types_can_be_uploaded(name: str) -> None:
     ("name", "content"),
     [
         ("a.exe", b"x"),
-        ("a.csv", b"\x7fELF..."),
-        ("a.py", b"MZ"),
+        ("a.csv", b"\x7fELF\x02\x01\0"),
+        ("a.py", b"MZ\x90\0"),
         ("data", b"\xff\x00"),
         ("a.tar.xz", b"x"),
     ],
@@ -368,5 +391,6 @@ def test_other_types_are_refused(name: str, content: bytes) -> None:
         check_upload(name, content)
 
 
-def test_text_needs_no_extension() -> None:
+def test_text_needs_no_extension_and_may_begin_like_a_program() -> None:
     check_upload("Makefile", "täg: all".encode())
+    check_upload("codes.csv", b"MZ,Mozambique\n")

@@ -1,4 +1,4 @@
-"""Runs every example of docs/client.md and docs/client-examples.md; imports the support."""
+"""Runs every example of the client's pages, and the one in docs/telemetry.md; imports the support."""
 
 import re
 import runpy
@@ -25,10 +25,11 @@ from fumehood.client.adapters.openai import (
 from fumehood.client.adapters.openai.compaction import ModelUsed
 from tests.client.conftest import Elsewhere, House
 from tests.support.openai_server import message, response
+from tests.support.otlp import Receiver
 from tests.support.served import answer, call, calls, runs
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = [DOCS / "client.md", DOCS / "client-examples.md"]
+PAGES = [DOCS / "client.md", DOCS / "client-examples.md", DOCS / "telemetry.md"]
 _BLOCK = re.compile(r"<!-- example: ([\w-]+) -->\n```python\n(.*?)```", re.DOTALL)
 EXAMPLES: dict[str, str] = dict(_BLOCK.findall("".join(page.read_text(encoding="utf-8") for page in PAGES)))
 
@@ -108,6 +109,20 @@ def test_first(run: Run, gateway: House, capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == "code_interpreter 42\n\nAnswer(value=42.0, how='by Python')\n"
 
 
+def test_telemetry(
+    run: Run, openai: Elsewhere, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    openai.server.script(response(message("Hello.")))
+    with Receiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.address)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
+        run("telemetry")
+        trace = bytes.fromhex(openai.server.headers[-1]["traceparent"].split("-")[1])
+        spans = receiver.trace(trace, 2)
+    assert [span.name for _, span in spans] == ["invoke_agent hello", "chat gpt-4.1"]
+    assert capsys.readouterr().out == "Hello.\n"
+
+
 def test_mounts(run: Run) -> None:
     made = run("mounts", session=Session())["workspace"]
     assert made.mount_previews[0].entries == ("src/",)
@@ -156,6 +171,27 @@ def test_provider_tool(run: Run, gateway: House) -> None:
     names = run("provider-tool")
     assert names["result"].stdout == "plotted\n"
     assert [file.filename for file in names["response"].files] == ["s.txt"]
+
+
+def test_plot(run: Run, gateway: House, tmp_path: Path) -> None:
+    gateway.model.script(
+        runs("open('plot.svg', 'w').write('<svg/>' + open('sales.csv').read())"),
+        answer("Here it is: sandbox:/mnt/data/plot.svg"),
+    )
+    run("plot")
+    assert (tmp_path / "data/plot.svg").read_text() == "<svg/>1\n2\n"
+
+
+def test_chat(run: Run, gateway: House, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.model.script(
+        answer("A fine place."), calls(call("weather", {"name": "Bern"})), answer("Clear, 21.5 degrees.")
+    )
+    run("chat")
+    assert capsys.readouterr().out == "A fine place.\nClear, 21.5 degrees.\n"
+    asked = gateway.model.asked[-1].json["messages"]
+    assert [message["role"] for message in asked] == ["system", "assistant", "system", "assistant", "tool"]
+    assert "I am in Bern." in asked[0]["content"]
+    assert "21.5" in asked[-1]["content"]
 
 
 def test_workspace(run: Run) -> None:

@@ -38,6 +38,7 @@ def test_no_sdk_and_no_server_comes_along(module: str) -> None:
     assert all(name.startswith("fumehood.client") for name in ours)
     strangers = {
         "openai",
+        "opentelemetry",
         "pydantic",
         "httpx",
         "aiohttp",

@@ -43,9 +43,26 @@ class Answer:
     sure: float = 1.0
 
 
+@dataclass
+class Unlikely:
+    either: Topic | Loudness
+
+
 def say(params: Topic, *, context: ToolContext) -> ToolResult[Topic]:
     _ = context
     return ToolResult.ok(params, "said")
+
+
+def say_nothing(params: Any, *, context: Any) -> None:
+    """Its types are not known."""
+
+
+def say_alone(params: Topic) -> ToolResult[Topic]:
+    return ToolResult.ok(params)
+
+
+async def say_later(params: Topic, *, context: ToolContext) -> ToolResult[Topic]:
+    return say(params, context=context)
 
 
 def text(key: str, template: str = "Text.", **more: Any) -> MarkdownSection[NoParams]:
@@ -156,11 +173,11 @@ def test_a_parameter_that_only_a_tool_declares_is_accepted() -> None:
             tuple(text(key, tools=[Tool(name="t", description="x", handler=say)]) for key in ("a", "b")),
             "Two tools are called 't'",
         ),
+        (("text",), "'text' is no section"),
+        ((text("one", tools=[say]),), "is no tool; write Tool"),
     ],
 )
-def test_what_is_wrong_with_a_template_is_found_at_once(
-    sections: tuple[Section[Any], ...], said: str
-) -> None:
+def test_what_is_wrong_with_a_template_is_found_at_once(sections: tuple[Any, ...], said: str) -> None:
     with pytest.raises(PromptValidationError) as refused:
         PromptTemplate(ns="n", key="k", sections=sections)
     assert said in str(refused.value)
@@ -213,6 +230,38 @@ def test_tools_know_their_types() -> None:
     assert isinstance(by_argument, Tool)
 
 
+class Searching[R](Tool[Topic, R]):
+    """A generic tool, of which one argument is left open."""
+
+
+class Hosted[C, R](ProviderTool[NoParams, R, C]):
+    """The same in another order."""
+
+
+class Shouting[R, P](Section[P]):  # pyright: ignore[reportInvalidTypeArguments] - its bound is not the matter here
+    def render(self, params: SupportsDataclass | None, depth: int, number: str) -> str:
+        return ""
+
+    def clone(self, **kwargs: object) -> "Shouting[R, P]":
+        return self
+
+
+def test_generic_classes_of_ones_own_know_their_types() -> None:
+    found = Searching[Answer](name="t", description="x", handler=None)
+    assert (found.params_type, found.result_type) == (Topic, Answer)
+    assert Searching(name="t", description="x", handler=say).result_type is Topic
+    hosted = Hosted[Loudness, Answer](
+        name="t",
+        description="x",
+        provider="p",
+        native_type="web_search",
+        config=Loudness(),
+        handle_provider_output=lambda data, context, kind: ToolResult(data.type, kind([])),
+    )
+    assert (hosted.params_type, hosted.result_type) == (NoParams, Answer)
+    assert Shouting[Answer, Topic](title="t", key="k").params_type is Topic
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -220,7 +269,10 @@ def test_tools_know_their_types() -> None:
         ({"name": "t\n"}, "is not 1 to 64"),
         ({"description": " "}, "has 0 characters"),
         ({"description": "x" * 1025}, "has 1025 characters"),
-        ({"handler": print}, "are no dataclass"),
+        ({"handler": say_nothing}, "are no dataclass"),
+        ({"handler": 5}, r"'t' is not a function \(params, \*, context\)"),
+        ({"handler": say_alone}, r"'t' is not a function \(params, \*, context\)"),
+        ({"handler": say_later}, "that blocks"),
     ],
 )
 def test_malformed_tools_are_refused(settings: dict[str, Any], said: str) -> None:
@@ -330,14 +382,25 @@ def test_the_schema_of_a_list_is_an_object() -> None:
 def test_output_types_that_cannot_be_described_are_refused() -> None:
     with pytest.raises(PromptValidationError, match="neither a dataclass nor a list of one"):
         PromptTemplate[int](ns="n", key="k")
+    with pytest.raises(PromptValidationError, match="cannot be described to a model"):
+        PromptTemplate[Unlikely](ns="n", key="k")
     with pytest.raises(PromptValidationError, match="needs a namespace and a key"):
         PromptTemplate(ns=" ", key="k")
+
+
+def test_the_parameters_of_a_section_are_a_dataclass() -> None:
+    with pytest.raises(PromptValidationError, match="'t' has <class 'int'> for its parameters"):
+        MarkdownSection[int](title="T", key="t", template="x")  # pyright: ignore[reportInvalidTypeArguments]
+    with pytest.raises(PromptValidationError, match=r"takes .*Topic.*; default_params is Loudness"):
+        MarkdownSection[Topic](title="T", key="t", template="x", default_params=Loudness())  # pyright: ignore[reportArgumentType]
 
 
 def test_prompt_builds_its_template() -> None:
     made = Prompt[Answer](ns="n", key="k", name="called", sections=[text("one")], tool_choice="required")
     assert (made.name, made.template.output_type, made.tool_choice) == ("called", Answer, "required")
     assert Prompt(made.template, tool_choice="none").render().tool_choice == "none"
+    with pytest.raises(PromptValidationError, match="has its own 'ns' already"):
+        Prompt(made.template, ns="other")  # pyright: ignore[reportCallIssue] - that is the mistake
 
 
 def test_rendering_many_sections_is_cheap() -> None:

@@ -1,11 +1,13 @@
 """The adapter against a server that is not ours: requests, tools, what is refused before; imports the support."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
+from openai import AsyncOpenAI
 
 from fumehood.client import (
     ContainerExpiredError,
@@ -15,6 +17,7 @@ from fumehood.client import (
     ProviderTool,
     Section,
     Session,
+    Tool,
     ToolContext,
     ToolResult,
 )
@@ -23,6 +26,7 @@ from fumehood.client.adapters.openai import (
     CodeInterpreterResult,
     CompactionConfig,
     ContainerConfig,
+    ContainerManager,
     ExistingContainerRef,
     FileSearchConfig,
     OpenAIAdapter,
@@ -36,6 +40,7 @@ from fumehood.client.adapters.openai import (
     OpenAIWebSearchSection,
     ProviderToolCallData,
 )
+from fumehood.client.adapters.openai.native_tools.code_interpreter_section import CodeInterpreterParams
 from fumehood.client.adapters.openai.native_tools.file_search_section import FileSearchParams
 from fumehood.client.adapters.openai.native_tools.web_search_section import WebSearchParams
 from fumehood.client.errors import (
@@ -44,7 +49,16 @@ from fumehood.client.errors import (
 )
 from fumehood.client.prompt import AnyTool, NoParams
 from tests.client.conftest import Elsewhere
-from tests.support.client_prompts import HOSTED, Answer, code_call, function_call, listen, prompt, query_tool
+from tests.support.client_prompts import (
+    HOSTED,
+    Answer,
+    Query,
+    code_call,
+    function_call,
+    listen,
+    prompt,
+    query_tool,
+)
 from tests.support.openai_server import message, response
 
 # --- requests -----------------------------------------------------------------------------------------
@@ -156,6 +170,7 @@ def test_native_sections_are_silent_and_listed() -> None:
     ).render()
     assert rendered.text == "## 1. Task\n\nDo it."
     assert rendered.tools == ()
+    assert [section.accepts_overrides for section in rendered.sections] == [False, False, False, True]
     assert rendered.native_tools == snapshot(
         (
             {"type": "built_in", "name": "file_search", "vector_store_ids": ["vs_1"], "max_num_results": 5},
@@ -188,21 +203,32 @@ def test_settings_of_a_native_section_can_be_bound(elsewhere: Elsewhere) -> None
 # --- what is refused before a request -----------------------------------------------------------------
 
 
-def foreign() -> AnyTool:
-    return ProviderTool[NoParams, Answer, NoParams](
-        name="t",
+def provided(native_type: str, config: object, provider: str = "openai") -> AnyTool:
+    return ProviderTool[NoParams, Answer, Any](
+        name="python",
         description="x",
-        provider="anthropic",
-        native_type="web_search",
-        config=NoParams(),
+        provider=provider,
+        native_type=native_type,
+        config=config,
         handle_provider_output=lambda data, context, kind: ToolResult.ok(kind(1)),
     )
+
+
+def python_with(container: object) -> AnyTool:
+    """A code interpreter whose settings nobody has checked yet."""
+    return provided("code_interpreter", {"container": container})
 
 
 @pytest.mark.parametrize(
     ("settings", "asked", "said"),
     [
-        ({}, lambda: prompt(foreign()), "'t' is anthropic's; this adapter is openai's"),
+        (
+            {},
+            lambda: prompt(provided("web_search", NoParams(), "anthropic")),
+            "'python' is anthropic's; this adapter is openai's",
+        ),
+        ({}, lambda: prompt(provided("teleport", {})), "does not advertise the native tool 'teleport'"),
+        ({"model": "local"}, lambda: prompt(provided("teleport", {})), "no native tool 'teleport'"),
         ({}, lambda: prompt(sections=(OpenAIFileSearchSection(),)), "file_search has no vector_store_ids"),
         (
             {"openai_native_tools": {"gpt-4.1": {"file_search"}}, "hosted_tools": HOSTED},
@@ -230,6 +256,30 @@ def foreign() -> AnyTool:
             ),
             "container of its own besides",
         ),
+        *[
+            ({}, lambda container=container: prompt(python_with(container)), said)
+            for container, said in (
+                ({"type": "auto", "memory_limit": "8g"}, r"container\.memory_limit is '8g'"),
+                ({"type": "other"}, r"container\.type is 'other'"),
+                ({}, r"container\.type is None"),
+                ({"type": "auto", "file_ids": "file-1"}, r"container\.file_ids is 'file-1'"),
+                ({"id": ""}, r"container\.id is ''"),
+                (" ", r"container\.id is ' '"),
+                (None, "container is None"),
+                (5, "container is 5"),
+            )
+        ],
+        (
+            {},
+            lambda: prompt(OpenAICodeInterpreterTool(), python_with({"type": "auto", "memory_limit": "1g"})),
+            "'code_interpreter' and 'python' are both code_interpreter",
+        ),
+        ({}, lambda: prompt(provided("web_search", 5)), "config of the tool 'python' is 5"),
+        *[
+            ({"tool_choice": choice}, lambda: prompt(query_tool), "tool_choice")
+            for choice in (5, ["auto"], {"type": "function", "name": ["a"]}, {"type": "allowed_tools"})
+        ],
+        ({}, lambda: prompt(OpenAICodeInterpreterTool()).bind, "is no prompt; of a template, make Prompt"),
     ],
 )
 def test_what_is_wrong_is_found_before_a_request(
@@ -238,37 +288,110 @@ def test_what_is_wrong_is_found_before_a_request(
     with pytest.raises(PromptEvaluationError, match=said) as refused:
         elsewhere.adapter(**settings).evaluate(asked())
     assert refused.value.phase == "configuration"
-    assert refused.value.prompt_name == "task"
+    assert refused.value.prompt_name in ("task", "")  # "" is of what is no prompt
     assert elsewhere.server.calls == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"), [({"deadline": 5}, r"Deadline\.after\(5\)"), ({"budget": 1000}, "Budget\\(max_total")]
+)
+def test_limits_have_their_types(elsewhere: Elsewhere, limit: dict[str, Any], said: str) -> None:
+    with pytest.raises(PromptEvaluationError, match=said):
+        elsewhere.adapter().evaluate(prompt(), **limit)
+    assert elsewhere.server.calls == []
+
+
+def test_containers_are_understood_however_they_are_written(elsewhere: Elsewhere) -> None:
+    alive = ContainerManager(elsewhere.client).create()
+    for container, sent in (
+        ({"id": alive, "memory_limit": "4g"}, alive),
+        (alive, alive),
+        (
+            {"type": "auto", "network_policy": {"type": "disabled"}},
+            {"type": "auto", "network_policy": {"type": "disabled"}},
+        ),
+    ):
+        elsewhere.server.script(response(message("done")))
+        elsewhere.adapter().evaluate(prompt(python_with(container)))
+        assert elsewhere.server.asked[0]["tools"] == [{"type": "code_interpreter", "container": sent}]
+
+
+def test_what_openai_does_not_know_is_sent_all_the_same(elsewhere: Elsewhere) -> None:
+    elsewhere.server.script(response(message("done")))
+    config = OpenAIModelConfig(extra={"seed": 7, "chat_template_kwargs": {"thinking": False}})
+    elsewhere.adapter(model_config=config).evaluate(prompt())
+    (request,) = elsewhere.server.asked
+    assert (request["seed"], request["chat_template_kwargs"]) == (7, {"thinking": False})
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: OpenAIAdapter(model=""), "model is empty"),
+        (lambda: OpenAIAdapter(model=" "), "model is ' '"),
+        (lambda: OpenAIAdapter(model="m", client=AsyncOpenAI(api_key="k")), "asynchronous"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: OpenAIAdapter(model="m", openai_native_tools={"m": {"teleport"}}),
+            r"openai_native_tools\['m'\] has teleport",
+        ),
+        (
+            lambda: OpenAIAdapter(model="m", openai_native_tools={"m": "web_search"}),
+            r"openai_native_tools\['m'\] is 'web_search'",
+        ),
+        (lambda: OpenAIAdapter(model="m", openai_native_tools=["m"]), "has to map models"),  # pyright: ignore[reportArgumentType]
+        (lambda: OpenAIClientConfig(base_url="localhost:8080"), "base_url is 'localhost:8080'"),
+        (lambda: OpenAIClientConfig(timeout=0), "timeout is 0"),
+        (lambda: ContainerConfig(memory_limit=None), r"container_config\.memory_limit is None"),  # pyright: ignore[reportArgumentType]
         (lambda: OpenAIAdapter(model="m", max_turns=0), "max_turns"),
         (lambda: ContainerConfig(memory_limit="8g"), r"container_config\.memory_limit is '8g'"),
         (lambda: ContainerConfig(mode="other"), "mode is 'other'"),  # pyright: ignore[reportArgumentType]
         (lambda: CompactionConfig(threshold_tokens=0), "threshold_tokens is 0"),
         (lambda: FileSearchConfig(max_results=0), "max_results is 0"),
+        (lambda: FileSearchConfig(max_results="5"), "max_results is '5'"),  # pyright: ignore[reportArgumentType]
+        (lambda: FileSearchConfig("vs_1"), "vector_store_ids is 'vs_1'"),  # pyright: ignore[reportArgumentType]
+        (lambda: FileSearchConfig(("",)), "vector_store_ids is"),
         (
             lambda: OpenAIFileSearchSection(default_params=FileSearchParams(max_results=51)),
             "max_results is 51",
         ),
         (lambda: OpenAIFileSearchSection(default_params=FileSearchParams(("a",), 5, ("b",))), "two names"),
-        (lambda: OpenAIFileSearchSection(model="gpt-4o"), None),
+        (
+            lambda: OpenAIFileSearchSection(default_params=WebSearchParams()),  # pyright: ignore[reportArgumentType]
+            r"takes .*FileSearchParams.*; default_params is WebSearchParams",
+        ),
+        (
+            lambda: OpenAIFileSearchSection(model="m-1", openai_native_tools={"m": {"web_search"}}),
+            "'m-1' does not advertise the native tool 'file_search' .it has: web_search",
+        ),
+        (
+            lambda: OpenAIWebSearchSection(model="gpt-4.1-nano"),
+            "'gpt-4.1-nano' does not advertise .* 'web_search'",
+        ),
+        (
+            lambda: OpenAICodeInterpreterSection(default_params=CodeInterpreterParams(None)),  # pyright: ignore[reportArgumentType]
+            "container is None",
+        ),
+        (
+            lambda: OpenAIWebSearchSection(default_params=WebSearchParams("huge")),  # pyright: ignore[reportArgumentType]
+            "search_context_size is 'huge'",
+        ),
+        (
+            lambda: OpenAIWebSearchSection(default_params=WebSearchParams(allowed_domains="x.org")),  # pyright: ignore[reportArgumentType]
+            "allowed_domains is 'x.org'",
+        ),
         (
             lambda: OpenAIWebSearchSection(default_params=WebSearchParams(allowed_domains=("http://x",))),
             "allowed_domains",
         ),
         (lambda: OpenAIModelConfig(max_output_tokens=0), "max_output_tokens is 0"),
-        (lambda: OpenAIModelConfig(extra={"input": 1}), "'input', which the adapter sets itself"),
+        (lambda: OpenAIModelConfig(temperature=math.nan), "temperature is nan"),
+        (lambda: OpenAIModelConfig(top_p=1.1), r"top_p is 1\.1"),
+        (lambda: OpenAIModelConfig(reasoning="high"), "reasoning is 'high'"),  # pyright: ignore[reportArgumentType]
+        (lambda: OpenAIModelConfig(extra={"input": 1}), "'input', which is set elsewhere"),
+        (lambda: OpenAIModelConfig(extra={"background": True}), "'background', which is set elsewhere"),
+        (lambda: OpenAIModelConfig(top_p=1, extra={"top_p": 0}), "'top_p', which is set elsewhere"),
     ],
 )
-def test_malformed_settings_are_refused_where_they_are_made(make: Any, said: str | None) -> None:
-    if said is None:
-        assert make()
-        return
+def test_malformed_settings_are_refused_where_they_are_made(make: Any, said: str) -> None:
     with pytest.raises(PromptEvaluationError, match=said):
         make()
 
@@ -350,6 +473,34 @@ def test_a_limit_that_a_tool_meets_ends_the_evaluation_and_is_told(elsewhere: El
     assert session[Answer].all() == ()
 
 
+class Shy:
+    def __repr__(self) -> str:
+        raise RuntimeError("not shown")
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (ToolResult[Query](5), "returned a message that is no text: 5"),  # pyright: ignore[reportArgumentType]
+        (ToolResult[Query](None), "returned a message that is no text: None"),  # pyright: ignore[reportArgumentType]
+        (ToolResult.ok(Shy()), "RuntimeError: not shown"),
+        ("done", "returned str, not a ToolResult"),
+    ],
+)
+def test_a_result_that_cannot_be_shown_is_a_failure_of_the_tool(
+    elsewhere: Elsewhere, result: Any, said: str
+) -> None:
+    def handler(params: Query, *, context: ToolContext) -> ToolResult[Any]:
+        return result
+
+    odd = Tool[Query, Any](name="run_query", description="x", handler=handler)
+    elsewhere.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+    session, heard = listen()
+    elsewhere.adapter().evaluate(prompt(odd), session=session)
+    assert [event.result.success for event in heard] == [False]
+    assert said in elsewhere.server.asked[1]["input"][-1]["output"]
+
+
 def test_policies_are_asked_before_a_handler(elsewhere: Elsewhere) -> None:
     elsewhere.server.script(response(function_call("c1", '{"sql": "drop"}')), response(message("done")))
     session, heard = listen()
@@ -389,6 +540,7 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(elsewhe
         data: ProviderToolCallData, context: ToolContext, kind: type[CodeInterpreterResult]
     ) -> ToolResult[CodeInterpreterResult]:
         seen.append(("provider", data, context))
+        assert kind is CodeInterpreterResult
         return ToolResult(data.code or "", kind(files=()))
 
     def handler(params: NoParams, *, context: ToolContext) -> ToolResult[CodeInterpreterResult]:
@@ -396,7 +548,22 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(elsewhe
         return ToolResult.ok(CodeInterpreterResult(stdout="from the handler"))
 
     both = OpenAICodeInterpreterTool(handler=handler, handle_provider_output=from_provider)
+
+    def query(params: Query, *, context: ToolContext) -> ToolResult[Query]:
+        seen.append(("function", params, context))
+        return ToolResult.ok(params)
+
     session, heard = listen()
+    elsewhere.server.script(
+        response(code_call(), function_call("c1", '{"sql": "x"}')), response(message("done", NOTE))
+    )
+    asking = Tool[Query, Query](name="run_query", description="x", handler=query)
+    elsewhere.adapter().evaluate(prompt(both, asking), session=session)
+    assert [kind for kind, _, _ in seen] == ["provider", "function"]
+    assert seen[0][2] is seen[1][2]  # one context, whoever is called
+
+    seen.clear()
+    heard.clear()
     elsewhere.server.script(response(code_call(), message("done", NOTE)))
     found = elsewhere.adapter().evaluate(prompt(both), session=session)
     assert [kind for kind, _, _ in seen] == ["provider"]
@@ -419,6 +586,25 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(elsewhe
     context = seen[0][2]
     assert (context.prompt.name, context.session, context.adapter.provider) == ("task", session, "openai")
     assert heard[-1].result.value == CodeInterpreterResult(stdout="from the handler")
+
+
+def test_a_handler_of_the_providers_output_fails_as_any_other(elsewhere: Elsewhere) -> None:
+    def handle(data: Any, context: ToolContext, kind: Any) -> Any:
+        context.session[Answer].append(Answer(1))
+        if data.code == "late":
+            raise DeadlineExceededError("the inner prompt was late", phase="deadline")
+        return data.code
+
+    session, heard = listen()
+    tool = OpenAICodeInterpreterTool(handle_provider_output=handle)
+    elsewhere.server.script(response(code_call(), message("done")))
+    elsewhere.adapter().evaluate(prompt(tool), session=session)
+    assert "returned str, not a ToolResult" in heard[0].result.message
+    elsewhere.server.script(response(code_call(code="late"), message("done")))
+    with pytest.raises(DeadlineExceededError, match="inner prompt"):
+        elsewhere.adapter().evaluate(prompt(tool), session=session)
+    assert [(event.call_id, event.result.success) for event in heard] == [("ci_1", False)] * 2
+    assert session[Answer].all() == ()
 
 
 def test_without_a_handler_for_it_the_report_is_decoded_into_the_parameters(elsewhere: Elsewhere) -> None:

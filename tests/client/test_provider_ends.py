@@ -1,15 +1,24 @@
 """How evaluations end: limits, filters, a provider that is busy or says no, what is logged; imports the support."""
 
+import contextlib
+import functools
+import json
 import logging
+import operator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fumehood.client import (
     Budget,
     BudgetTracker,
     Deadline,
     FilteredOutputError,
+    FumehoodError,
     InProcessDispatcher,
     PromptEvaluationError,
     PromptExecuted,
@@ -23,6 +32,7 @@ from fumehood.client import (
 )
 from fumehood.client.adapters.openai import (
     AutoContainerConfig,
+    ExistingContainerRef,
     OpenAICodeInterpreterTool,
     OpenAIContainerWorkspaceSection,
     OpenAIModelConfig,
@@ -39,6 +49,7 @@ from tests.support.client_prompts import (
     Query,
     code_call,
     function_call,
+    listen,
     prompt,
     query_tool,
     typed,
@@ -119,17 +130,31 @@ def test_a_filtered_answer_that_is_needed_raises(elsewhere: Elsewhere, reply: Re
     assert withheld.value.phase == "response"
 
 
-def test_other_ends(elsewhere: Elsewhere) -> None:
+def test_other_ends(elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture) -> None:
     failed = {"message": "The server had an error", "code": "server_error"}
     elsewhere.server.script(response(status="failed", error=failed))
     with pytest.raises(PromptEvaluationError, match="The server had an error") as wrong:
         elsewhere.adapter().evaluate(typed())
     assert wrong.value.provider_payload == failed
-    cut = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-    elsewhere.server.script(response(message('{"val'), **cut), response(message("partly"), **cut))
+    cut: dict[str, Any] = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+    elsewhere.server.script(response(message('{"val'), **cut))
     with pytest.raises(PromptEvaluationError, match=r"cut off \(max_output_tokens\)"):
         elsewhere.adapter().evaluate(typed())
-    assert elsewhere.adapter().evaluate(prompt()).text == "partly"
+    for reason in ("content_filter", "max_output_tokens"):
+        cut["incomplete_details"] = {"reason": reason}
+        elsewhere.server.script(response(message("partly"), **cut))
+        caplog.clear()
+        assert elsewhere.adapter().evaluate(prompt()).text == "partly"
+        assert f"The answer to task was cut off: {reason}" in caplog.text
+    for status in ("queued", "in_progress", "cancelled"):
+        elsewhere.server.script(response(status=status))
+        with pytest.raises(PromptEvaluationError, match=f"its status is {status}"):
+            elsewhere.adapter().evaluate(prompt())
+    thought: dict[str, Any] = {"type": "reasoning", "id": "rs_1", "summary": []}
+    for reply in (response(thought, **cut), Reply({}), Reply({"id": "resp_1"})):
+        elsewhere.server.script(reply)
+        with pytest.raises(PromptEvaluationError, match="cut off"):
+            elsewhere.adapter().evaluate(prompt())
     elsewhere.server.script(response(message("no JSON")))
     assert elsewhere.adapter().evaluate(typed(), parse_output=False).output is None
 
@@ -173,6 +198,32 @@ def test_a_refusal_is_told_as_it_is_and_once(elsewhere: Elsewhere, reply: Reply)
     assert len(elsewhere.server.asked) == 1
 
 
+def test_a_provider_that_says_not_to_ask_again_is_not_asked_again(elsewhere: Elsewhere) -> None:
+    elsewhere.server.script(error(500, "Broken for good", x_should_retry="false"), response(message("never")))
+    with pytest.raises(PromptEvaluationError, match="Broken for good"):
+        elsewhere.adapter(throttle=PATIENT).evaluate(prompt())
+    assert len(elsewhere.server.asked) == 1
+
+
+def test_a_body_that_breaks_off_is_asked_for_again(elsewhere: Elsewhere) -> None:
+    elsewhere.server.script(
+        Reply(b'{"id"', headers={"content-length": "99", "connection": "close"}), response(message("whole"))
+    )
+    assert elsewhere.adapter(throttle=PATIENT).evaluate(prompt()).text == "whole"
+    assert len(elsewhere.server.asked) == 2
+
+
+def test_looking_for_a_container_has_a_deadline_too(elsewhere: Elsewhere) -> None:
+    now = Deadline.after(0).expires_at
+    deadline = Deadline(now + timedelta(seconds=5), clock=lambda: now)
+    elsewhere.server.script()
+    elsewhere.server.broken = error(503, "Busy", retry_after="60")
+    tool = OpenAICodeInterpreterTool(container=ExistingContainerRef("cntr_1"))
+    with pytest.raises(ThrottleError, match="the deadline comes before the next one"):
+        elsewhere.adapter().evaluate(prompt(tool), deadline=deadline)
+    assert elsewhere.server.calls == ["GET /v1/containers/cntr_1"]
+
+
 @pytest.mark.parametrize("body", [b"<html>", b'{"output": [1]}', b"[]"])
 def test_an_answer_that_is_none(elsewhere: Elsewhere, body: bytes) -> None:
     elsewhere.server.script(Reply(body))
@@ -202,3 +253,76 @@ def test_what_is_logged_has_ids_and_sizes_and_no_secrets(
     }
     for secret in ("sk-secret", "the answer", "Do it"):
         assert secret not in caplog.text
+
+
+# --- what is not as it should be ----------------------------------------------------------------------
+
+_NESTED: dict[str, Any] = {
+    "id": "call_9",
+    "type": "code_interpreter",
+    "code_interpreter": {"input": "1", "outputs": []},
+}
+_CITED = {"type": "container_file_citation", "file_id": "f", "container_id": "cntr_1", "start_index": 1}
+_RAN = {"stdout": "", "exit_code": 0, "files": [{"container_id": "cntr_1", "file_id": "f", "filename": "f"}]}
+_WHOLE = response(
+    {"type": "reasoning", "id": "rs_1", "summary": []},
+    code_call(**{"fumehood:execution": _RAN}),
+    {"type": "file_search_call", "id": "fs_1", "status": "completed", "results": [{"file_id": "f"}]},
+    message(
+        "Look",
+        _CITED,
+        content=[{"type": "output_text", "text": "x", "tool_calls": [_NESTED], "annotations": [_CITED]}],
+    ),
+    function_call("c1", '{"sql": "x"}'),
+).body
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path to everything in it."""
+    names: Any = ()
+    if isinstance(value, dict):
+        names = [*cast(dict[str, Any], value)]
+    elif isinstance(value, list | tuple):
+        names = range(len(cast(Sequence[Any], value)))
+    for name in names:
+        yield (*path, name)
+        yield from places(value[name], (*path, name))
+
+
+_JUNK: list[Any] = [
+    None,
+    5,
+    True,
+    -1.5,
+    "x",
+    "",
+    [],
+    [5],
+    [None],
+    {},
+    {"type": "message"},
+    [[{}]],
+    {"x": [1]},
+]
+_CHANGES = st.tuples(st.sampled_from([*places(_WHOLE)]), st.sampled_from(_JUNK))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(_CHANGES, min_size=1, max_size=3))
+def test_a_malformed_response_is_read_as_far_as_it_goes_or_refused(
+    one_elsewhere: Elsewhere, changes: list[tuple[tuple[Any, ...], Any]]
+) -> None:
+    """Nothing that a provider sends ends in an error that is not ours."""
+    body = json.loads(json.dumps(_WHOLE))
+    for path, junk in changes:
+        with contextlib.suppress(TypeError, LookupError):  # an earlier change has taken this place away
+            inner = functools.reduce(operator.getitem, path[:-1], body)
+            inner[path[-1]] = junk
+    one_elsewhere.server.script(Reply(body), response(message("done")))
+    session, heard = listen()
+    with contextlib.suppress(FumehoodError):
+        one_elsewhere.adapter(hosted_tools=HOSTED).evaluate(prompt(query_tool), session=session)
+    assert one_elsewhere.server.asked
+    for event in heard:
+        assert isinstance(event.result.message, str)
+        assert isinstance(event.call_id, str | None) or event.name == "run_query"

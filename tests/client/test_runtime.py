@@ -60,7 +60,7 @@ def test_a_bus_that_is_given_twice_is_told_once() -> None:
     heard: list[str] = []
     for one in (bus, other):
         one.subscribe(ToolInvoked, lambda event: heard.append(event.name))
-    JoinedBus([bus, bus, NullEventBus(), other]).publish(invoked("x"))
+    JoinedBus(bus, bus, None, NullEventBus(), other).publish(invoked("x"))
     assert heard == ["x", "x"]
 
 

@@ -1,6 +1,11 @@
 """Dataclasses as JSON and as schemas; imports `fumehood.client.serde` and hypothesis."""
 
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field, make_dataclass
+from datetime import date
+from decimal import Decimal
+from enum import Enum
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -8,8 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema_rs import validator_for
+from openai.lib._pydantic import _ensure_strict_json_schema  # pyright: ignore[reportPrivateUsage] - the oracle
 
 from fumehood.client import serde
+from fumehood.client.errors import PromptValidationError
 
 
 @dataclass(frozen=True)
@@ -95,8 +102,84 @@ def test_what_cannot_be_strict_says_so() -> None:
         thing: object
         stream: type[Leaf]
 
-    with pytest.raises(TypeError):
+    with pytest.raises(PromptValidationError, match=r"Odd.* cannot be described to a model"):
         serde.schema_of(Odd)
+
+    @dataclass
+    class Ahead:
+        thing: "NotYet"  # pyright: ignore[reportUndefinedVariable] # noqa: F821 - that is the mistake
+
+    with pytest.raises(PromptValidationError, match="'NotYet' is not defined"):
+        serde.schema_of(Ahead)
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Everything that OpenAI's strict mode is known to be particular about."""
+
+    one_of: Literal["a", "b"]
+    mixed: Literal["a", 1]
+    colour: Colour
+    leaf: Leaf = field(metadata={"description": "A reference with something to say."})
+    shade: Colour = field(default=Colour.RED, metadata={"description": "Of the leaf."})
+    several: list[Leaf] | None = None
+    day: date | None = None
+
+
+def nodes(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every schema within a schema."""
+    yield schema
+    below = [*schema.get("properties", {}).values(), *schema.get("$defs", {}).values()]
+    for one in (*below, *schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())):
+        yield from nodes(one)
+
+
+def test_a_strict_schema_is_one_that_openai_takes() -> None:
+    """Every node says its type, and a reference stands alone; the SDK's own pass over it finds nothing to do."""
+    schema = serde.schema_of(Choices)
+    assert schema.strict
+    for node in nodes(schema.body):
+        assert node.keys() & {"type", "anyOf", "$ref"}
+        assert "$ref" not in node or len(node) == 1
+    assert schema.body["properties"]["one_of"] == {"enum": ["a", "b"], "type": "string"}
+    assert schema.body["properties"]["mixed"]["type"] == ["integer", "string"]
+    assert schema.body["properties"]["leaf"] == {
+        "anyOf": [{"$ref": "#/$defs/Leaf"}],
+        "description": "A reference with something to say.",
+    }
+    theirs = copy.deepcopy(schema.body)
+    assert _ensure_strict_json_schema(theirs, path=(), root=theirs) == schema.body
+    sample = {"one_of": "a", "mixed": 1, "colour": "red", "leaf": {"name": "x", "weight": None, "note": None}}
+    sample |= {"shade": None, "several": None, "day": "2026-01-01"}
+    assert validator_for(schema.body).is_valid(sample)
+
+
+@pytest.mark.parametrize(
+    "kind", [bytes, Decimal, set[int], Annotated[str, msgspec.Meta(min_length=2)], tuple[int, str]]
+)
+def test_what_strict_mode_has_no_word_for_is_not_called_strict(kind: Any) -> None:
+    made = make_dataclass("Made", [("value", kind)])
+    assert not serde.schema_of(made).strict
+
+
+@dataclass(frozen=True)
+class Orchard:
+    rows: list[Leaf] | None = None
+    named: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
+    listed: dict[str, list[Leaf]] | None = None
+
+
+def test_a_null_stands_for_the_default_wherever_a_dataclass_is() -> None:
+    leaf = '{"name": "a", "weight": null}'
+    read = serde.decode(
+        f'{{"rows": [{leaf}], "named": {{"x": {leaf}}}, "listed": {{"y": [{leaf}]}}}}', Orchard
+    )
+    assert read == Orchard([Leaf("a")], {"x": Leaf("a")}, {"y": [Leaf("a")]})
 
 
 def test_errors_say_where() -> None:

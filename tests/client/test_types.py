@@ -13,13 +13,16 @@ ROOT = Path(__file__).resolve().parents[2]
 GOOD = """
 from dataclasses import dataclass
 from fumehood.client import (
-    HostMount, HostWorkspaceSection, MarkdownSection, Prompt, PromptSection, PromptTemplate, ResourceRegistry, Session,
-    Tool, ToolContext, ToolInvoked, ToolResult, InProcessDispatcher, InMemoryFilesystem, VfsToolsSection,
+    HostMount, HostWorkspaceSection, MarkdownSection, Prompt, PromptSection, PromptTemplate, ProviderTool,
+    ResourceRegistry, Session, Tool, ToolContext, ToolInvoked, ToolResult, InProcessDispatcher, InMemoryFilesystem,
+    VfsToolsSection,
 )
 from fumehood.client.adapters.openai import (
     CompactionConfig, OpenAIAdapter, OpenAICodeInterpreterTool, OpenAIContainerWorkspaceSection,
-    OpenAIHostedToolsConfig,
+    OpenAIFileSearchSection, OpenAIHostedToolsConfig, ProviderToolCallData,
 )
+from fumehood.client.adapters.openai.native_tools.file_search_section import FileSearchParams
+from fumehood.client.prompt import NoParams
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,34 @@ def heard(event: ToolInvoked) -> None:
 
 tool = Tool[Params, Report](name="query", description="Query.", handler=query)
 inferred = Tool(name="query", description="Query.", handler=query)
+
+
+class Timed[R](Tool[Params, R]):
+    pass
+
+
+def report(data: ProviderToolCallData, context: ToolContext, kind: type[Report]) -> ToolResult[Report]:
+    inner = context.adapter.evaluate(Prompt[Report](ns="n", key="k"), deadline=context.deadline)
+    return ToolResult(data.code or "", inner.output)
+
+
+timed = Timed[Report](name="timed", description="Query.", handler=query)
+hosted = ProviderTool[NoParams, Report, FileSearchParams](
+    name="hosted", description="Search.", provider="openai", native_type="file_search", config=FileSearchParams(),
+    handle_provider_output=report,
+)
+inline = ProviderTool[NoParams, Report, FileSearchParams](
+    name="inline", description="Search.", provider="openai", native_type="web_search", config=FileSearchParams(),
+    handle_provider_output=lambda data, context, kind: ToolResult.ok(kind(data.type + context.prompt.name)),
+)
+many = PromptTemplate[list[Report]](
+    ns="n",
+    key="k",
+    sections=[
+        OpenAIFileSearchSection(default_params=FileSearchParams(("vs_1",)), model="m"),
+        MarkdownSection(title="T", key="t", template="t", tools=(timed, hosted, inline)),
+    ],
+)
 bus = InProcessDispatcher()
 bus.subscribe(ToolInvoked, heard)
 session = Session(bus=bus)
@@ -89,6 +120,9 @@ reveal_type(inferred.params_type)
 reveal_type(session[Report].latest())
 reveal_type(ToolResult.success(1))
 reveal_type(ToolResult.success(1).success)
+reveal_type(timed.params_type)
+reveal_type(hosted.config)
+reveal_type(adapter.evaluate(Prompt(many)).output)
 """
 
 BAD = """
@@ -158,6 +192,9 @@ def test_users_are_told_what_is_right_and_what_is_wrong(tmp_path: Path) -> None:
         '"Report | None"',
         '"ToolResult[int]"',
         '"bool"',
+        '"type[Params]"',
+        '"FileSearchParams"',
+        '"list[Report] | None"',
     ]
     lines = BAD.splitlines()
     wrong = {lines[line] for name, line, severity, _ in said if name == "bad" and severity == "error"}

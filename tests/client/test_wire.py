@@ -352,6 +352,18 @@ def test_containers_are_sent_as_the_wire_has_them() -> None:
     assert container_spec(ExistingContainerRef("cntr_1", "4g")) == "cntr_1"
 
 
+def test_a_container_of_its_own_is_auto_and_its_files_are_named() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"type": "existing"}, r"container\.type is 'existing'"),
+        ({"memory_limit": None}, r"container\.memory_limit is None"),
+        ({"file_ids": "file-1"}, r"container\.file_ids is 'file-1'"),
+        ({"file_ids": [""]}, r"container\.file_ids is \[''\]"),
+    ]
+    for settings, said in wrong:
+        with pytest.raises(PromptEvaluationError, match=said):
+            AutoContainerConfig(**settings)
+
+
 @pytest.mark.parametrize("tier", ["8g", "", "1G", "2g"])
 def test_other_tiers_are_refused(tier: str) -> None:
     for make in (lambda: AutoContainerConfig(memory_limit=tier), lambda: ExistingContainerRef("c", tier)):
@@ -362,10 +374,11 @@ def test_other_tiers_are_refused(tier: str) -> None:
 
 
 def test_a_container_has_to_be_named() -> None:
-    with pytest.raises(PromptEvaluationError, match=r"container\.id is empty"):
-        ExistingContainerRef(" ")
-    nothing: Any = {"type": "auto"}
-    with pytest.raises(PromptEvaluationError, match="container is"):
+    for wrong in (" ", None, 5):
+        with pytest.raises(PromptEvaluationError, match=r"container\.id is"):
+            ExistingContainerRef(wrong)  # pyright: ignore[reportArgumentType] - that is the mistake
+    nothing: Any = 5
+    with pytest.raises(PromptEvaluationError, match="container is 5"):
         OpenAICodeInterpreterTool(container=nothing)
 
 

@@ -1,5 +1,6 @@
 """Host files in workspaces: what is copied, what is refused, what is shown; imports `fumehood.client`."""
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from fumehood.client import (
     HostMount,
     HostWorkspaceSection,
     Prompt,
+    PromptEvaluationError,
     Session,
     WorkspaceBudgetError,
     WorkspaceSecurityError,
@@ -169,6 +171,136 @@ def test_symbolic_links(repo: Path, tmp_path: Path, made: list[HostWorkspaceSect
     assert made[2].mount_previews[0].mount_path == "repo"
 
 
+class Scanned(list[Any]):
+    """What `os.scandir` gives."""
+
+    def __enter__(self) -> Iterator[Any]:
+        return iter(self)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_what_becomes_a_link_while_it_is_copied_leads_nowhere(
+    repo: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    secrets = tmp_path / "secrets"
+    secrets.mkdir()
+    (secrets / "main.py").write_text("secret")
+    scan = os.scandir
+
+    def swap(place: Any) -> Any:
+        """Between the look into the directory above and the look at what is in there."""
+        found = Scanned(scan(place))
+        victim = repo / "src" if kind == "directory" else repo / "src/main.py"
+        if any(entry.name == victim.name for entry in found) and not victim.is_symlink():
+            victim.rename(tmp_path / "moved")
+            victim.symlink_to(secrets if kind == "directory" else secrets / "main.py")
+        return found
+
+    monkeypatch.setattr("os.scandir", swap)
+    with pytest.raises(WorkspaceSecurityError, match="became a link while it was being copied"):
+        workspace(HostMount(str(repo), include_glob=("src",)), roots=(repo,))
+    assert os.listdir(temporary) == []
+
+
+def test_what_vanishes_while_it_is_copied_is_not_there(
+    repo: Path, made: list[HostWorkspaceSection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan = os.scandir
+
+    def vanish(place: Any) -> Any:
+        found = Scanned(scan(place))
+        (repo / "README.md").unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr("os.scandir", vanish)
+    made.append(workspace(HostMount(str(repo), include_glob=("*.md", "*.py")), roots=(repo,)))
+    assert made[0].mount_previews[0].entries == ("src/",)
+
+
+def test_a_single_root_is_no_list_of_roots(repo: Path, temporary: Path) -> None:
+    for root in (str(repo), repo):
+        with pytest.raises(PromptEvaluationError, match="allowed_host_roots is one path"):
+            workspace(HostMount("/etc/hostname"), roots=root)  # pyright: ignore[reportArgumentType] - the mistake
+    assert os.listdir(temporary) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"exclude_glob": "*.pyc"}, "exclude_glob is one pattern"),
+        ({"include_glob": "src"}, "include_glob is one pattern"),
+        ({"exclude_glob": ("*.md", "")}, "exclude_glob has an empty pattern"),
+        ({"max_bytes": -1}, "max_bytes is -1"),
+    ],
+)
+def test_a_mount_is_checked_where_it_is_made(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(PromptEvaluationError, match=said):
+        HostMount("/repos", **settings)
+
+
+def test_settings_of_a_workspace_fit_together(tmp_path: Path, temporary: Path) -> None:
+    for settings, said in (
+        ({"sync_dir": tmp_path}, "sync_on_cleanup"),
+        ({"mounts": HostMount("x")}, "one mount"),
+    ):
+        with pytest.raises(PromptEvaluationError, match=said):
+            HostWorkspaceSection(session=Session(), **settings)  # pyright: ignore[reportArgumentType] - mistakes
+    assert os.listdir(temporary) == []
+
+
+def test_mounts_do_not_lie_upon_each_other(repo: Path, temporary: Path) -> None:
+    below = HostMount(str(repo / "README.md"), "p/docs/README.md")
+    workspace(HostMount(str(repo), "p"), below, roots=(repo,)).cleanup()
+    readme = str(repo / "README.md")
+    for first, second in (
+        (HostMount(str(repo), "p"), HostMount(readme, "p/README.md")),
+        (HostMount(str(repo), "p/q"), HostMount(readme, "p")),
+        (HostMount(readme, "p"), HostMount(str(repo), "p/q")),
+    ):
+        with pytest.raises(WorkspaceSecurityError, match=r"Two mounts.* lead to 'p"):
+            workspace(first, second, roots=(repo,))
+    assert os.listdir(temporary) == []
+
+
+def test_paths_that_cannot_be_followed_are_named(repo: Path, temporary: Path) -> None:
+    (repo / "a").symlink_to(repo / "b")
+    (repo / "b").symlink_to(repo / "a")
+    for path in (str(repo / "a"), "nul\0byte", "/" + "x" * 5000):
+        with pytest.raises((WorkspaceSecurityError, FileNotFoundError), match="The host path") as refused:
+            workspace(HostMount(path), roots=("/",))
+        assert len(str(refused.value)) < 500
+    assert os.listdir(temporary) == []
+
+
+def test_a_tree_has_an_end(tmp_path: Path, temporary: Path) -> None:
+    deep = tmp_path / "deep"
+    (deep / "/".join("d" * 201)).mkdir(parents=True)
+    with pytest.raises(WorkspaceBudgetError, match=r"deeper than 200 directories.*exclude_glob"):
+        workspace(HostMount(str(deep)), roots=(deep,))
+    workspace(HostMount(str(deep), exclude_glob=("d/d/d",)), roots=(deep,)).cleanup()
+    assert os.listdir(temporary) == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "src"])
+def test_what_may_not_be_read_is_named(
+    repo: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    opens = os.open
+
+    def refuse(path: Any, *more: Any, **named: Any) -> int:
+        if path == name:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return opens(path, *more, **named)
+
+    monkeypatch.setattr("os.open", refuse)  # root could read it all the same
+    with pytest.raises(PermissionError, match=f"leave it out with exclude_glob: '{repo / name}'"):
+        workspace(HostMount(str(repo)), roots=(repo,))
+    assert os.listdir(temporary) == []
+
+
 def test_pipes_and_sockets_are_left_alone(repo: Path, made: list[HostWorkspaceSection]) -> None:
     os.mkfifo(repo / "pipe")
     made.append(workspace(HostMount(str(repo), include_glob=("pipe", "*.md")), roots=(repo,)))
@@ -178,7 +310,7 @@ def test_pipes_and_sockets_are_left_alone(repo: Path, made: list[HostWorkspaceSe
 def test_the_model_is_told_what_is_there(tmp_path: Path, made: list[HostWorkspaceSection]) -> None:
     root = tmp_path / "odd"
     root.mkdir()
-    for name in ("$HOME ${x}.txt", "new\nline", "right\u202eleft"):
+    for name in ("$HOME ${x}.txt", "`tick`", "new\nline", "right\u202eleft"):
         (root / name).write_text("x")
     made.append(workspace(HostMount(str(root)), roots=(root,), template="Files."))
     assert Prompt(ns="n", key="k", sections=[made[0]]).render().text == snapshot("""\
@@ -186,8 +318,9 @@ def test_the_model_is_told_what_is_there(tmp_path: Path, made: list[HostWorkspac
 
 Files.
 
-`odd`: 3 file(s), 3 bytes, among them
+`odd`: 4 file(s), 4 bytes, among them
 - `$HOME ${x}.txt`
+- `\\x60tick\\x60`
 - `new\\x0aline`
 - `right\\x202eleft`\
 """)
@@ -201,6 +334,12 @@ def test_many_names_are_cut_short(tmp_path: Path, made: list[HostWorkspaceSectio
     made.append(workspace(HostMount(str(root)), roots=(root,)))
     text = Prompt(ns="n", key="k", sections=[made[0]]).render().text
     assert "40 file(s)" in text
+    twenty = tmp_path / "twenty"
+    twenty.mkdir()
+    for number in range(20):
+        (twenty / str(number)).write_text("")
+    made.append(workspace(HostMount(str(twenty)), roots=(twenty,)))
+    assert "…" not in Prompt(ns="n", key="k", sections=[made[1]]).render().text
     assert text.endswith("…`\n- …")
     assert len(text) < 4000
 

@@ -174,6 +174,19 @@ def test_containers_of_an_embedded_server_expire_with_it(tmp_path: Path) -> None
         assert client.responses.retrieve(first.id).status == "completed"
 
 
+def test_more_conversations_than_containers_are_allowed(house: House) -> None:
+    """Each with a container of its own; fifty may run, and those that nobody uses any more make room."""
+    auto: Any = [{"type": "code_interpreter", "container": {"type": "auto"}}]
+    script = "```\nprint(6 * 7)\n```"
+    answers = [
+        house.strict.responses.create(model="direct", input=script, tools=auto, store=False).output_text
+        for _ in range(60)
+    ]
+    assert [text for text in answers if not text.startswith("42")] == []
+    states = [one.status for one in house.strict.containers.list(limit=100)]
+    assert states.count("running") <= 50
+
+
 def test_an_archive_is_unpacked_where_the_code_finds_it(house: House) -> None:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
@@ -238,6 +251,28 @@ def test_a_gib_into_a_container_takes_no_memory(tmp_path: Path) -> None:
         assert len(part.read()) == 10
         client.containers.delete(made.id)
         assert blobs(running) == []
+
+
+@pytest.mark.slow
+def test_the_sandbox_of_a_call_that_a_kill_cut_off_goes_when_the_gateway_comes_back(
+    tmp_path: Path, socket: Path
+) -> None:
+    """With a sandbox for every call, and long before an idle one would be noticed."""
+    elsewhere = settings(sandbox_url=f"unix:{socket}", isolation="execution")
+    running = served.start(tmp_path, elsewhere)
+    tool: Any = {"type": "code_interpreter"}
+    with client_of(running) as client:
+        create: Any = client.responses.create
+        code = "import time\ntime.sleep(60)"
+        request = {"model": "direct", "input": f"```python\n{code}\n```", "stream": True}
+        stream = create(tools=[tool], **request)
+        while next(stream).type != "response.code_interpreter_call.interpreting":
+            pass
+        until(lambda: len(sandboxes(socket) or ()) == 1)
+        running.kill()
+    assert len(sandboxes(socket) or ()) == 1
+    with served.serving(tmp_path, elsewhere):
+        until(lambda: sandboxes(socket) == [])
 
 
 @pytest.mark.slow

@@ -34,15 +34,35 @@ def asked(address: str) -> Any:
     return [{"role": "user", "content": [{"type": "input_file", "file_url": address}]}]
 
 
+def pictured(address: str) -> Any:
+    return [{"role": "user", "content": [{"type": "input_image", "image_url": address}]}]
+
+
 def test_addresses_are_fetched_only_where_the_operator_says_so(tmp_path: Path, website: Website) -> None:
     address = f"http://127.0.0.1:{website.port}/t.csv"
     with Model() as model:
         settings = settings_without_code(model)
         with served.serving(tmp_path, settings) as running, client_of(running, strict=True) as client:
-            with pytest.raises(openai.BadRequestError, match="has no file_data") as refused:
+            with pytest.raises(
+                openai.BadRequestError, match=r"inputs\.fetch_urls or inputs\.pass_urls"
+            ) as refused:
                 client.responses.create(model="scripted", input=asked(address))
-            assert refused.value.param == "input"
-            assert website.seen == []
+            assert refused.value.param == "input[0].content[0].file_url"
+            assert model.asked == []
+
+        passing = {**settings, "inputs": {"pass_urls": True}}
+        with served.serving(tmp_path, passing) as running, client_of(running, strict=True) as client:
+            model.script(answer("Seen."))
+            for private in (address, "http://localhost/p.png", "http://169.254.169.254/latest/meta-data/"):
+                with pytest.raises(openai.BadRequestError, match="not public") as refused:
+                    client.responses.create(model="scripted", input=pictured(private))
+                assert refused.value.param == "input[0].content[0].image_url"
+            client.responses.create(model="scripted", input=pictured("https://pictures.example.com/p.png"))
+        (sent,) = model.asked
+        assert (
+            sent.json["messages"][0]["content"][0]["image_url"]["url"] == "https://pictures.example.com/p.png"
+        )
+        assert website.seen == []
 
         fetching = {**settings, "inputs": {"fetch_urls": True, "fetch_networks": ["127.0.0.0/8"]}}
         with served.serving(tmp_path, fetching) as running, client_of(running, strict=True) as client:

@@ -126,6 +126,10 @@ def test_blocking_retrieval_and_replay_by_the_client(house: House) -> None:
         "tool",
     ]
     assert client.responses.retrieve(second.id).output == second.output
+    include: Any = ["fumehood:execution"]
+    whole: Any = client.responses.retrieve(second.id, include=include).output[1].to_dict()
+    assert whole["fumehood:execution"]["stdout"] == "one\n"
+    assert "fumehood:execution" not in said.to_dict()
     listed = client.responses.input_items.list(second.id).data
     assert {"shell_call", "shell_call_output"} <= {item.type for item in listed}
 
@@ -239,3 +243,15 @@ def test_an_upload_is_there_for_commands(house: House, tmp_path: Path) -> None:
     assert said.output[0].stdout == "a\nb\n"
     message: Any = response.output[2]
     assert [note.filename for note in message.content[0].annotations] == ["sorted.txt"]
+
+
+def test_it_can_be_tried_without_a_model(house: House) -> None:
+    said = "```sh\nseq 3 > n.txt\n```\n```python\nprint(open('n.txt').read().split())\n```"
+    response = house.strict.responses.create(model="direct", input=said, tools=[SHELL, INTERPRETER])
+    assert [item.type for item in response.output] == [
+        "shell_call",
+        "shell_call_output",
+        "code_interpreter_call",
+        "message",
+    ]
+    assert "['1', '2', '3']" in response.output_text

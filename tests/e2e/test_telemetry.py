@@ -1,81 +1,117 @@
-"""Spans of a gateway with real sandboxes, as a receiver of OTLP gets them; imports the protocol and the support."""
+"""The signals of a gateway with real sandboxes, as a receiver of OTLP gets them; imports the support."""
 
 import json
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-
-import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from fumehood.parts.validate import validate
 from tests.e2e.conftest import client_of, settings_for
 from tests.support import served
+from tests.support.otlp import AT_ONCE, Receiver, attributes
 from tests.support.served import Model, answer, runs
 
-
-@contextmanager
-def receiver() -> Generator[tuple[str, list[Span]]]:
-    """Its address, and the spans that came."""
-    spans: list[Span] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                for scope in resource.scope_spans:
-                    spans.extend(scope.spans)
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class names it so
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", spans
-        finally:
-            server.shutdown()
-            thread.join()
+CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+TOOL: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 
-@pytest.mark.slow
-def test_a_streamed_turn_with_code_is_one_trace(tmp_path: Path) -> None:
-    with receiver() as (address, spans), Model() as model:
-        settings = settings_for(model) | {"telemetry": {"otlp": address}}
-        capture = {
-            "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT": "true",
-            "OTEL_EXPORTER_OTLP_COMPRESSION": "none",
-        }
+def test_a_streamed_turn_with_code_is_one_trace_is_counted_and_told(tmp_path: Path) -> None:
+    with Receiver() as receiver, Model() as model:
+        settings = settings_for(model) | {"telemetry": {"otlp": receiver.address}}
         model.script(runs("print(6 * 7)"), answer("It is 42."))
-        with served.serving(tmp_path, settings, capture) as running, client_of(running) as client:
-            tool: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
-            for _ in client.responses.create(model="scripted", input="?", tools=[tool], stream=True):
+        with (
+            served.serving(tmp_path, settings, AT_ONCE | {CAPTURE: "span_and_event"}) as running,
+            client_of(running) as client,
+        ):
+            for _ in client.responses.create(model="scripted", input="?", tools=[TOOL], stream=True):
                 pass
             assert running.stop() == 0
-    assert sorted(span.name for span in spans) == [
-        *("chat scripted", "chat scripted", "execute_tool code_interpreter", "invoke_agent")
-    ]
+    _is_one_trace(receiver)
+    _is_counted(receiver)
+    _is_told(receiver)
+
+
+def _is_one_trace(receiver: Receiver) -> None:
+    spans = [span for _, span in receiver.spans]
     (root,) = [span for span in spans if not span.parent_span_id]
-    assert {span.parent_span_id for span in spans} == {b"", root.span_id}
+    (call,) = [span for span in spans if span.name == "execute_tool code_interpreter"]
     assert len({span.trace_id for span in spans}) == 1
-    (call,) = [span for span in spans if span.name.startswith("execute_tool")]
-    assert (
-        root.start_time_unix_nano
-        < call.start_time_unix_nano
-        < call.end_time_unix_nano
-        < root.end_time_unix_nano
-    )
-    (written,) = [each.value.string_value for each in root.attributes if each.key == "gen_ai.output.messages"]
-    messages = json.loads(written)
+    below = {
+        parent.name: sorted(span.name for span in spans if span.parent_span_id == parent.span_id)
+        for parent in spans
+    }
+    assert {name: found for name, found in below.items() if found} == {
+        "invoke_agent": ["chat scripted", "chat scripted", "execute_tool code_interpreter"],
+        "execute_tool code_interpreter": [
+            *("sandbox acquire", "sandbox files", "sandbox files", "sandbox run")
+        ],
+    }
+    phases = [span for span in spans if span.parent_span_id == call.span_id]
+    for inner, outer in [(call, root), *((phase, call) for phase in phases)]:
+        assert outer.start_time_unix_nano <= inner.start_time_unix_nano
+        assert inner.start_time_unix_nano < inner.end_time_unix_nano <= outer.end_time_unix_nano
+    facts = {span.name: attributes(span.attributes) for span in phases}
+    assert facts["sandbox acquire"]["fumehood.sandbox.start"] in ("warm", "cold")
+    assert facts["sandbox run"] == {"fumehood.sandbox.status": "ok"}
+    messages = json.loads(attributes(root.attributes)["gen_ai.output.messages"])
     assert validate(messages) == []
     parts = messages[0]["parts"]
     assert parts[0]["server_tool_call"]["code"] == "print(6 * 7)"
     assert parts[1]["server_tool_call_response"]["outputs"] == [{"type": "logs", "logs": "42\n"}]
+
+
+def _is_counted(receiver: Receiver) -> None:
+    (turns,) = receiver.points("gen_ai.client.operation.duration")
+    assert turns[0].pop("server.port") > 0
+    assert turns[0] == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "fumehood",
+        "gen_ai.request.model": "scripted",
+        "server.address": "127.0.0.1",
+    }
+    counts = {
+        name: sum(point.count for _, point in receiver.points(name))
+        for name, metric in receiver.metrics.items()
+        if metric.WhichOneof("data") == "histogram"
+    }
+    # What was sent in pieces may have come in one.
+    counts.pop("gen_ai.client.operation.time_per_output_chunk", None)
+    assert counts == {
+        "gen_ai.client.token.usage": 4,
+        "gen_ai.client.operation.duration": 2,
+        "gen_ai.client.operation.time_to_first_chunk": 2,
+        "gen_ai.server.request.duration": 1,
+        "gen_ai.server.time_to_first_token": 1,
+        "gen_ai.server.time_per_output_token": 1,
+        "gen_ai.invoke_agent.duration": 1,
+        "gen_ai.invoke_agent.inference_calls": 1,
+        "gen_ai.invoke_agent.tool_calls": 1,
+        "gen_ai.execute_tool.duration": 1,
+        "fumehood.sandbox.phase.duration": 4,
+    }
+    ((_, active),) = receiver.points("fumehood.responses.active")
+    assert active.as_int == 0
+    ((start, starts),) = receiver.points("fumehood.sandbox.starts")
+    assert (start["fumehood.sandbox.start"] in ("warm", "cold"), starts.as_int) == (True, 1)
+
+
+def _is_told(receiver: Receiver) -> None:
+    turns = {span.span_id: span for _, span in receiver.spans if span.name == "chat scripted"}
+    assert {event.span_id for event in receiver.events} == set(turns)
+    events = sorted(receiver.events, key=lambda event: event.time_unix_nano)
+    assert {event.event_name for event in events} == {"gen_ai.client.inference.operation.details"}
+    for event in events:
+        told = attributes(event.attributes)
+        assert told["gen_ai.request.model"] == "scripted"
+        assert validate(told["gen_ai.input.messages"]) == validate(told["gen_ai.output.messages"]) == []
+        (definition,) = told["gen_ai.tool.definitions"]
+        assert definition["name"] == "code_interpreter"
+        written = attributes(turns[event.span_id].attributes)["gen_ai.output.messages"]
+        assert json.loads(written) == told["gen_ai.output.messages"]
+    first, last = (attributes(event.attributes) for event in events)
+    assert first["gen_ai.output.messages"][0]["parts"][0]["tool_call"] == {
+        "type": "code_interpreter",
+        "code": "print(6 * 7)",
+    }
+    seen = [part for message in last["gen_ai.input.messages"] for part in message["parts"]]
+    assert [part["type"] for part in seen] == ["text", "server_tool_call", "server_tool_call_response"]
+    assert seen[2]["server_tool_call_response"]["outputs"] == [{"type": "logs", "logs": "42\n"}]

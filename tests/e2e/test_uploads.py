@@ -118,7 +118,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     """Database and blobs are on it: what is there stays whole, what fits later is taken."""
     with (
         small_disk(tmp_path / "disk", "12m"),
-        served.serving(tmp_path / "disk", QUIET) as running,
+        served.serving(tmp_path / "disk", QUIET, {"FUMEHOOD_STORAGE__SPARE_BYTES": "0"}) as running,
         client_of(running) as client,
     ):
         kept = client.files.create(file=("kept.txt", b"kept" * MIB), purpose="user_data")

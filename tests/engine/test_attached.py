@@ -7,9 +7,12 @@ import msgspec
 import pytest
 
 from fumehood.engine.tokens import estimate
-from fumehood.files.inputs import InputFiles
+from fumehood.files.inputs import InputFiles, InputLimits
 from fumehood.interfaces import Caller
 from fumehood.models.chat_rendering import ChatRenderer, Dialect
+from fumehood.models.responses_rendering import Dialect as ResponsesDialect
+from fumehood.models.responses_rendering import ResponsesRenderer
+from fumehood.models.sealed import Origin
 from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import Entry
 from fumehood.protocol.errors import InvalidRequest
@@ -122,6 +125,27 @@ async def test_what_cannot_be_had_is_refused_before_anything_begins(items: Any, 
     assert refused.value.wire_code == "file_not_found"
     assert house.store.commits == 0
     assert house.model.requests == []
+
+
+async def test_an_inline_file_that_is_too_large_for_models_is_there_for_code() -> None:
+    attachments = InputFiles(Uploads(), limits=InputLimits(file_bytes=len(PDF) - 1))
+    model = ScriptedModel(ANSWER, profile=ModelProfile(takes_files=True))
+    house = Engine(model, [Echo(finds_files=True)], attachments=attachments)
+    request: Any = {"input": [user(inline("x.pdf", PDF))]}
+    with pytest.raises(InvalidRequest) as refused:
+        await house.block(**request)
+    assert refused.value.wire_code == "unsupported_file"
+    await house.block(**request, tools=[{"type": "echo"}])
+    (asked,) = model.requests
+    for dialect in (Dialect(takes_files=True), Dialect()):
+        rendered = b"".join(ChatRenderer(dialect).messages(None, asked.segments))
+        assert b"finds it as /mnt/data/x.pdf" in rendered
+        assert b"file_data" not in rendered
+    for takes_files in (True, False):
+        renderer = ResponsesRenderer(ResponsesDialect(takes_files=takes_files))
+        items = b"".join(renderer.input(asked.segments, Origin("here")))
+        assert b"finds it as /mnt/data/x.pdf" in items
+        assert b"file_data" not in items
 
 
 async def test_a_short_request_cannot_name_without_end(monkeypatch: pytest.MonkeyPatch) -> None:

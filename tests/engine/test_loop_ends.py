@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -95,6 +96,20 @@ async def test_a_model_that_fails_at_once(error: ApiError) -> None:
     assert await engine.store.response("", run.id) is None
 
 
+@pytest.mark.parametrize(
+    ("steps", "status"),
+    [
+        ([calls("echo", {"text": "x"}), says("done")], "completed"),
+        ([calls("echo", {"text": "x"}), ModelUnreachable("gone")], "failed"),
+    ],
+)
+async def test_tools_are_told_that_the_request_is_over(steps: list[Any], status: str) -> None:
+    echo = Echo()
+    run = await Engine(ScriptedModel(*steps), [echo]).start(tools=[ECHO])
+    assert (await run.wait()).status == status
+    assert echo.closed == 1
+
+
 async def test_a_model_that_fails_in_the_middle() -> None:
     events = await Engine(ScriptedModel([Text("Hel"), ModelUnreachable("gone")])).stream()
     response = check_invariants(events)
@@ -147,6 +162,7 @@ async def test_cancelled_while_code_runs() -> None:
     response = check_invariants(events)
     assert response.status == "cancelled"
     assert echo.log[-1].startswith("ended")
+    assert echo.closed == 1
     call = response.output[0]
     assert isinstance(call, CodeInterpreterCall)
     assert call.status == "incomplete"
@@ -235,13 +251,15 @@ async def test_cancelled_before_it_began() -> None:
 async def test_a_reader_far_behind_ends_the_run() -> None:
     go_on = asyncio.Event()
     model = ScriptedModel([Text("x"), go_on, *(Text("x") for _ in range(100)), asyncio.Event()])
-    run = await Engine(model, lag=LagLimits(events=10, seconds=1.0, hard_events=50)).start()
+    engine = Engine(model, lag=LagLimits(events=10, seconds=1.0, hard_events=50))
+    run = await engine.start()
     reader = run.subscribe()
     await anext(reader)
     go_on.set()
     assert (await run.wait()).status == "cancelled"
     with pytest.raises(ServerFault, match="not read fast enough"):
         await anext(reader)
+    assert engine.figures.readers_cut == {"behind": 1}
 
 
 async def test_a_reader_a_little_behind_for_long_ends_the_run() -> None:

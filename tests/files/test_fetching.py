@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fumehood.files.fetching import Fetched, Fetcher, FetchLimits, FetchRefused
+from fumehood.files.fetching import Fetched, Fetcher, FetchLimits, FetchRefused, Passing
 from fumehood.serving.addresses import networks
 from fumehood.serving.resolver import ResolveFailed, Resolver
 from tests.support.websites import Reply, Seen, Website
@@ -100,6 +100,58 @@ async def test_addresses_that_are_not_public_are_refused(address: str) -> None:
 )
 async def test_addresses_that_are_none(url: str, why: str) -> None:
     assert await refusal(fetcher().fetch(url)) == why
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://example.com/a%20b.png?x=1#y",
+        "http://images.example.co.uk:8080/p.jpg",
+        "https://xn--bcher-kva.example/",
+        "https://www.example.de/",
+        "https://bad.cafe/",
+        "https://93.184.215.14/p.png",
+        "https://[2606:2800:21f:cb07:6820:80da:af6b:8b2c]/p.png",
+        "http://10.1.2.3/of-the-operator",
+    ],
+)
+def test_addresses_that_may_pass(url: str) -> None:
+    Passing(networks(["10.1.0.0/16"])).check(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///etc/passwd",
+        "gopher://example.com/",
+        "u",
+        "http://user:password@example.com/",
+        "http://localhost/",
+        "http://a.localhost:8000/",
+        "http://metadata.google.internal/",
+        "http://printer.local/",
+        "http://vllm:8000/metrics",
+        "http://127.0.0.1/",
+        "http://127.1/",
+        "http://0x7f.1/",
+        "http://2130706433/",
+        "http://0x7f000001/",
+        "http://1.2.3.0x4/",
+        "http://017700000001/",
+        "http://169.254.169.254/latest/meta-data/",
+        "http://169.254.169.254./",
+        "http://[::1]/",
+        "http://[::ffff:10.0.0.1]/",
+        "http://10.0.0.1/",
+        "http://\uff11\uff10.0.0.1/",
+        "http://example.com\\@10.0.0.1/",
+        "http://example.com/\n",
+        "http://example.com /",
+    ],
+)
+def test_addresses_that_may_not_pass(url: str) -> None:
+    with pytest.raises(FetchRefused):
+        Passing().check(url)
 
 
 async def test_every_redirection_is_looked_at() -> None:

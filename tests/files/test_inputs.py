@@ -3,11 +3,12 @@
 import base64
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.files.fetching import Fetcher, FetchLimits
+from fumehood.files.fetching import Fetcher, FetchLimits, Passing
 from fumehood.files.inputs import InputFiles, InputLimits
 from fumehood.interfaces import Caller
 from fumehood.protocol.attachments import (
@@ -19,7 +20,7 @@ from fumehood.protocol.attachments import (
     decode_inline,
     file_name,
 )
-from fumehood.protocol.errors import ApiError, InvalidRequest, NotFound
+from fumehood.protocol.errors import ApiError, InvalidRequest, NotFound, RateLimited
 from fumehood.protocol.names import FreeNames, free_name
 from fumehood.serving.addresses import networks
 from fumehood.serving.resolver import Resolver
@@ -118,6 +119,32 @@ async def test_a_picture_is_one_by_its_content() -> None:
         assert refused.value.param == "file_id"
 
 
+async def test_what_is_read_is_told_before_it_is() -> None:
+    house, told = House(), list[int]()
+
+    async def found(filename: str, content: bytes, kind: str = "input_file") -> tuple[int, int]:
+        """How much was told, and how much is held."""
+        told.clear()
+        file_id = house.uploads.add(filename, content, SOMEBODY.tenant)
+        part = FilePart(type=kind, file_id=file_id)
+        one = await house.subject.find(SOMEBODY, part, whole=True, take=told.append)
+        return sum(told), len(one.text or one.data or "")
+
+    assert await found("t.csv", b"x" * 1000) == (1000, 1000)
+    for content, kind in ((PDF, "input_file"), (PNG, "input_image")):
+        said, held = await found("x", content, kind)
+        assert held - 50 < said < held  # which has a head besides
+
+    def refuse(_: int) -> None:
+        raise RateLimited("Too much.")
+
+    house.uploads.reads.clear()
+    picture = FilePart(type="input_image", file_id=house.uploads.add("x.png", PNG, SOMEBODY.tenant))
+    with pytest.raises(RateLimited):
+        await house.subject.find(SOMEBODY, picture, whole=True, take=refuse)
+    assert house.uploads.reads == []
+
+
 async def test_an_upload_of_somebody_else_is_not_there() -> None:
     house = House()
     theirs = house.uploads.add("x.txt", b"secret", "somebody else")
@@ -142,6 +169,20 @@ async def test_inline_files_are_looked_at_and_not_kept_twice() -> None:
     for address in (inline(PNG, "image/png"), ImageAddress(inline(PNG))):
         found = await house.of(type="input_image", image_url=address)
         assert found == Attachment(name="image.png", kind="picture", media_type="image/png", bytes=len(PNG))
+
+
+async def test_what_is_inline_is_bounded_as_uploads_are() -> None:
+    house = House(picture_bytes=len(PNG), file_bytes=len(PDF))
+    for content, too_large in ((PDF, False), (PDF + b"\n", True)):
+        found = await house.of(
+            type="input_file", filename="x.pdf", file_data=inline(content, "application/pdf")
+        )
+        assert (found.kind, found.bytes, found.too_large) == ("binary", len(content), too_large)
+    text = await house.of(type="input_file", filename="x.txt", file_data=inline(b"x" * 1000, "text/plain"))
+    assert (text.kind, text.too_large) == ("text", False)
+    assert (await house.of(type="input_image", image_url=inline(PNG, "image/png"))).kind == "picture"
+    error = await house.refusal(type="input_image", image_url=inline(PNG + b"x", "image/png"))
+    assert (error.param, error.wire_code) == ("image_url", "invalid_value")
 
 
 async def test_what_is_inline_comes_before_what_is_referred_to() -> None:
@@ -169,13 +210,27 @@ async def test_parts_that_hold_nothing(part: dict[str, Any], param: str) -> None
 # --- addresses ----------------------------------------------------------------------------------------
 
 
-async def test_addresses_are_left_alone_unless_somebody_fetches_them() -> None:
-    house = House()
-    for part in (
-        {"type": "input_image", "image_url": "https://x.test/"},
-        {"type": "input_file", "file_url": "u"},
-    ):
-        assert await house.of(**part) == Attachment()
+ADDRESSED = (
+    {"type": "input_image", "image_url": "https://x.test/"},
+    {"type": "input_image", "image_url": {"url": "https://x.test/", "detail": "low"}},
+    {"type": "input_file", "file_url": "https://x.test/t.pdf"},
+)
+
+
+@pytest.mark.parametrize("part", ADDRESSED)
+async def test_addresses_are_refused_unless_somebody_deals_with_them(part: dict[str, Any]) -> None:
+    error = await House().refusal(**msgspec.structs.asdict(msgspec.convert(part, FilePart)))
+    assert (error.param, error.wire_code) == (
+        "image_url" if part["type"] == "input_image" else "file_url",
+        "unsupported_parameter",
+    )
+    assert "inputs.pass_urls" in error.message
+
+
+@pytest.mark.parametrize("part", ADDRESSED)
+async def test_addresses_may_pass(part: dict[str, Any]) -> None:
+    subject = InputFiles(Uploads(), Passing())
+    assert await subject.find(SOMEBODY, msgspec.convert(part, FilePart), whole=False) == Attachment()
 
 
 async def test_what_was_fetched_is_kept_like_what_came_inline() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from fumehood.interfaces import Caller
+from fumehood.interfaces import Caller, TakeRoom
 from fumehood.protocol.errors import ModelUnreachable
 from fumehood.protocol.items import Compaction
 from fumehood.protocol.responses import CompactedResponse, CreateResponse, InputTokens, Usage
@@ -18,10 +18,14 @@ class Compacting(ScriptedRuns):
         self.may = asyncio.Event()
         self.ended = asyncio.Event()
 
-    async def count(self, request: CreateResponse, caller: Caller) -> InputTokens:
+    async def count(
+        self, request: CreateResponse, caller: Caller, *, take: TakeRoom | None = None
+    ) -> InputTokens:
         return InputTokens(input_tokens=len(str(request.input)), exact=True)
 
-    async def compact(self, request: CreateResponse, caller: Caller) -> CompactedResponse:
+    async def compact(
+        self, request: CreateResponse, caller: Caller, *, take: TakeRoom | None = None
+    ) -> CompactedResponse:
         if self.refusal is not None:
             raise self.refusal
         self.begun.set()

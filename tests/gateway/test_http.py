@@ -12,7 +12,8 @@ from inline_snapshot import snapshot
 from fumehood import __version__
 from fumehood.gateway import exchange
 from fumehood.protocol.errors import ModelRateLimited, ModelUnreachable, PreviousNotFound, RateLimited
-from tests.support.gateway import Served, serving_gateway, text_events
+from tests.support.forms import form, form_type, part
+from tests.support.gateway import Served, drip, serving_gateway, text_events
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 JSON_TYPE = {"content-type": "application/json"}
@@ -416,6 +417,25 @@ async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> Non
             b"content-length: 10\r\n\r\n{"
         )
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/files"])
+async def test_a_body_that_drips(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something comes all the time, and yet it ends."""
+    monkeypatch.setattr(exchange, "_PATIENCE", 0.2)
+    kind = "application/json" if path == "/v1/responses" else form_type()["content-type"]
+    async with serving_gateway() as served, served.connected() as (reader, writer):
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\n"
+            "content-length: 100000\r\n\r\n".encode()
+        )
+        dripping = asyncio.ensure_future(drip(writer, form([part("file", b"x" * 10_000, "x.txt")])))
+        head = await reader.readuntil(b"\r\n\r\n")
+        dripping.cancel()
+        body = await reader.readuntil(b"}}")
+    assert head.startswith(b"HTTP/1.1 408")
+    assert json.loads(body)["error"]["code"] == "request_timeout"
+    assert b"1024 bytes a second" in body
 
 
 async def test_figures_may_be_hidden() -> None:

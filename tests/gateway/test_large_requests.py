@@ -12,6 +12,8 @@ from fumehood.aside import LARGE, aside
 from fumehood.engine import compaction, tokens, truncation
 from fumehood.engine.runs import EngineRuns
 from fumehood.engine.tokens import estimate, is_rendered, tokens_of
+from fumehood.files.inputs import InputFiles
+from fumehood.gateway.exchange import Exchange
 from fumehood.gateway.limits import Limits
 from fumehood.interfaces import Caller
 from fumehood.protocol.conversation import Entry, Segment
@@ -20,6 +22,7 @@ from fumehood.protocol.models import ModelProfile, ModelRequest
 from fumehood.protocol.responses import CreateResponse
 from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModels, says
 from tests.support.gateway import serving_gateway, text_events
+from tests.support.memory_uploads import Uploads
 from tests.support.websocket import connected, refused
 
 PATIENCE = 60
@@ -197,6 +200,107 @@ async def test_what_was_refused_holds_nothing() -> None:
             assert (await served.create(input=BIG, include=["nothing"])).status == 400
         served.runs.refusal = None
         assert (await served.create(input=BIG)).status == 200
+
+
+async def test_what_a_short_request_refers_to_is_held_like_a_body() -> None:
+    async with serving_gateway(limits=Limits(body_bytes_total=1_000_000)) as served:
+        served.runs.refers_to = 700_000
+        served.runs.script = lambda response: [text_events(response)[:2]]
+        async with served.posted(stream=True) as (reader, _):
+            await reader.readuntil(b"\r\n\r\n")
+            answers = [
+                await served.create(),
+                await served.create(headers={"idempotency-key": "one"}),
+                await served.create(input=BIG),
+            ]
+            async with connected(served.port) as socket:
+                await socket.ask()
+                over_socket = refused((await socket.answer())[-1])
+            served.runs.script = lambda response: [text_events(response)]
+            run = served.runs.runs[0]
+            run.say(*text_events(run.response)[2:])
+            await reader.readuntil(b"0\r\n\r\n")
+        again = [await served.create(), await served.create(headers={"idempotency-key": "one"})]
+    assert [answer.error for answer in answers] == [(503, "server_error", None)] * 3
+    assert over_socket == (503, "server_error", None)
+    assert [answer.status for answer in again] == [200, 200]
+
+
+async def test_uploads_that_an_input_names_are_held_until_the_response_is_there() -> None:
+    uploads, clock = Uploads(), FakeClock()
+    picture = {
+        "type": "input_image",
+        "file_id": uploads.add("x.png", b"\x89PNG\r\n\x1a\n" + bytes(BIG, "ascii"), ""),
+    }
+    asked = [{"role": "user", "content": [picture]}]
+    model = ScriptedModel(says("one"), says("two"))
+    store = MemoryStore(clock)
+    runs = EngineRuns(ScriptedModels(model), [], store, clock, attachments=InputFiles(uploads))
+    limits = Limits(body_bytes_total=1_000_000)
+    async with serving_gateway(runs=runs, store=store, limits=limits) as served:
+        first = await served.create(input=asked)
+        paths = ("", "/input_tokens", "/compact")
+        with limits.room(Caller()) as room:
+            room.take(100_000)
+            refusals = [
+                await served.ask("POST", f"/v1/responses{path}", {"model": "small", "input": asked})
+                for path in paths
+            ]
+        again = await served.create(input=asked)
+    assert (first.status, again.status) == (200, 200)
+    assert [refusal.error for refusal in refusals] == [(503, "server_error", None)] * 3
+
+
+async def test_what_is_read_from_the_store_is_held_while_it_is_sent() -> None:
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    model = ScriptedModel(says(BIG), says("short"), says(BIG), says(BIG))
+    runs = EngineRuns(ScriptedModels(model), [], store, clock)
+    limits = Limits(body_bytes_total=2_000_000)  # which is less than a stream of it
+    keys: list[Any] = [
+        {"stream": stream, "headers": {"idempotency-key": f"{stream}"}} for stream in (False, True)
+    ]
+    async with serving_gateway(runs=runs, store=store, limits=limits) as served:
+        large, small = [
+            f"/v1/responses/{(await served.create(input=said)).json['id']}" for said in (BIG, "hi")
+        ]
+        paths = [f"{of}{what}" for of in (large, small) for what in ("", "/input_items")]
+        with limits.room(Caller()) as room:
+            room.take(1_500_000)
+            answers = [await served.ask("GET", path) for path in paths]
+        again = [await served.ask("GET", path) for path in paths]
+        told = [await served.create(**key) for key in keys]
+        with limits.room(Caller()) as room:
+            room.take(1_500_000)
+            told += [await served.create(**key) for key in keys]
+        told += [await served.create(**key) for key in keys]
+        with limits.room(Caller()) as room:  # all of it was given back
+            room.take(2_000_000)
+    assert [answer.status for answer in answers] == [503, 503, 200, 200]
+    assert [answer.status for answer in again] == [200] * 4
+    assert [answer.status for answer in told] == [200, 200, 503, 503, 200, 200]
+    assert len(model.requests) == 4
+    assert again[1].json["data"][0]["content"][0]["text"] == BIG
+
+
+@pytest.mark.parametrize("size", [0, 1, 256 << 10, (256 << 10) + 1, 3 << 20])
+async def test_a_long_answer_waits_for_its_reader_piece_by_piece(size: int) -> None:
+    body = bytes(size)
+    parts: list[Any] = []
+
+    async def send(part: Any) -> None:
+        parts.append(part)
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    scope: Any = {"method": "GET", "path": "/", "query_string": b"", "headers": ()}
+    await Exchange(scope, receive, send).answer(body)
+    pieces = [part["body"] for part in parts[1:]]
+    assert b"".join(pieces) == body
+    assert max(map(len, pieces)) <= 256 << 10
+    assert [part["more_body"] for part in parts[1:]] == [*[True] * (len(pieces) - 1), False]
+    assert all(pieces) or not size
 
 
 async def test_messages_are_held_from_when_they_wait_until_they_are_answered_or_forgotten() -> None:

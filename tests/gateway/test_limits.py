@@ -195,15 +195,19 @@ def test_no_more_pass_than_the_rate_allows(rate: int, bursts: list[tuple[float, 
 
 
 async def test_containers_of_a_tenant(tmp_path: Path) -> None:
-
     async with two_tenants(tmp_path) as house:
         few = await house.another("few", KeyLimits(containers=1))
         tools = [{"type": "code_interpreter"}]
-        first, second = await few.create(tools=tools), await few.create(tools=tools)
-        statuses = [
-            [item["status"] for item in answer.json["output"] if item["type"] == "code_interpreter_call"]
-            for answer in (first, second, await house.ben.create(tools=tools))
-        ]
-    assert statuses[0] == ["completed"]
-    assert statuses[1][0] == "failed"
-    assert statuses[2] == ["completed"]
+        answers = [await few.create(tools=tools), await few.create(tools=tools)]
+        made = await few.ask("POST", "/v1/containers", {"name": "asked for"})
+        refused = await few.ask("POST", "/v1/containers", {"name": "one more"})
+        answers += [await few.create(tools=tools), await house.ben.create(tools=tools)]
+    statuses = [
+        [item["status"] for item in answer.json["output"] if item["type"] == "code_interpreter_call"]
+        for answer in answers
+    ]
+    assert statuses[:2] == [["completed"], ["completed"]]  # an idle one that nobody asked for makes room
+    assert (made.status, refused.status) == (200, 429)
+    assert refused.json["error"]["code"] == "container_limit_exceeded"
+    assert statuses[2][0] == "failed"
+    assert statuses[3] == ["completed"]

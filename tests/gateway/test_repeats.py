@@ -93,6 +93,18 @@ async def test_the_same_key_for_another_request(house: House, store: bool) -> No
 
 
 @module
+@pytest.mark.parametrize("store", [False, True])
+async def test_a_key_stands_for_one_request_whether_it_is_stored_or_not(house: House, store: bool) -> None:
+    key = keyed(f"changed {store}")
+    assert (await house.ann.create(key, store=store)).status == 200
+    asked = len(house.model.requests)
+    for text in ("hi", "something else"):
+        refused = await house.ann.create(key, store=not store, input=text)
+        assert refused.error == (409, "idempotency_key_reused", "Idempotency-Key")
+    assert len(house.model.requests) == asked
+
+
+@module
 async def test_a_request_that_is_refused_does_not_use_up_its_key(house: House) -> None:
     key, rows = keyed("refused"), house.rows()
     for _ in range(2):

@@ -255,3 +255,4 @@ async def test_a_reader_that_takes_nothing_is_left(gateway: Served, monkeypatch:
         async with asyncio.timeout(30):
             await run.ended.wait()
     assert run.cancelled == GONE
+    assert gateway.app.metrics.figures.readers_cut["stalled"] == 1

@@ -80,6 +80,7 @@ HARMLESS = {
     *(
         "include",
         "metadata",
+        "client_metadata",
         "store",
         "stream",
         "stream_options",

@@ -18,7 +18,7 @@ from fumehood.interfaces import Caller
 from fumehood.protocol.errors import NotAuthenticated
 from fumehood.protocol.keys import KeyLimits
 from fumehood.serving import stalled, websocket
-from tests.support.gateway import Served, serving_gateway, text_events
+from tests.support.gateway import Served, drip, serving_gateway, text_events
 from tests.support.websocket import beginning, opened, refused, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -210,6 +210,20 @@ async def test_a_message_that_does_not_end_ends_the_connection(
             await reader.readexactly(1)
 
 
+async def test_a_message_that_drips_ends_the_connection(
+    gateway: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(websocket, "_MESSAGE_SECONDS", 0.2)
+    async with gateway.connected() as (reader, writer):
+        writer.write(b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\n" + HEAD + KEY + b"\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\x81\xfe\xff\xff\0\0\0\0")
+        dripping = asyncio.ensure_future(drip(writer, b" " * 10_000))
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1)
+        dripping.cancel()
+
+
 # --- silence, and those who leave ---------------------------------------------------------------------
 
 
@@ -270,6 +284,7 @@ async def test_a_reader_that_takes_nothing_is_left(gateway: Served, monkeypatch:
             await gateway.runs.runs[0].ended.wait()
         socket.raw.transport.abort()
     assert gateway.runs.runs[0].cancelled == GONE
+    assert gateway.app.metrics.figures.readers_cut["stalled"] == 1
 
 
 async def test_a_slow_reader_gets_everything_and_holds_up_nobody(gateway: Served) -> None:

@@ -14,7 +14,7 @@ from openai.types.responses import ResponsesServerEvent
 
 from fumehood.engine.runs import EngineRuns
 from fumehood.gateway import websocket
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.errors import ModelUnreachable
 from fumehood.testing import (
     FakeClock,
@@ -358,7 +358,7 @@ async def test_what_all_hold_is_bounded_and_whoever_holds_most_gives_way(
 
 
 async def test_entries_weigh_what_they_hold() -> None:
-    seen = Exchange(call_id="c", name="n", arguments="a" * 10, output="b" * 20, images=("i" * 30,))
+    seen = ToolExchange(call_id="c", name="n", arguments="a" * 10, output="b" * 20, images=("i" * 30,))
     entries = (
         Entry(type="x", id="1", turn=0, raw=b"r" * 40),
         Entry(type="x", id="2", turn=0, raw=b"", exchange=seen),

@@ -8,7 +8,7 @@ from inline_snapshot import snapshot
 from msgspec import Raw
 
 from fumehood.models.direct import DirectModel
-from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.models import (
     AnyModelEvent,
     CallArguments,
@@ -19,7 +19,7 @@ from fumehood.protocol.models import (
 )
 from fumehood.protocol.responses import Usage
 from fumehood.protocol.tools import FunctionSpec
-from tests.support.conversations import call, hosted, message, output, segment
+from tests.support.conversations import call, hosted, message, output, segment, shell_call
 
 INTERPRETER = FunctionSpec(name="code_interpreter", description="", parameters=Raw(b"{}"))
 OTHER = FunctionSpec(name="other", description="", parameters=Raw(b"{}"))
@@ -70,7 +70,6 @@ async def test_a_call_that_the_client_has_answered(told: object) -> None:
         ("Please:\n```py\na = 1\n```\nthen\n```\nprint(a)\n```\nthanks", "a = 1\nprint(a)"),
         ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''"),
         ("~~~Python title=x\n1\n~~~", "1"),
-        ("```bash\nls\n```", None),
         ("```bash\nls\n```\n```python\n1\n```", "1"),
         ("print(1)", "print(1)"),
         ("  x = 1\n", "x = 1"),
@@ -93,7 +92,7 @@ async def test_without_code_it_says_what_to_do() -> None:
     told = await answer(request(message("hello")))
     assert told == snapshot(
         "I am not a language model: I run the Python code of your message. Send code, best between ``` fences, "
-        "and offer the code_interpreter tool."
+        "and offer the code_interpreter tool. Commands between ```sh fences run in the shell tool."
     )
     assert await answer(request()) == told
 
@@ -103,8 +102,62 @@ async def test_without_code_it_says_what_to_do() -> None:
 )
 async def test_without_the_tool_it_says_what_to_do(more: dict[str, object]) -> None:
     assert await answer(request(message("print(1)"), **more)) == snapshot(
-        "I only run Python code, and this request does not let me: offer the code_interpreter tool."
+        "I only run code, and this request does not let me: offer the code_interpreter tool."
     )
+
+
+SHELL = FunctionSpec(name="shell", description="", parameters=Raw(b"{}"))
+MIXED = "```sh\nls\n```\n```bash\npwd\n```\nthen\n```python\n1\n```\n```shell\nid\n```"
+
+
+async def called(asked: ModelRequest) -> tuple[str, object] | None:
+    started, *rest = await turn(asked)
+    if not isinstance(started, CallStarted):
+        return None
+    arguments = "".join(event.delta for event in rest if isinstance(event, CallArguments))
+    return started.name, msgspec.json.decode(arguments)
+
+
+def shell_result(call_id: str, told: str) -> list[Entry]:
+    exchange = ToolExchange(call_id=call_id, name="shell", arguments="", output=told, tells="result")
+    said = Entry(type="shell_call_output", id=None, turn=1, raw=b"{}", exchange=exchange)
+    return [shell_call(call_id, turn=1), said]
+
+
+async def test_commands_run_in_the_shell_and_code_in_the_interpreter_one_after_another() -> None:
+    both: dict[str, object] = {"functions": [INTERPRETER, SHELL]}
+    past = [message(MIXED)]
+    assert await called(request(*past, **both)) == ("shell", {"commands": ["ls\npwd"]})
+    past += shell_result("a", "a.txt\n")
+    assert await called(request(*past, **both)) == ("code_interpreter", {"code": "1"})
+    past.append(hosted("b", "1", turn=2))
+    assert await called(request(*past, **both)) == ("shell", {"commands": ["id"]})
+    past += shell_result("c", "root\n")
+    assert await answer(request(*past, **both)) == "a.txt\n1\nroot"
+
+
+async def test_only_what_is_offered_runs() -> None:
+    assert await called(request(message(MIXED))) == ("code_interpreter", {"code": "1"})
+    assert await answer(request(message(MIXED), hosted("b", "1", turn=1))) == "1"
+    commands = message("```sh\nls\n```")
+    assert await called(request(commands, functions=[SHELL])) == ("shell", {"commands": ["ls"]})
+    assert "offer the shell tool" in await answer(request(commands))
+    assert "offer the shell and the code_interpreter tool" in await answer(
+        request(message(MIXED), functions=[])
+    )
+
+
+async def test_a_forced_call_is_not_made_twice() -> None:
+    past = [message(MIXED)]
+    both: dict[str, object] = {"functions": [INTERPRETER, SHELL]}
+    assert await called(request(*past, **both, choice=INTERPRETER)) == ("code_interpreter", {"code": "1"})
+    past.append(hosted("b", "1", turn=1))
+    assert await called(request(*past, **both)) == ("shell", {"commands": ["ls\npwd"]})
+
+
+async def test_calls_that_the_client_has_answered_are_over_whatever_they_were() -> None:
+    past = [message("```sh\nls\n```"), call("c", name="shell"), output("c", "a.txt")]
+    assert await answer(request(*past, functions=[SHELL])) == "a.txt"
 
 
 async def test_it_answers_with_the_output() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from fumehood.models.direct import DirectModel
+from fumehood.figures import TurnFigures
 from fumehood.models.registry import Registry, Rule, open_models
 from fumehood.models.settings import ModelSettings
 from fumehood.protocol.errors import InvalidRequest, ModelUnreachable
@@ -95,8 +95,10 @@ async def test_a_server_without_an_answer_is_tolerated(
 
 
 async def test_without_settings_direct_serves_every_name() -> None:
-    registry = open_models([], FakeClock())
-    assert isinstance(registry.backend("gpt-4o"), DirectModel)
+    figures: dict[str, TurnFigures] = {}
+    registry = open_models([], FakeClock(), figures=figures)
+    [_ async for _ in registry.backend("gpt-4o").stream(ModelRequest(model="gpt-4o"))]
+    assert {match: dict(counted.ended) for match, counted in figures.items()} == {"*": {"ended": 1}}
     assert await names(registry) == ["direct"]
     await registry.close()
 

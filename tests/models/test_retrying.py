@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from fumehood.figures import TurnFigures
 from fumehood.models.chat_completions import ChatCompletions
 from fumehood.models.retrying import Retrying
 from fumehood.models.settings import ModelSettings
@@ -126,3 +127,49 @@ async def test_over_a_socket() -> None:
         await connections.close()
     assert clock.slept == [0.25, 0.5, 2.0]
     assert len({asked.body for asked in server.asked}) == 1
+
+
+# --- what is counted ----------------------------------------------------------------------------------
+
+
+async def counted(*turns: Turn, leave: bool = False) -> TurnFigures:
+    figures = TurnFigures()
+    backend = Retrying(ScriptedModel(*turns), 2, Waits(), spread=lambda: 1.0, figures=figures)
+    stream = backend.stream(REQUEST)
+    try:
+        async for _ in stream:
+            assert figures.running == 1
+            if leave:
+                break
+    except ModelError:
+        pass
+    finally:
+        await stream.aclose()
+    assert figures.running == 0
+    assert figures.seconds.number == 1
+    return figures
+
+
+@pytest.mark.parametrize(
+    ("turns", "outcome", "errors", "retries", "pieces"),
+    [
+        ([says("a")], "ended", {}, 0, 1),
+        ([DOWN, says("a")], "ended", {"unreachable": 1}, 1, 1),
+        ([DOWN, ModelRateLimited("busy"), DOWN], "unreachable", {"unreachable": 2, "rate_limited": 1}, 2, 0),
+        ([ModelRefused("no")], "refused", {"refused": 1}, 0, 0),
+        ([ModelTimeout("slow")], "timeout", {"timeout": 1}, 0, 0),
+        ([ModelError("odd")], "failed", {"failed": 1}, 0, 0),
+        ([[Text("a"), DOWN]], "unreachable", {"unreachable": 1}, 0, 1),
+    ],
+)
+async def test_turns_are_counted_by_outcome(
+    turns: Sequence[Turn], outcome: str, errors: dict[str, int], retries: int, pieces: int
+) -> None:
+    figures = await counted(*turns)
+    assert (figures.ended, figures.errors, figures.retries) == ({outcome: 1}, errors, retries)
+    assert figures.first_piece.number == pieces
+
+
+async def test_a_turn_that_somebody_left_is_no_error() -> None:
+    figures = await counted(says("one two three"), leave=True)
+    assert (figures.ended, figures.errors) == ({"cancelled": 1}, {})

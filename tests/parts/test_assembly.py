@@ -344,6 +344,19 @@ def test_a_call_that_failed_says_so() -> None:
     assert assembly.document() == [failed]
 
 
+@pytest.mark.parametrize("end", ["completed", "incomplete", "failed", "cancelled"])
+def test_the_last_event_has_the_last_word(end: str) -> None:
+    begun: Any = {"type": "web_search_call", "id": "ws", "status": "in_progress", "action": {"query": "q"}}
+    told = {**begun, "status": "incomplete"}
+    events: Events = [
+        {"type": "response.output_item.added", "output_index": 0, "item": begun},
+        {"type": f"response.{end}", "response": {"status": end, "output": [told]}},
+    ]
+    assert assembled("openai", events) == [told]
+    events[-1]["response"]["output"] = []
+    assert assembled("openai", events) == [begun]
+
+
 JUNK: list[Any] = [None, 5, [], {}, {"type": None}, {"type": "response.output_text.delta", "delta": "x"}]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,6 +173,26 @@ def test_payloads_of_wrong_types_are_refused(payload: Any, response: Any) -> Non
     else:
         made = {"type": "server_tool_call_response", "id": "1", "server_tool_call_response": response}
     assert not agree("option2", made)
+
+
+TYPED = [
+    (kind, side, field.encode_name)
+    for kind in KINDS
+    for side in (0, 1)
+    for field in msgspec.structs.fields((KINDS[kind].call, KINDS[kind].response)[side])
+    if field.type is not Any
+]
+
+
+@pytest.mark.parametrize("view", [view for view in VIEWS if view != "option1-compat"])
+def test_every_member_that_has_a_type_refuses_others(view: str) -> None:
+    for kind, side, member in TYPED:
+        form = next(form for form in VIEWS[view] if (FORMS[form].call, FORMS[form].response)[side])
+        good = part(form, kind)
+        key = (FORMS[form].call, FORMS[form].response)[side]
+        refused = [value for value in VALUES if not agree(view, {**good, key: {**good[key], member: value}})]
+        assert refused, (kind, member)
+    assert len(TYPED) > 25
 
 
 def test_halves_of_two_kinds_are_not_one_tool() -> None:

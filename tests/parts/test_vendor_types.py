@@ -1,13 +1,19 @@
 """The samples are what vendors send, and what we write is what they take: by their SDKs' types; imports the SDKs."""
 
+import json
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, TypeAdapter
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from fumehood.parts.convert import convert
+from fumehood.parts.canonical import Json, ToolCall, ToolResult
+from fumehood.parts.convert import convert, from_vendor, to_vendor
+from fumehood.parts.forms import VIEWS
 from tests.support import part_samples as samples
 
 with warnings.catch_warnings():
@@ -108,3 +114,133 @@ def test_calls_of_one_vendor_are_written_as_another_takes_them(target: str) -> N
     assert [_openai({"id": "new", **item}) for item in again]
     asked = [item["code"] for item in again if item["type"] == "code_interpreter_call" and item["code"]]
     assert asked == ["print(2)"]
+
+
+# --- items that nobody has thought of, but that the vendor would take ----------------------------------
+
+
+_STRUCTURE = ("type", "object", "role", "status")
+
+
+def reworded(value: Json, chance: random.Random, texts: list[str]) -> Json:
+    """The same with other words, numbers and lengths; which of them must not change, the vendor's types know."""
+    if isinstance(value, dict):
+        return {
+            key: inner if key in _STRUCTURE else reworded(inner, chance, texts)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list):
+        return [reworded(inner, chance, texts) for inner in value for _ in range(chance.choice([0, 1, 1, 2]))]
+    if isinstance(value, bool) or chance.random() < 0.5:
+        return value
+    if isinstance(value, int):
+        return chance.choice([0, -1, 2**31, 2**53 + 1])
+    if isinstance(value, str) and value.startswith("{"):
+        return json.dumps({"code": chance.choice(texts), "n": [1.5, None]})
+    return chance.choice(texts) if isinstance(value, str) else value
+
+
+def taken_by(through: Through, item: Json) -> bool:
+    try:
+        return through(item) == item
+    except (
+        ValidationError,
+        AssertionError,
+        UserWarning,
+    ):  # of a word that its type does not know, Gemini's warns
+        return False
+
+
+def assert_reworded_goes_back(vendor: str, place: int, seed: int, texts: list[str]) -> None:
+    through, items = THROUGH[vendor]
+    chance = random.Random(seed)
+    tries = (reworded(items[place], chance, texts) for _ in range(6))
+    made = next((item for item in tries if taken_by(through, item)), None)
+    assume(made is not None)
+    for view in VIEWS:
+        back = convert(view, vendor, convert(vendor, view, made))
+        assert back == made
+        assert through(back) == made
+
+
+words = st.lists(st.text(max_size=8), min_size=1, max_size=3)
+SORTS = [(vendor, place) for vendor, (_, items) in THROUGH.items() for place in range(len(items))]
+TAKEN = settings(
+    max_examples=15, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow], deadline=None
+)
+
+
+@pytest.mark.parametrize("vendor", THROUGH)
+@TAKEN
+@given(data=st.data(), seed=st.integers(0, 2**32), texts=words)
+def test_whatever_a_vendor_would_send_goes_back(
+    vendor: str, data: st.DataObject, seed: int, texts: list[str]
+) -> None:
+    place = data.draw(st.integers(0, len(THROUGH[vendor][1]) - 1))
+    assert_reworded_goes_back(vendor, place, seed, texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("vendor", "place"), SORTS)
+@settings(TAKEN, max_examples=20)
+@given(seed=st.integers(0, 2**32), texts=words)
+def test_whatever_a_vendor_would_send_of_each_sort_goes_back(
+    vendor: str, place: int, seed: int, texts: list[str]
+) -> None:
+    assert_reworded_goes_back(vendor, place, seed, texts)
+
+
+# --- what one vendor said, in another's words ----------------------------------------------------------
+
+
+def _tool(kind: str, name: str, call: Any, result: Any) -> list[Any]:
+    return [
+        ToolCall(kind=kind, name=name, payload=call, call_id="c1"),
+        ToolResult(kind=kind, payload=result, call_id="c1"),
+    ]
+
+
+def test_the_result_of_a_command_is_the_same_everywhere() -> None:
+    ran = {"stdout": "a\n", "stderr": "b\n", "exit_code": 3}
+    parts = _tool("shell", "shell", {"commands": ["ls"]}, {"outputs": [ran]})
+    made: Any = to_vendor("openai", parts)
+    assert [_openai({"id": "new", **item}) for item in made]
+    assert made[1]["output"] == [
+        {"stdout": "a\n", "stderr": "b\n", "outcome": {"type": "exit", "exit_code": 3}}
+    ]
+    again: Any = convert("openai", "anthropic", made)
+    assert [_anthropic(item) for item in again] == again
+    assert again[1]["content"]["return_code"] == 3
+    (_, result) = from_vendor("anthropic", again)
+    assert isinstance(result, ToolResult)
+    assert result.payload["outputs"] == [ran]
+
+
+def test_a_function_without_arguments_has_none_anywhere() -> None:
+    asked: Json = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    for vendor, member in (("anthropic", "input"), ("gemini-interactions", "arguments")):
+        (made,) = _parts(convert("openai", vendor, [asked]))
+        assert made[member] == {}
+    (made,) = _parts(convert("openai", "gemini", [asked]))
+    assert made == {"functionCall": {"name": "f", "args": {}, "id": "c1"}}
+
+
+def test_a_vendor_that_repeats_the_name_with_the_result_gets_it() -> None:
+    asked: Json = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    answered: Json = {"type": "function_call_output", "call_id": "c1", "output": "3"}
+    _, made = _parts(convert("openai", "gemini", [asked, answered]))
+    assert made == {"functionResponse": {"name": "f", "response": {"result": "3"}, "id": "c1"}}
+
+
+def test_a_tool_of_an_mcp_server_is_a_function_where_there_are_none() -> None:
+    parts = _tool("mcp", "lookup", {"arguments": '{"q": 1}', "server_label": "s"}, {"output": "found"})
+    called, answered = _parts(to_vendor("mistral", parts))
+    assert (called["name"], called["arguments"], answered["result"]) == ("lookup", '{"q": 1}', "found")
+
+
+def test_a_call_of_an_mcp_server_without_a_label_is_taken() -> None:
+    parts = _tool("mcp", "lookup", {"arguments": {"q": 1}}, {"output": "found"})
+    for vendor in ("openai", "anthropic", "gemini-interactions"):
+        through, _ = THROUGH[vendor]
+        made = _parts(to_vendor(vendor, parts))
+        assert [through(item) for item in made] == made

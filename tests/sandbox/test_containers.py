@@ -12,9 +12,9 @@ from fumehood.protocol.containers import ContainerSpec
 from fumehood.protocol.errors import NotFound, RateLimited
 from fumehood.protocol.sandbox import End, ExecuteRequest, NetworkAllowlist, SandboxSpec, Stdout
 from fumehood.protocol.sandbox_errors import RequestRefused, SandboxGone, SandboxStartFailed, Unreachable
-from fumehood.sandbox.container import ContainerSettings
+from fumehood.sandbox.container import ContainerSettings, SandboxContainer
 from fumehood.testing import ScriptedSandbox, Step, WriteFile
-from tests.support.containers import Host, host
+from tests.support.containers import SOMEBODY, Host, host
 
 EXECUTION = ContainerSettings(isolation="execution")
 KILLED = End(status="timeout", exit_code=-1, duration_ms=1, state_kept=False, reason="It was killed.")
@@ -197,8 +197,48 @@ async def test_as_many_containers_as_a_tenant_may_have() -> None:
             "As many containers are running as are allowed (2): delete one, or wait for one to expire."
         )
         await here.containers.open(Caller("other"), here.containers.reserve(), ContainerSpec())
-        here.clock.advance(20 * 60)
+        for one in opened:
+            if isinstance(one, SandboxContainer):
+                one.leave()
         await here.open()
+
+
+async def test_the_one_that_was_idle_longest_makes_room() -> None:
+    steps = (Step("a"), Step("b"), Step("a"), Step("c"))
+    async with host(*steps, settings=ContainerSettings(containers_per_tenant=2)) as here:
+        first, second = await here.open(), await here.open()
+        for container, code in ((first, "a"), (second, "b"), (await here.open(first.id), "a")):
+            here.clock.advance(1)
+            await here.run(container, code)
+        third = await here.open()
+        assert (await here.run(third, "c")).end.status == "ok"
+        states = [(await here.record(one)).status for one in (first, second, third)]
+        assert states == ["running", "expired", "running"]
+        assert len(await here.scripted.sandboxes()) == 2
+
+
+async def test_what_was_asked_for_and_what_is_in_use_make_no_room() -> None:
+    async with host(settings=ContainerSettings(containers_per_tenant=3)) as here:
+        asked = await here.containers.create(SOMEBODY, ContainerSpec())
+        working = await here.open()
+        idle = await here.open()
+        idle.leave()
+        await here.containers.create(SOMEBODY, ContainerSpec())
+        with pytest.raises(RateLimited):
+            await here.open()
+        assert (await here.record(idle)).status == "expired"
+        assert (await here.record(working)).status == "running"
+        assert (await here.containers.check(SOMEBODY, asked.id)).status == "running"
+
+
+async def test_what_another_process_may_be_using_makes_no_room_yet() -> None:
+    async with host(settings=ContainerSettings(containers_per_tenant=1)) as here:
+        (await here.open()).leave()
+        other = here.beside()
+        with pytest.raises(RateLimited):
+            await other.open()
+        here.clock.advance(121)
+        await other.open()
 
 
 async def test_a_tenant_whose_containers_are_slow_to_end_keeps_nobody_else_waiting(
@@ -301,6 +341,42 @@ async def test_sandboxes_that_belong_to_nobody_are_ended() -> None:
         assert sorted(here.scripted.specs) == sorted(
             [f"{container.id}-1", "cntr_of_another_gateway-1", "something-else"]
         )
+
+
+@pytest.mark.parametrize("alone", [True, False])
+async def test_what_a_killed_process_left_is_ended_when_the_next_one_starts(alone: bool) -> None:
+    """At once, also what still runs; unless there are other processes that it may belong to."""
+    settings = ContainerSettings(isolation="execution", alone=alone)
+    never = asyncio.Event()
+    async with host(Step("x", [never]), Step("y"), settings=settings) as here:
+        container = await here.open()
+        call = asyncio.ensure_future(here.run(container, "x"))
+        while not [one for one in await here.scripted.sandboxes() if one.running]:
+            await asyncio.sleep(0)
+        (left,) = here.scripted.specs
+        await here.scripted.create(SandboxSpec(), "cntr_of_another_gateway-1")
+        after = here.beside()
+        async with after.containers:
+            await settle()
+            assert (left in here.scripted.specs) != alone
+            assert "cntr_of_another_gateway-1" in here.scripted.specs
+            assert (await after.run(await after.open(container.id), "y")).end.status == "ok"
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+
+async def test_a_start_leaves_alone_what_is_used_meanwhile() -> None:
+    settings = ContainerSettings(isolation="execution", alone=True)
+    done = asyncio.Event()
+    async with host(Step("x", [done]), settings=settings) as here:
+        container = await here.open()
+        call = asyncio.ensure_future(here.run(container, "x"))
+        while not [one for one in await here.scripted.sandboxes() if one.running]:
+            await asyncio.sleep(0)
+        async with here.containers:
+            await settle()
+            done.set()
+            assert (await call).end.status == "ok"
 
 
 async def test_a_server_that_cannot_be_asked_does_not_stop_the_sweep(

@@ -42,9 +42,15 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of these tests alone: others on this host have disks as well."""
+    return tmp_path_factory.mktemp("disks")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def supervisor() -> AsyncIterator[Supervisor]:
-    async with Supervisor(settings(preload=(), **_SMALL_DISK)) as running:
+async def supervisor(directory: Path) -> AsyncIterator[Supervisor]:
+    async with Supervisor(settings(preload=(), disk_dir=directory, **_SMALL_DISK)) as running:
         yield running
 
 
@@ -60,7 +66,7 @@ def _disk(sandbox: LocalSandbox) -> Disk:
     return sandbox.place.disk
 
 
-def _loop_devices(directory: Path = disks.DEFAULT_DIRECTORY) -> set[str]:
+def _loop_devices(directory: Path) -> set[str]:
     """Those over an image from there, wherever they are mounted."""
     found: set[str] = set()
     for path in Path("/sys/block").glob("loop*/loop/backing_file"):
@@ -70,7 +76,7 @@ def _loop_devices(directory: Path = disks.DEFAULT_DIRECTORY) -> set[str]:
     return found
 
 
-async def _no_devices(directory: Path = disks.DEFAULT_DIRECTORY) -> None:
+async def _no_devices(directory: Path) -> None:
     async with asyncio.timeout(20):
         while _loop_devices(directory):
             await asyncio.sleep(0.02)
@@ -167,16 +173,16 @@ async def test_what_is_deleted_returns_to_the_host(sandbox: LocalSandbox) -> Non
     assert _disk(sandbox).used() < 16 * _MIB
 
 
-async def test_nothing_is_left_of_a_disk(supervisor: Supervisor) -> None:
-    await _no_devices()
+async def test_nothing_is_left_of_a_disk(supervisor: Supervisor, directory: Path) -> None:
+    await _no_devices(directory)
     before = len(os.listdir("/proc/self/fd"))
     sandbox = await supervisor.create(_LARGE)
-    assert len(_loop_devices()) == 1
+    assert len(_loop_devices(directory)) == 1
     await run(sandbox, "open('x', 'wb').write(bytes(50 << 20))")
     await sandbox.destroy()
-    await _no_devices()
+    await _no_devices(directory)
     assert len(os.listdir("/proc/self/fd")) == before
-    assert os.listdir(disks.DEFAULT_DIRECTORY) == []
+    assert os.listdir(directory) == []
 
 
 async def test_a_full_host_is_told_and_nothing_is_left(tmp_path: Path) -> None:
@@ -241,16 +247,16 @@ async def test_disks_can_be_off() -> None:
         assert (await supervisor.create(_LARGE)).place.disk is None
 
 
-async def test_whoever_gives_up_leaves_nothing(supervisor: Supervisor) -> None:
-    await _no_devices()
+async def test_whoever_gives_up_leaves_nothing(supervisor: Supervisor, directory: Path) -> None:
+    await _no_devices(directory)
     for pause in (0.0, 0.001, 0.003, 0.01, 0.02):
         asking = asyncio.ensure_future(supervisor.create(_LARGE))
         await asyncio.sleep(pause)
         asking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await (await asking).destroy()
-    await _no_devices()
-    assert _loop_devices() == set()
+    await _no_devices(directory)
+    assert os.listdir(directory) == []
 
 
 async def test_a_mkfs_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

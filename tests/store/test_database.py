@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fumehood.figures import StoreFigures
 from fumehood.interfaces import Fenced
 from fumehood.protocol.errors import Unavailable
 from fumehood.store.database import Database, leave_event_loop
@@ -54,6 +55,16 @@ async def test_what_waits_is_one_transaction(database: Database) -> None:
     assert seen == []
     assert begun == list(range(50))
     assert await database.read(_all) == list(range(50))
+
+
+async def test_transactions_are_counted_with_what_shared_them(tmp_path: Path) -> None:
+    figures = StoreFigures()
+    database = await Database.open(tmp_path / "test.db", figures=figures)
+    await asyncio.gather(*(database.write(lambda db: None) for _ in range(3)))
+    await database.write(lambda db: None)
+    await database.close()
+    assert (figures.seconds.number, figures.group.number, figures.group.total) == (2, 2, 4)
+    assert figures.seconds.total > 0
 
 
 async def test_a_bad_job_does_not_harm_its_neighbours(database: Database) -> None:

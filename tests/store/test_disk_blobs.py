@@ -123,6 +123,26 @@ async def test_the_source_s_errors_stay_its_own(tmp_path: Path) -> None:
         await DiskBlobs(tmp_path).put(broken())
 
 
+async def test_what_is_to_stay_free_is_left_alone(tmp_path: Path) -> None:
+    disk = os.statvfs(tmp_path)
+    spare = disk.f_blocks * disk.f_frsize  # more than is ever free
+    arrived = 0
+
+    async def endless() -> AsyncGenerator[bytes]:
+        nonlocal arrived
+        while True:
+            arrived += 1 << 16
+            yield bytes(1 << 16)
+
+    for content in (b"x", endless()):
+        with pytest.raises(Unavailable, match="No space left on device but what is kept spare"):
+            await DiskBlobs(tmp_path, spare_bytes=spare).put(content)
+    assert arrived <= 2 << 20
+    assert _files(tmp_path) == []
+    await DiskBlobs(tmp_path, spare_bytes=1).put(b"x")
+    assert len(_files(tmp_path)) == 1
+
+
 @pytest.mark.root
 async def test_a_disk_without_space(tmp_path: Path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]).returncode:

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from fumehood.figures import ContainerFigures
 from fumehood.interfaces import Caller, SandboxRef
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.sandbox import (
@@ -53,6 +54,7 @@ class Host:
 
     def __post_init__(self) -> None:
         self.kept = self.store or MemoryStore(self.clock)
+        self.figures = ContainerFigures()
         self.containers = SandboxContainers(
             self.scripted,
             self.kept,
@@ -60,6 +62,7 @@ class Host:
             self.clock,
             self.settings,
             sealer=PlainSealer(),
+            figures=self.figures,
         )
 
     def beside(self) -> "Host":
@@ -72,8 +75,12 @@ class Host:
         return await self.containers.open(SOMEBODY, name, spec or ContainerSpec())
 
     async def run(self, container: SandboxContainer, code: str) -> Ran:
-        events = [event async for event in container.execute(ExecuteRequest(code=code))]
-        return Ran(events, await container.collect())
+        """The only call for which it was opened."""
+        try:
+            events = [event async for event in container.execute(ExecuteRequest(code=code))]
+            return Ran(events, await container.collect())
+        finally:
+            container.leave()
 
     async def record(self, container: SandboxContainer) -> ContainerRecord:
         record = await self.kept.container(container.id)

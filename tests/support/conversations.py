@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 
 
 def entry(item: Mapping[str, object], turn: int = 0) -> Entry:
@@ -32,7 +32,7 @@ def hosted(
     call_id: str, result: str, *, turn: int = 0, arguments: str = '{"code":"1"}', images: Sequence[str] = ()
 ) -> Entry:
     """A call of the code interpreter, with its result."""
-    exchange = Exchange(
+    exchange = ToolExchange(
         call_id=call_id, name="code_interpreter", arguments=arguments, output=result, images=tuple(images)
     )
     return Entry(type="code_interpreter_call", id=None, turn=turn, raw=b"{}", exchange=exchange)
@@ -40,7 +40,7 @@ def hosted(
 
 def shell_call(call_id: str, *, turn: int = 0) -> Entry:
     """A call of the shell; its result is another item."""
-    exchange = Exchange(
+    exchange = ToolExchange(
         call_id=call_id, name="shell", arguments='{"commands":["ls"]}', output="", tells="call"
     )
     raw = msgspec.json.encode({"type": "shell_call", "call_id": call_id})
@@ -49,7 +49,7 @@ def shell_call(call_id: str, *, turn: int = 0) -> Entry:
 
 def shell_output(call_id: str, text: str, *, turn: int = 0, images: Sequence[str] = ()) -> Entry:
     """What came of it."""
-    exchange = Exchange(
+    exchange = ToolExchange(
         call_id=call_id, name="shell", arguments="", output=text, tells="result", images=tuple(images)
     )
     raw = msgspec.json.encode({"type": "shell_call_output", "call_id": call_id, "output": []})

@@ -10,6 +10,7 @@ import msgspec
 from fumehood.engine.log import LagLimits
 from fumehood.engine.loop import LoopLimits
 from fumehood.engine.runs import EngineRun, EngineRuns
+from fumehood.figures import Figures
 from fumehood.interfaces import Attachments, Caller, HostedTool, Sealer
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.items import Message, OutputText, ProducedFile
@@ -38,6 +39,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.store = self.before or MemoryStore(self.clock)
+        self.figures = Figures()
         self.runs = EngineRuns(
             ScriptedModels(self.model),
             self.tools,
@@ -48,6 +50,7 @@ class Engine:
             disabled_tools=self.disabled,
             sealer=self.sealer,
             attachments=self.attachments,
+            figures=self.figures,
         )
 
     async def start(self, tenant: str = "", **body: Any) -> EngineRun:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from fumehood.files.uploads import UploadedFiles
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.server import Server
-from fumehood.interfaces import Caller
+from fumehood.interfaces import Caller, TakeRoom
 from fumehood.protocol.containers import ContainerFileRecord
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import NotFound
@@ -227,6 +227,7 @@ class ScriptedRuns:
         self.runs: list[ScriptedRun] = []
         self.script: Script = _hello
         self.refusal: Exception | None = None
+        self.refers_to = 0  # bytes that every request makes us read
         self.started = asyncio.Event()
         self.stubborn = False  # drains only when it is cancelled
         self.draining = asyncio.Event()
@@ -239,9 +240,12 @@ class ScriptedRuns:
         response_id: str | None = None,
         *,
         past: Sequence[Segment] | None = None,
+        take: TakeRoom | None = None,
     ) -> ScriptedRun:
         if self.refusal is not None:
             raise self.refusal
+        if take is not None:
+            take(self.refers_to)
         self.requests.append(request)
         response = Response(id=response_id or new_id("resp"), created_at=1, model=request.model or "?")
         if request.tools:
@@ -441,7 +445,7 @@ async def serving_gateway(
     options.setdefault("limits", Limits(KeyLimits(body_bytes=body_bytes), total=total))
     app = Gateway(**(behind | options))
     listener = listen(Address(port=0))
-    server = Server(app, listener.sock, lambda: runs.drain(1.0))
+    server = Server(app, listener.sock, lambda: runs.drain(1.0), on_stalled=app.metrics.stalled)
     ready = asyncio.Event()
     task = asyncio.ensure_future(server.serve(ready.set))
     await ready.wait()
@@ -456,6 +460,15 @@ async def serving_gateway(
         server.stop()
         await task
         listener.close()
+
+
+async def drip(writer: asyncio.StreamWriter, content: bytes) -> None:
+    """Send it byte by byte, slowly, until the other side has gone."""
+    with suppress(ConnectionError):
+        for byte in content:
+            writer.write(bytes((byte,)))
+            await writer.drain()
+            await asyncio.sleep(0.02)
 
 
 def raw_items(*items: dict[str, Any]) -> list[Entry]:

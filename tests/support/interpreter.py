@@ -122,6 +122,7 @@ class Interpreter:
         offered = await self.tool.offer(spec(container), SOMEBODY, self.segments)
         session = offered.begin(self.context(0, seconds, takes_images=takes_images))
         events, result = await call(session, text, fragment)
+        offered.close()
         self.segments.append(Segment((entry(result.item),)))
         return Called(events, result)
 

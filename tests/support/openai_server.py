@@ -58,7 +58,10 @@ class Container:
 
 
 class OpenAIServer:
-    """asked: the bodies of requests for responses and compactions; calls: every request as `POST /v1/…`."""
+    """asked: the bodies of requests for responses and compactions; calls: every request as `POST /v1/…`.
+
+    broken: what every request is answered with, if it is set.
+    """
 
     def __init__(self) -> None:
         self.replies: list[Script] = []
@@ -67,6 +70,7 @@ class OpenAIServer:
         self.calls: list[str] = []
         self.containers: dict[str, Container] = {}
         self.no_more_containers = False
+        self.broken: Reply | None = None
         self.url = ""
         self._ids = itertools.count(1)
 
@@ -85,6 +89,8 @@ class OpenAIServer:
     def answer(self, method: str, target: str, kind: str, body: bytes) -> Reply:
         path, _, query = target.partition("?")
         self.calls.append(f"{method} {path}")
+        if self.broken is not None:
+            return self.broken
         if found := re.fullmatch(r"/v1/containers(?:/(\w+)(?:/files(?:/(\w+)(/content)?)?)?)?", path):
             if method == "GET" and path.endswith("/files"):
                 return self._files(found[1], query)
@@ -119,13 +125,17 @@ class OpenAIServer:
         if container is None:
             return _no_container(name)
         if "/files" not in path:
+            if method == "DELETE":
+                del self.containers[name]
             return Reply(_shown(container))
         if container.status == "expired":
             return _expired()
         if file is None:
-            made_file = f"cfile_{next(self._ids)}"
-            container.files[made_file] = _upload(kind, body)
-            return Reply(_file(container, made_file))
+            number = next(self._ids)
+            given, sent = _upload(kind, body)
+            # As OpenAI's does: whatever directory it was to go to, and with something before its name.
+            container.files[f"cfile_{number}"] = (f"{number:032x}-{given.rpartition('/')[2]}", sent)
+            return Reply(_file(container, f"cfile_{number}"))
         if file not in container.files:
             return error(404, f"Container file with id '{file}' not found.")
         if method == "DELETE":
@@ -195,6 +205,7 @@ def serving() -> Generator[OpenAIServer]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # head and body in one packet: the second of two would wait for an acknowledgement
 
         def _serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
@@ -206,9 +217,13 @@ def serving() -> Generator[OpenAIServer]:
                 return
             payload = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
             self.send_response(reply.status)
-            for name, value in {"content-type": "application/json", **reply.headers}.items():
+            headers = {
+                "content-type": "application/json",
+                "content-length": str(len(payload)),
+                **reply.headers,
+            }
+            for name, value in headers.items():
                 self.send_header(name, value)
-            self.send_header("content-length", str(len(payload)))
             self.end_headers()
             self.wfile.write(payload)
 

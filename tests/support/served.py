@@ -49,9 +49,12 @@ class Served:
 
 
 def start(
-    directory: Path, settings: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
+    directory: Path,
+    settings: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = ("-m", "fumehood"),
 ) -> Served:
-    """One with its files in this directory, once it answers."""
+    """One with its files in this directory, once it answers; program: what Python is to run."""
     tree: dict[str, Any] = {
         "storage": {"url": f"sqlite:///{directory}/gateway.db", "blobs": str(directory / "blobs")},
         "telemetry": {"log_format": "json"},
@@ -60,7 +63,7 @@ def start(
     file = directory / "config.json"  # JSON is YAML
     file.write_bytes(msgspec.json.encode(tree))
     process = subprocess.Popen(
-        [sys.executable, "-m", "fumehood", "serve", "--config", str(file), "--port", "0"],
+        [sys.executable, *program, "serve", "--config", str(file), "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -89,9 +92,12 @@ def _drain(served: Served) -> None:
 
 @contextlib.contextmanager
 def serving(
-    directory: Path, settings: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
+    directory: Path,
+    settings: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = ("-m", "fumehood"),
 ) -> Generator[Served]:
-    served = start(directory, settings, environment)
+    served = start(directory, settings, environment, program)
     try:
         yield served
     finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from msgspec import Raw
 
 from fumehood.interfaces import CallContext, Caller, Memory, OfferedTool, ToolResult, ToolStep
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.events import (
     CodeDelta,
     CodeDone,
@@ -41,6 +41,7 @@ class Echo:
     broken: Exception | None = None
     log: list[str] = field(default_factory=list[str])
     contexts: list[CallContext] = field(default_factory=list[CallContext])
+    closed: int = 0
 
     async def find(self) -> None:
         """What happens before files are told; nothing, unless a test says otherwise."""
@@ -57,10 +58,12 @@ class Echo:
     def echo(self, spec: ToolSpec) -> bytes:
         return b'{"type":"echo","shown":true}'
 
-    def recall(self, entry: Entry) -> Exchange | None:
-        return Exchange(call_id="call_recalled", name="echo", arguments="{}", output="recalled")
+    def recall(self, entry: Entry) -> ToolExchange | None:
+        return ToolExchange(call_id="call_recalled", name="echo", arguments="{}", output="recalled")
 
-    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:
+    async def remember(
+        self, caller: Caller, past: Sequence[Segment], kept: Sequence[Entry] = ()
+    ) -> Memory | None:
         return None
 
 
@@ -79,6 +82,9 @@ class OfferedEcho:
     async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
         await self.tool.find()
         return [file for file in self.tool.known if file.path in paths]
+
+    def close(self) -> None:
+        self.tool.closed += 1
 
 
 class EchoSession:
@@ -134,7 +140,7 @@ class EchoSession:
         return ToolResult(
             events=[*events, ItemDone(output_index=self._context.output_index, item=item)],
             item=item,
-            exchange=Exchange(
+            exchange=ToolExchange(
                 call_id=self._context.call_id, name="echo", arguments="".join(self._pieces), output=output
             ),
             files=self._tool.files if status == "completed" else (),

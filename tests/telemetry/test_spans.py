@@ -17,8 +17,11 @@ from fumehood.interfaces import Caller, HostedTool, Run
 from fumehood.parts.validate import validate
 from fumehood.protocol.errors import ApiError, ModelUnreachable
 from fumehood.protocol.responses import CreateResponse
-from fumehood.telemetry.contents import OutputMessages
-from fumehood.telemetry.spans import Contents, TracedModels, TracedRuns, TracedTool, no_contents
+from fumehood.telemetry.contents import Contents
+from fumehood.telemetry.observing import ObservedModels, ObservedRuns, ObservedTool
+from fumehood.telemetry.seen import Observer
+from fumehood.telemetry.spans import Spans
+from fumehood.telemetry.trace_context import Propagation
 from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModels, calls, says
 from tests.support.engines import ECHO, tokens, until
 from tests.support.tools import Echo
@@ -30,21 +33,24 @@ PATIENCE = 30.0
 class Traced:
     model: ScriptedModel
     tools: Sequence[HostedTool] = ()
-    contents: Contents = no_contents
+    contents: Contents | None = None
     exporter: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
 
     def __post_init__(self) -> None:
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        tracer, clock = provider.get_tracer("test"), FakeClock()
+        recorded = self.contents is not None
+        spans = Spans(provider.get_tracer("test"), Propagation({}), with_content=recorded)
+        listeners = [spans] if self.contents is None else [self.contents, spans]
+        observer, clock = Observer(listeners, records_content=recorded), FakeClock()
         runs = EngineRuns(
-            TracedModels(ScriptedModels(self.model), tracer),
-            [TracedTool(tool, tracer) for tool in self.tools],
+            ObservedModels(ScriptedModels(self.model), observer),
+            [ObservedTool(tool, observer) for tool in self.tools],
             MemoryStore(clock),
             clock,
             sealer=PlainSealer(),
         )
-        self.runs = TracedRuns(runs, tracer, self.contents)
+        self.runs = ObservedRuns(runs, observer)
 
     async def start(self, **body: Any) -> Run:
         written = msgspec.json.encode({"model": "scripted", "input": "Hi", "stream": True} | body)
@@ -107,7 +113,7 @@ async def test_runs_side_by_side_are_traces_of_their_own() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_content_is_recorded_where_it_is_asked_for(stream: bool) -> None:
     model = ScriptedModel([*calls("echo", {"text": "x"})], says("Done"))
-    spans = await Traced(model, [Echo()], OutputMessages()).spans(tools=[ECHO], stream=stream)
+    spans = await Traced(model, [Echo()], Contents()).spans(tools=[ECHO], stream=stream)
     messages = json.loads(told(spans["invoke_agent"][0])["gen_ai.output.messages"])
     assert validate(messages) == []
     assert [(message["role"], message["finish_reason"]) for message in messages] == [("assistant", "stop")]
@@ -117,12 +123,24 @@ async def test_content_is_recorded_where_it_is_asked_for(stream: bool) -> None:
 
 
 async def test_content_is_redacted_and_bounded() -> None:
-    contents = OutputMessages(longest=2000, redact=lambda text: text.replace("secret", "…"))
+    contents = Contents(longest=4000, redact=lambda text: text.replace("secret", "…"))
     traced = Traced(ScriptedModel(says("secret" * 2000)), contents=contents)
     text = told((await traced.spans())["invoke_agent"][0])["gen_ai.output.messages"]
     assert "secret" not in text
     assert len(text) < 2200
     assert validate(json.loads(text)) == []
+
+
+async def test_where_redaction_fails_nothing_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    def redact(text: str) -> str:
+        raise ValueError(text)
+
+    spans = await Traced(ScriptedModel(says("a secret")), contents=Contents(redact=redact)).spans()
+    for name in ("invoke_agent", "chat scripted"):
+        assert not {key for key in told(spans[name][0]) if key.endswith("messages")}
+        assert told(spans[name][0])["gen_ai.operation.name"]
+    assert "ValueError" in caplog.text
+    assert "secret" not in caplog.text
 
 
 async def test_what_goes_wrong_is_told_without_its_words() -> None:

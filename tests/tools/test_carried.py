@@ -299,15 +299,46 @@ async def compacted(interpreter: House) -> None:
 
 async def test_files_that_nobody_has_needed_yet_outlive_a_compaction() -> None:
     async with house(Step("x")) as (interpreter, uploads):
-        await interpreter.say(upload(uploads.add("t.csv", b"1", SOMEBODY.tenant)), inline("u.csv", b"2"))
+        given = upload(uploads.add("t.csv", b"1", SOMEBODY.tenant))
+        await interpreter.say(given, inline("u.csv", b"2"), picture())
         await compacted(interpreter)
         await compacted(interpreter)
         ran = await interpreter.run("x")
-        assert await interpreter.files(ran.item.container_id) == {"t.csv": b"1"}
+        there = {"t.csv": b"1", "u.csv": b"2", "image.png": PNG}
+        assert await interpreter.files(ran.item.container_id) == there
+        assert ran.told == "Files of the user: /mnt/data/t.csv, /mnt/data/u.csv, /mnt/data/image.png."
+
+
+async def test_of_what_came_inline_a_compaction_takes_the_latest_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fumehood.tools.carried._MOST_CARRIED", 100)
+    async with house(Step("x")) as (interpreter, _):
+        for name, size in (("a.csv", 30), ("b.csv", 200), ("c.csv", 30), ("d.csv", 30)):
+            await interpreter.say(inline(name, b"x" * size))
+        await compacted(interpreter)
+        ran = await interpreter.run("x")
+        assert set(await interpreter.files(ran.item.container_id)) == {"c.csv", "d.csv"}
         assert ran.told.splitlines() == [
-            "Files of the user: /mnt/data/t.csv.",
-            "u.csv is not there: it was given too long ago.",
+            "Files of the user: /mnt/data/c.csv, /mnt/data/d.csv.",
+            "a.csv is not there: it was given too long ago.",
+            "b.csv is not there: it was given too long ago.",
         ]
+
+
+async def test_a_compaction_takes_nothing_along_that_is_elsewhere() -> None:
+    async with house(Step("x")) as (interpreter, uploads):
+        given = upload(uploads.add("t.csv", b"of an upload", SOMEBODY.tenant))
+        await interpreter.say(inline("u.csv", b"of a container"), given)
+        await interpreter.run("x")
+        await interpreter.say(inline("v.csv", b"of a message that stays"))
+        stays = interpreter.segments[-1].entries
+        for kept, found in ((stays, False), ((), True)):
+            memory = await interpreter.tool.remember(SOMEBODY, interpreter.segments, kept)
+            assert memory is not None
+            whole = b"".join(memory.items)
+            assert all(name in whole for name in (b"t.csv", b"u.csv", b"v.csv"))
+            assert whole.count(b'"data"') == found
 
 
 async def test_files_that_are_there_are_not_brought_again_after_a_compaction() -> None:

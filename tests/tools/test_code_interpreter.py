@@ -8,6 +8,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from fumehood.interfaces import ToolResult
+from fumehood.protocol.containers import ContainerSpec
 from fumehood.protocol.sandbox import End, ExecuteRequest, Result, Stderr, Stdout
 from fumehood.protocol.sandbox_errors import SandboxGone, Unreachable
 from fumehood.sandbox.container import ContainerSettings
@@ -401,6 +402,9 @@ async def test_as_many_containers_as_are_allowed() -> None:
     async with scripted(Step("x"), containers=ContainerSettings(containers_per_tenant=1)) as interpreter:
         assert (await interpreter.run("x")).item.status == "completed"
         interpreter.segments.clear()
+        await interpreter.containers.create(
+            SOMEBODY, ContainerSpec()
+        )  # in place of the one that nobody asked for
         called = await interpreter.run("y")
         assert called.item.status == "failed"
         assert called.told == snapshot("""\

@@ -8,13 +8,21 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 from inline_snapshot import snapshot
-from msgspec import Raw
+from msgspec import UNSET, Raw
 
 from fumehood.interfaces import Caller, FurtherItem
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.errors import InvalidRequest, NotFound
 from fumehood.protocol.events import ShellOutputDelta, StreamEvent
-from fumehood.protocol.items import ShellCall, ShellCallOutput, ShellExit, ShellOutput, ShellTimeout
+from fumehood.protocol.folding import EXECUTION, project_item
+from fumehood.protocol.items import (
+    Execution,
+    ShellCall,
+    ShellCallOutput,
+    ShellExit,
+    ShellOutput,
+    ShellTimeout,
+)
 from fumehood.protocol.sandbox import End, NetworkAllowlist, Stderr, Stdout
 from fumehood.protocol.tools import ToolSpec, read_tool
 from fumehood.sandbox.container import ContainerSettings
@@ -38,7 +46,7 @@ class Ran:
     events: list[StreamEvent]
     call: ShellCall
     further: FurtherItem
-    exchange: Exchange
+    exchange: ToolExchange
     files: Sequence[str]
 
     @property
@@ -216,6 +224,14 @@ async def test_the_events_of_a_call() -> None:
                         ],
                         "max_output_length": None,
                         "status": "completed",
+                        "fumehood:execution": {
+                            "stdout": "a\n",
+                            "stderr": "b\n",
+                            "exit_code": 1,
+                            "duration_ms": 1,
+                            "files": [],
+                            "truncated": False,
+                        },
                     },
                 },
             ]
@@ -288,6 +304,25 @@ Exit code: -1
 $ ls
 a\
 """)
+
+
+async def test_what_openai_has_no_place_for_is_of_all_commands_together() -> None:
+    steps = (
+        Step("a", [Stdout("1"), WriteFile("x.csv", b"1"), ended(3)]),
+        Step("b", [Stdout("2\n"), ended(-1, "timeout", reason="It ran longer.")]),
+        Step("c", [Stdout("3\n"), Stderr("oops\n")]),
+    )
+    async with workshop(*steps) as shop:
+        ran = await shop.run("a", "b", "c")
+        execution = ran.output.execution
+        assert isinstance(execution, Execution)
+        assert (execution.stdout, execution.stderr) == ("1\n2\n3\n", "It ran longer.\noops\n")
+        assert (execution.exit_code, execution.truncated) == (0, False)
+        assert [file.path for file in execution.files] == ["/mnt/data/x.csv"]
+        hidden = project_item(ran.output, ())
+        assert isinstance(hidden, ShellCallOutput)
+        assert (hidden.execution, hidden.output) == (UNSET, ran.output.output)
+        assert project_item(ran.output, {EXECUTION}) is ran.output
 
 
 async def test_a_lost_sandbox_ends_the_call() -> None:
@@ -501,7 +536,7 @@ async def test_items_that_come_back() -> None:
         environment = {"type": "container_reference", "container_id": "cntr_1"}
         action = {"commands": ["ls"], "timeout_ms": None, "max_output_length": 5}
         called = {"type": "shell_call", "call_id": "c", "action": action, "environment": environment}
-        assert shop.shell.recall(given_back(called)) == Exchange(
+        assert shop.shell.recall(given_back(called)) == ToolExchange(
             call_id="c",
             name="shell",
             arguments='{"commands":["ls"],"max_output_length":5}',

@@ -1,5 +1,8 @@
 """Contracts: what callers must hold, and what we promise; imports `errors`."""
 
+from collections.abc import Collection
+from typing import Any, cast
+
 from fumehood.client.errors import ContractError, Phase, PromptValidationError
 
 
@@ -14,6 +17,15 @@ def require(
     """Raise PromptValidationError unless the caller has done its part. Never call it after a request was sent."""
     if not condition:
         raise PromptValidationError(message, prompt_name=prompt_name, phase=phase, provider_payload=payload)
+
+
+def require_texts(values: object, field: str) -> None:
+    """Raise PromptValidationError unless these are texts with something in them. A text alone is not several."""
+    several = isinstance(values, Collection) and not isinstance(values, str | bytes)
+    require(
+        several and all(isinstance(one, str) and one.strip() for one in cast(Collection[Any], values)),
+        f"{field} is {values!r}; it has to be several texts, and none of them empty.",
+    )
 
 
 def ensure(condition: object, message: str) -> None:

@@ -16,7 +16,7 @@ FumehoodError (= WinkError)
 └── WorkspaceBudgetError         a mount is larger than it may be
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 type Phase = Literal["configuration", "render", "request", "response", "tool", "deadline", "budget"]
 
@@ -88,6 +88,9 @@ class ContainerExpiredError(FumehoodError):
         self.container_id = container_id
         self.original_error = original_error
 
+    def __reduce__(self) -> tuple[Any, ...]:  # so that it can come out of another process
+        return type(self), (self.container_id, self.original_error, str(self))
+
 
 class CompactionError(FumehoodError):
     """The conversation could not be compacted, and was left as it was.
@@ -100,6 +103,9 @@ class CompactionError(FumehoodError):
         self.token_count = token_count
         self.original_error = original_error
         self.response: object = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.token_count, self.original_error), {"response": self.response}
 
 
 class ResourceError(FumehoodError, LookupError):

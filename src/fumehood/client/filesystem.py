@@ -179,12 +179,16 @@ class HostFilesystem(_Text):
         return self._at(path).read_bytes()
 
     def write(self, path: str, content: bytes) -> None:
+        self.place_for(path).write_bytes(content)
+
+    def place_for(self, path: str) -> Path:
+        """Where a file is to be written; the directories that it needs are made."""
         place = self._at(path)
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
             raise NotADirectoryError(path) from error
-        place.write_bytes(content)
+        return place
 
     def exists(self, path: str) -> bool:
         return self.is_file(path) or self.is_dir(path)
@@ -203,7 +207,12 @@ class HostFilesystem(_Text):
         place = self._at(path)
         if place.is_dir():
             raise IsADirectoryError(path)
-        (self.root / normalised(path)).unlink()
+        found = self.root / normalised(path)
+        found.unlink()
+        for above in found.parents:  # a directory exists while there is something in it
+            if above == self.root or any(above.iterdir()):
+                return
+            above.rmdir()
 
     def glob(self, pattern: str) -> list[str]:
         return sorted(file for file in self._paths() if matches(file, pattern))

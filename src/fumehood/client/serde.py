@@ -12,11 +12,20 @@ from typing import Any, Union, cast
 
 import msgspec
 
+from fumehood.client.errors import PromptValidationError
+
 type JSON = dict[str, Any]
 
 DecodeError = msgspec.ValidationError
 
 _UNION = (Union, types.UnionType)
+
+# All that a strict schema may say, as OpenAI has it.
+_SHAPE = ("type", "enum", "const", "anyOf", "$ref", "properties", "required", "additionalProperties", "items")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "maxItems")
+_STRICT_WORDS = {*_SHAPE, *_BOUNDS, "title", "description", "pattern", "format"}
+_STRICT_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"}
+_KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
 
 def encode(value: object) -> str:
@@ -56,10 +65,15 @@ class Schema:
 
 
 def schema_of(kind: Any) -> Schema:
-    """The schema of a dataclass or of a list of them; the root is never a reference. Raises TypeError for others."""
-    whole: JSON = msgspec.json.schema(kind, schema_hook=_unknown)
+    """The schema of a dataclass or of a list of them; the root is never a reference. Raises PromptValidationError for
+    what a model cannot be told.
+    """
+    try:
+        whole: JSON = msgspec.json.schema(kind, schema_hook=_unknown)
+        described = {found.__name__: found for found in dataclasses_in(kind)}
+    except (TypeError, NameError) as error:
+        raise PromptValidationError(f"{kind} cannot be described to a model: {error}") from error
     definitions: dict[str, JSON] = whole.pop("$defs", {})
-    described = {found.__name__: found for found in dataclasses_in(kind)}
     strict = True
     for name, definition in definitions.items():
         if found := described.get(name):
@@ -92,7 +106,7 @@ def dataclasses_in(kind: Any, seen: set[Any] | None = None) -> Iterator[type[Any
 
 
 def _unknown(kind: type[Any]) -> JSON:
-    raise TypeError(f"{kind.__name__} cannot be described to a model; use a dataclass of plain types")
+    raise TypeError(f"{kind.__name__} is no dataclass of plain types")
 
 
 def _describe(definition: JSON, kind: type[Any]) -> None:
@@ -118,9 +132,16 @@ def _nodes(schemas: list[JSON]) -> Iterator[JSON]:
 
 
 def _tighten(node: JSON) -> bool:
-    """Make one node strict, in place. False if it is of a kind that cannot be: any value, a mapping, a tuple."""
+    """Make one node strict, in place. False if it cannot be: it is any value, a mapping, a tuple, or says too much."""
     node.pop("default", None)
-    if not node or "prefixItems" in node:
+    if "$ref" in node and len(node) > 1:  # a reference has to stand alone
+        node["anyOf"] = [{"$ref": node.pop("$ref")}]
+    if "enum" in node:
+        kinds = sorted({_KINDS[type(value)] for value in node["enum"]})
+        node["type"] = kinds[0] if len(kinds) == 1 else kinds
+    if not node.keys() & {"type", "anyOf", "$ref"} or not node.keys() <= _STRICT_WORDS:
+        return False
+    if node.get("format", "date") not in _STRICT_FORMATS:
         return False
     if node.get("type") != "object":
         return True
@@ -162,11 +183,14 @@ def _reached(root: JSON, definitions: Mapping[str, JSON]) -> set[str]:
 
 def _without_nulls(value: Any, kind: Any) -> Any:
     if isinstance(value, list):
-        inner = next(iter(typing.get_args(kind)), None)
+        inner = next((inner[0] for origin, inner in _generics(kind) if origin is not dict), None)
         return [_without_nulls(one, inner) for one in cast(list[Any], value)]
-    found = _dataclass_of(kind)
-    if found is None or not isinstance(value, dict):
+    if not isinstance(value, dict):
         return value
+    found = _dataclass_of(kind)
+    if found is None:
+        inner = next((inner[1] for origin, inner in _generics(kind) if origin is dict), None)
+        return {name: _without_nulls(below, inner) for name, below in cast(JSON, value).items()}
     hints = typing.get_type_hints(found)
     optional = {
         field.name
@@ -179,6 +203,12 @@ def _without_nulls(value: Any, kind: Any) -> Any:
             continue
         kept[name] = _without_nulls(below, hints.get(name))
     return kept
+
+
+def _generics(kind: Any) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Generic types with their arguments: this one, or those that it is a union of."""
+    kinds = typing.get_args(kind) if typing.get_origin(kind) in _UNION else (kind,)
+    return [(typing.get_origin(one), typing.get_args(one)) for one in kinds if typing.get_args(one)]
 
 
 def _dataclass_of(kind: Any) -> type[Any] | None:

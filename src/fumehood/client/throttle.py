@@ -33,11 +33,12 @@ class ThrottlePolicy:
 
 
 class Transient:
-    """A failure that may pass; `retry_after` is what the provider asked to wait, in seconds."""
+    """A failure that may pass; `retry_after` is what the provider asked to wait, in seconds, `said` what to tell."""
 
-    def __init__(self, error: Exception, retry_after: float | None = None) -> None:
+    def __init__(self, error: Exception, retry_after: float | None = None, said: str | None = None) -> None:
         self.error = error
         self.retry_after = retry_after
+        self.said = said or str(error)
 
 
 def retry[T](
@@ -72,7 +73,7 @@ def retry[T](
             reason = f"{attempt} attempts; the deadline comes before the next one, in {delay:.1f} s"
         if reason is not None:
             raise ThrottleError(
-                f"The provider could not be reached in {reason}: {result.error}",
+                f"The provider could not be reached in {reason}: {result.said}",
                 prompt_name=prompt_name,
                 phase="request",
                 provider_payload=getattr(result.error, "body", None),

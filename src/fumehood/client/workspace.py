@@ -1,16 +1,19 @@
 """Files of the host in a workspace of their own, and the section that shows it to a model; imports `filesystem`,
-`prompt`, `errors` and the standard library.
+`prompt`, `dbc`, `errors` and the standard library.
 """
 
+import errno
 import os
 import stat
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fumehood.client.dbc import require
 from fumehood.client.errors import WorkspaceBudgetError, WorkspaceSecurityError
 from fumehood.client.filesystem import Filesystem, HostFilesystem, matches, normalised
 from fumehood.client.prompt._types import NoParams, SupportsDataclass
@@ -22,6 +25,7 @@ from fumehood.client.runtime.session import SessionProtocol
 _SHOWN_ENTRIES = 20
 _SHOWN_NAME = 120
 _PIECE = 1 << 20
+_DEEPEST = 200  # directories; archives and their removal recurse
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,21 @@ class HostMount:
     max_bytes: int | None = None
     follow_symlinks: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("include_glob", "exclude_glob"):
+            patterns: object = getattr(self, name)
+            require(
+                not isinstance(patterns, str),
+                f"{name} is one pattern, {patterns!r}; it has to be a tuple of them.",
+            )
+            require(all(getattr(self, name)), f"{name} has an empty pattern, which would fit everything.")
+        limit = self.max_bytes
+        require(limit is None or limit >= 0, f"max_bytes is {limit}; it cannot be negative.")
+
 
 @dataclass(frozen=True)
 class HostMountPreview:
-    """What a mount has become; `entries` are the first names in it, `file_count` is of all."""
+    """What a mount has become; `entries` are the first names in it, of `entry_count`; `file_count` is at any depth."""
 
     host_path: str
     resolved_host: Path
@@ -52,26 +67,31 @@ class HostMountPreview:
     is_directory: bool
     bytes_copied: int
     file_count: int
+    entry_count: int = 0
 
 
 def materialise(
     mounts: Sequence[HostMount], allowed_host_roots: Sequence[os.PathLike[str] | str], into: Path
 ) -> tuple[HostMountPreview, ...]:
-    """Copy the mounts into a directory. Raises WorkspaceSecurityError, WorkspaceBudgetError, FileNotFoundError."""
+    """Copy the mounts into a directory. Raises WorkspaceSecurityError, WorkspaceBudgetError, OSError."""
     roots = tuple(Path(root).resolve() for root in allowed_host_roots)
     taken: set[str] = set()
     previews: list[HostMountPreview] = []
     for mount in mounts:
-        preview = _Copying(mount, roots, into).preview()
-        if preview.mount_path in taken:
-            raise WorkspaceSecurityError(f"Two mounts have the mount_path {preview.mount_path!r}.")
-        taken.add(preview.mount_path)
-        previews.append(preview)
+        copying = _Copying(mount, roots, into)
+        if copying.mount_path in taken:
+            raise WorkspaceSecurityError(f"Two mounts have the mount_path {copying.mount_path!r}.")
+        taken.add(copying.mount_path)
+        previews.append(copying.preview())
     return tuple(previews)
 
 
 class _Copying:
-    """One mount on its way into the workspace."""
+    """One mount on its way into the workspace.
+
+    Whoever can write below a root may change things while they are copied. So nothing is opened by a path of several
+    parts: each part is opened in the one before, and none of them may be a link.
+    """
 
     def __init__(self, mount: HostMount, roots: tuple[Path, ...], into: Path) -> None:
         self.mount = mount
@@ -82,21 +102,18 @@ class _Copying:
             raise WorkspaceSecurityError(
                 f"The mount_path {mount.mount_path!r} of {mount.host_path!r} is the workspace itself; name a place."
             )
-        self.target = into / self.mount_path
+        self.into = into
         self.bytes_copied = 0
 
     def preview(self) -> HostMountPreview:
         is_directory = self.source.is_dir()
-        names: list[str] = []
         if is_directory:
-            self.target.mkdir(parents=True, exist_ok=True)
-            included = not self.mount.include_glob
-            for file, relative in self._files(self.source, "", frozenset(), included=included):
-                self._copy(file, self.target / relative)
-                names.append(relative)
+            self._make_directory(self.into / self.mount_path)
+            names = [*self._copy_directory()]
         else:
-            self._copy(self.source, self.target)
-            names.append(self.source.name)
+            with self._opened(self.source) as file:
+                self._copy(file, "")
+            names = [self.source.name]
         entries = sorted({name.split("/")[0] + ("/" if "/" in name else "") for name in names})
         return HostMountPreview(
             host_path=self.mount.host_path,
@@ -106,58 +123,130 @@ class _Copying:
             is_directory=is_directory,
             bytes_copied=self.bytes_copied,
             file_count=len(names),
+            entry_count=len(entries),
         )
 
     def _allowed(self, path: Path) -> Path:
         """The real path, if a root allows it."""
-        real = path.resolve()
+        try:
+            real = path.resolve()
+            exists = real.exists()
+        except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a name that is none
+            raise WorkspaceSecurityError(
+                f"The host path {shown(str(path))!r} cannot be followed: {type(error).__name__}."
+            ) from error
         if not any(real.is_relative_to(root) for root in self.roots):
             allowed = ", ".join(map(str, self.roots)) or "nothing"
             raise WorkspaceSecurityError(
                 f"The host path {str(path)!r} is outside allowed_host_roots ({allowed}); "
                 "add the directory that it lies in, or do not mount it."
             )
-        if not real.exists():
+        if not exists:
             raise FileNotFoundError(f"The host path {str(path)!r} of a mount does not exist.")
         return real
 
-    def _files(
-        self, directory: Path, below: str, above: frozenset[Path], *, included: bool
-    ) -> Iterator[tuple[Path, str]]:
-        """The regular files that the mount wants, with their paths in it.
+    def _copy_directory(self) -> Iterator[str]:
+        """Copy the regular files that the mount wants; gives their paths in it."""
+        waiting = [_Place(self.source, "", included=not self.mount.include_glob)]
+        while waiting:
+            place = waiting.pop()
+            if place.below.count("/") > _DEEPEST:
+                raise WorkspaceBudgetError(
+                    f"The mount of {self.mount.host_path!r} is deeper than {_DEEPEST} directories; leave something "
+                    "out with exclude_glob."
+                )
+            with self._opened(place.path, os.O_DIRECTORY) as directory:
+                for entry in sorted(os.scandir(directory), key=lambda one: one.name):
+                    if _fits(f"{place.below}{entry.name}", self.mount.exclude_glob):
+                        continue
+                    found = self._followed(entry, place)
+                    if found is None:
+                        continue
+                    if found.is_directory:
+                        waiting.append(found)
+                    elif found.included and self._copied(found):
+                        yield found.relative
 
-        included: whether all in here are, because a directory above matches.
-        """
-        if directory in above:  # a link back to where we come from
-            return
-        for entry in sorted(os.scandir(directory), key=lambda one: one.name):
-            relative = f"{below}{entry.name}"
-            path = Path(entry.path)
-            if _fits(relative, self.mount.exclude_glob):
-                continue
-            if entry.is_symlink():
-                if not self.mount.follow_symlinks or not path.exists():
-                    continue
-                path = self._allowed(path)
-            wanted = included or _fits(relative, self.mount.include_glob)
-            if path.is_dir():
-                yield from self._files(path, f"{relative}/", above | {directory}, included=wanted)
-            elif wanted and path.is_file():
-                yield path, relative
+    def _followed(self, entry: "os.DirEntry[str]", place: "_Place") -> "_Place | None":
+        """What an entry of a directory is; None if it is nothing that could be copied."""
+        relative = f"{place.below}{entry.name}"
+        path = place.path / entry.name
+        included = place.included or _fits(relative, self.mount.include_glob)
+        if not entry.is_symlink():
+            is_directory = entry.is_dir(follow_symlinks=False)
+            if not is_directory and not entry.is_file(follow_symlinks=False):
+                return None
+            return place.beneath(path, relative, is_directory=is_directory, included=included)
+        if not self.mount.follow_symlinks or not path.exists():
+            return None
+        real = self._allowed(path)
+        if real in (place.path, *place.above) or not (
+            real.is_dir() or real.is_file()
+        ):  # a link back to where we come from
+            return None
+        return place.beneath(real, relative, is_directory=real.is_dir(), included=included)
 
-    def _copy(self, source: Path, target: Path) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Between the look at it and this it may have become something else.
-        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as incoming, open(target, "wb") as outgoing:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise WorkspaceSecurityError(f"{str(source)!r} is no regular file.")
+    def _copied(self, found: "_Place") -> bool:
+        """Copy a file, unless it has vanished meanwhile."""
+        try:
+            with self._opened(found.path) as file:
+                self._copy(file, found.relative)
+        except FileNotFoundError:
+            return False
+        return True
+
+    @contextmanager
+    def _opened(self, real: Path, flags: int = 0) -> Generator[int]:
+        """A descriptor of what is there, of which no part is a link."""
+        root = next(root for root in self.roots if real.is_relative_to(root))
+        last = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        between = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
+        parts = real.relative_to(root).parts
+        descriptor = -1
+        try:
+            descriptor = os.open(root, (between if parts else last | flags) & ~os.O_NOFOLLOW)
+            for place, part in enumerate(parts, 1):
+                opened = os.open(part, last | flags if place == len(parts) else between, dir_fd=descriptor)
+                os.close(descriptor)
+                descriptor = opened
+        except OSError as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise _unreadable(error, real) from error
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _copy(self, descriptor: int, relative: str) -> None:
+        target = self.into / self.mount_path / relative
+        self._make_directory(target.parent)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise WorkspaceSecurityError(f"{self.mount.host_path!r}: {relative!r} is no regular file.")
+        try:
+            made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError as error:
+            raise self._overlap(target) from error
+        with open(descriptor, "rb", closefd=False) as incoming, open(made, "wb") as outgoing:
             while piece := incoming.read(_PIECE):
                 self.bytes_copied += len(piece)
                 self._check_budget()
                 outgoing.write(piece)
         target.chmod(stat.S_IMODE(found.st_mode) & 0o777 | 0o600)
+
+    def _make_directory(self, place: Path) -> None:
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise self._overlap(place) from error
+
+    def _overlap(self, target: Path) -> WorkspaceSecurityError:
+        place = target.relative_to(self.into).as_posix()
+        return WorkspaceSecurityError(
+            f"Two mounts, or two names that this machine takes for one, lead to {place!r}; "
+            "give the mounts other places."
+        )
 
     def _check_budget(self) -> None:
         limit = self.mount.max_bytes
@@ -166,6 +255,38 @@ class _Copying:
                 f"The mount of {self.mount.host_path!r} has more than its max_bytes of {limit}; raise the limit or "
                 "leave something out with exclude_glob."
             )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A file or directory below a mount.
+
+    relative: where in the mount; included: whether it is wanted, because it or a directory above it matches; above: the
+    directories that lead to it.
+    """
+
+    path: Path
+    relative: str
+    included: bool
+    is_directory: bool = True
+    above: frozenset[Path] = frozenset()
+
+    @property
+    def below(self) -> str:
+        return f"{self.relative}/" if self.relative else ""
+
+    def beneath(self, path: Path, relative: str, *, is_directory: bool, included: bool) -> "_Place":
+        return _Place(path, relative, included, is_directory, self.above | {self.path})
+
+
+def _unreadable(error: OSError, path: Path) -> Exception:
+    """The same with the whole path, and what to do."""
+    if error.errno in (errno.ELOOP, errno.ENOTDIR):
+        return WorkspaceSecurityError(
+            f"{str(path)!r}, or a directory above it, became a link while it was being copied."
+        )
+    hint = "; leave it out with exclude_glob" if isinstance(error, PermissionError) else ""
+    return OSError(error.errno, f"{error.strerror}{hint}", str(path))
 
 
 def _fits(path: str, patterns: tuple[str, ...]) -> bool:
@@ -204,6 +325,12 @@ class WorkspaceSection(MarkdownSection[NoParams]):
             tools=tools,
             accepts_overrides=accepts_overrides,
         )
+        require(  # of a text, the first letter would allow everything
+            not isinstance(allowed_host_roots, str | bytes | os.PathLike),
+            f"allowed_host_roots is one path, {str(allowed_host_roots)!r}; it has to be a sequence of them.",
+        )
+        require(not isinstance(mounts, HostMount), "mounts is one mount; it has to be a sequence of them.")
+        require(sync_dir is None or sync_on_cleanup, "sync_dir is given, but not sync_on_cleanup=True.")
         self.session = session
         self.mounts = tuple(mounts)
         self.allowed_host_roots = tuple(allowed_host_roots)
@@ -217,6 +344,11 @@ class WorkspaceSection(MarkdownSection[NoParams]):
         except BaseException:
             self._removal()
             raise
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was cleaned up."""
+        return self._closed
 
     @property
     def temp_dir(self) -> Path:
@@ -322,8 +454,8 @@ class HostWorkspaceSection(WorkspaceSection):
 
 
 def shown(name: str) -> str:
-    """A file's name as it may stand in a prompt: bounded, in one line, without characters that do not show."""
-    plain = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in name)
+    """A file's name as it may stand in a prompt between backticks: bounded, in one line, and all of it shows."""
+    plain = "".join(char if char.isprintable() and char != "`" else f"\\x{ord(char):02x}" for char in name)
     return plain if len(plain) <= _SHOWN_NAME else plain[:_SHOWN_NAME] + "…"
 
 
@@ -332,7 +464,7 @@ def _listing(preview: HostMountPreview) -> str:
     names = [shown(entry) for entry in preview.entries]
     if not preview.is_directory or not names:
         return head
-    more = ["- …"] if len(names) == _SHOWN_ENTRIES else []
+    more = ["- …"] if preview.entry_count > len(names) else []
     return "\n".join([f"{head}, among them", *(f"- `{name}`" for name in names), *more])
 
 

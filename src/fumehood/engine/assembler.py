@@ -17,7 +17,7 @@ from fumehood.engine.calls import WrittenCall, WrittenCustomCall, WrittenFunctio
 from fumehood.engine.output import Output
 from fumehood.engine.prose import WrittenMessage, WrittenReasoning
 from fumehood.interfaces import CallContext, CallSession, OfferedTool, ToolResult
-from fumehood.protocol.conversation import COMPACTION, Entry, Exchange
+from fumehood.protocol.conversation import COMPACTION, Entry, ToolExchange
 from fumehood.protocol.errors import ModelError
 from fumehood.protocol.events import ItemAdded, ItemDone, StreamEvent, TextDelta
 from fumehood.protocol.items import AuthoredItem, ItemStatus, OutputItem, Phase, ProducedFile
@@ -391,7 +391,7 @@ class Turn:
         for further in result.further:
             self._finish(further.output_index, further.item, further.exchange)
 
-    def _finish(self, index: int, item: OutputItem, exchange: Exchange | None = None) -> None:
+    def _finish(self, index: int, item: OutputItem, exchange: ToolExchange | None = None) -> None:
         self._output.finish(index, item)
         self._made[index] = _entry(self.number, item, exchange)
 
@@ -409,7 +409,7 @@ class Turn:
                 id=None,
                 turn=self.number,
                 raw=b"{}",
-                exchange=Exchange(
+                exchange=ToolExchange(
                     call_id=call.call_id,
                     name=call.name,
                     arguments=arguments if is_whole(arguments := "".join(call.pieces)) else "{}",
@@ -425,7 +425,7 @@ class _Tag(msgspec.Struct):
     id: str | None = None
 
 
-def _entry(turn: int, item: OutputItem, exchange: Exchange | None) -> Entry:
+def _entry(turn: int, item: OutputItem, exchange: ToolExchange | None) -> Entry:
     raw = msgspec.json.encode(item)
     if isinstance(item, msgspec.Raw):
         tag = msgspec.json.decode(raw, type=_Tag)

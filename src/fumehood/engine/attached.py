@@ -4,14 +4,14 @@ What was found is kept with the item: whoever continues the conversation finds i
 upload or an address meanwhile.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from fumehood.aside import aside
 from fumehood.engine.truncation import role_of
-from fumehood.interfaces import Attachments, Caller
+from fumehood.interfaces import Attachments, Caller, TakeRoom
 from fumehood.protocol.attachments import (
     Attachment,
     FilePart,
@@ -50,8 +50,9 @@ class Attacher:
         caller: Caller,
         past: Sequence[Segment],
         gives_files: Callable[[], bool],
+        take: TakeRoom | None = None,
     ) -> Attached:
-        """Raises InvalidRequest that names the part.
+        """Raises InvalidRequest that names the part, and what `take` raises, which is told of what is read.
 
         gives_files: whether the model is given files that are no text.
         """
@@ -79,35 +80,30 @@ class Attacher:
             found: list[Attachment] = []
             for place, part in parts:
                 where = f"input[{number}].{place}"
-                one = await self._find(self._attachments, caller, part, where, whole, number < answered)
+                finding = self._attachments.find(caller, part, whole=whole, take=take)
+                one = await _found(finding, part, where, number < answered)
                 budget.spend(part, one)
-                given = whole and one.kind == "binary" and (one.data or part.inline) is not None
+                is_there = (one.data or part.inline) is not None and not one.too_large
+                given = whole and one.kind == "binary" and is_there
                 found.append(names.given_to(replace(one, given=given)))
                 if number >= answered and found[-1].hidden:
                     hidden.append((where, found[-1]))
             attached[number] = replace(entries[number], attachments=tuple(found))
         return Attached(tuple(attached), hidden)
 
-    async def _find(
-        self,
-        attachments: Attachments,
-        caller: Caller,
-        part: FilePart,
-        where: str,
-        whole: bool,
-        answered: bool,
-    ) -> Attachment:
-        """What the model has answered already need not be there any more."""
-        try:
-            return await attachments.find(caller, part, whole=whole)
-        except NotFound as error:
-            if answered:
-                kind = "picture" if part.type == "input_image" else "binary"
-                name = file_name(part.filename or part.file_id or "")
-                return Attachment(name=name, kind=kind, file_id=part.file_id or "", gone=True)
-            raise _refused(where, error) from None
-        except InvalidRequest as error:
-            raise _refused(where, error) from None
+
+async def _found(finding: Awaitable[Attachment], part: FilePart, where: str, answered: bool) -> Attachment:
+    """What the model has answered already need not be there any more."""
+    try:
+        return await finding
+    except NotFound as error:
+        if answered:
+            kind = "picture" if part.type == "input_image" else "binary"
+            name = file_name(part.filename or part.file_id or "")
+            return Attachment(name=name, kind=kind, file_id=part.file_id or "", gone=True)
+        raise _refused(where, error) from None
+    except InvalidRequest as error:
+        raise _refused(where, error) from None
 
 
 def _read(entries: Sequence[Entry]) -> list[list[Placed]]:

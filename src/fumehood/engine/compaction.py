@@ -33,7 +33,8 @@ _MOST_KEPT_TOKENS = 20_000
 _LONGEST_SUMMARY = 4096  # tokens
 _SHORTEST_SUMMARY = 250
 _THINKING = 2048  # tokens that a model may need before it begins to write
-_LARGEST_STATE = 7 << 20  # bytes; sealed and in base64 it is a third more
+_LARGEST_STATE = 10 << 20  # bytes; sealed and in base64 it is a third more
+_MOST_KEPT_BYTES = 7 << 19  # of messages that are answered
 _NEW_SHARE = 8  # of the limit: with less that is new, a compaction gains nothing
 _MOST_OPENED = 16 << 20  # bytes of opened ones that are kept
 
@@ -261,7 +262,7 @@ class Compactor:
             if entry.attachments
         }
         for tool in self._tools:
-            memory = await tool.remember(caller, (window.remembered, *segments))
+            memory = await tool.remember(caller, (window.remembered, *segments), [*kept, *open_messages])
             if memory is not None:
                 state.tools += [Raw(item) for item in memory.items]
                 state.notes.append(memory.note)
@@ -395,7 +396,7 @@ def _kept(segments: Sequence[Segment], unanswered: int, limit: int) -> list[Entr
     entries = [entry for segment in segments for entry in segment.entries]
     answered = entries[: len(entries) - unanswered]
     room = _room(limit) - sum(map(estimate, entries[len(answered) :]))
-    bytes_left = _LARGEST_STATE // 2
+    bytes_left = _MOST_KEPT_BYTES
     kept: list[Entry] = []
     for entry in reversed(answered):
         if is_instruction(entry):

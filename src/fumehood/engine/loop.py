@@ -318,6 +318,8 @@ class Loop:
 
     async def _conclude(self, status: ResponseStatus) -> Response:
         self._phase = "concluding"
+        for tool in self._prepared.toolbox.hosted.values():
+            tool.close()
         response = self._closing(status)
         try:
             await self._commit(response)

@@ -16,7 +16,7 @@ from fumehood.engine.assembler import Toolbox
 from fumehood.engine.attached import Attached, Attacher
 from fumehood.engine.compaction import Compactor, Window
 from fumehood.engine.history import History, check_size
-from fumehood.interfaces import Caller, Clock, HostedTool, Models, OfferedTool
+from fumehood.interfaces import Caller, Clock, HostedTool, Models, OfferedTool, TakeRoom
 from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import Segment, last_compacted
 from fumehood.protocol.errors import InvalidRequest
@@ -149,11 +149,13 @@ class Preparation:
         held: Sequence[Segment] | None = None,
         *,
         gives_files: bool = True,
+        take: TakeRoom | None = None,
     ) -> Prepared:
         """Raises ApiError.
 
         held: the conversation before the request, if the store does not keep it.
         gives_files: whether a model is given files although nobody has said that it takes them.
+        take: told of the files that the input refers to.
         """
         _refuse_what_is_not_served(request)
         if request.model is None:
@@ -163,7 +165,7 @@ class Preparation:
         specs = _read_tools(request)
         compaction = self._read_compaction(request)
         past = await self._history.past(request, caller) if held is None else held
-        attached = await self._attached(request, request.model, specs, caller, past, gives_files)
+        attached = await self._attached(request, request.model, specs, caller, past, gives_files, take)
         added = Segment(attached.entries)
         window = await aside(_sealed(past, added), self._compactor.window, caller, past, added)
         tools, hidden = _NO_TOOLS, attached.hidden
@@ -202,6 +204,7 @@ class Preparation:
         caller: Caller,
         past: Sequence[Segment],
         gives_files: bool,
+        take: TakeRoom | None,
     ) -> Attached:
         entries = await self._history.input(request, caller, past)
 
@@ -211,7 +214,7 @@ class Preparation:
             tools = [self._tools[spec.type] for spec in specs if spec.type in self._tools]
             return (gives_files and not any(tool.finds_files for tool in tools)) if takes is None else takes
 
-        attached = await self._attacher.attach(entries, caller, past, given)
+        attached = await self._attacher.attach(entries, caller, past, given, take)
         if attached.entries is not entries:
             check_size(attached.entries, past)
         return attached

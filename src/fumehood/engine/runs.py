@@ -14,6 +14,7 @@ from fumehood.engine.loop import Loop, LoopLimits
 from fumehood.engine.preparation import Preparation, Prepared
 from fumehood.engine.tokens import Tokens, effort, is_rendered
 from fumehood.engine.truncation import check_length
+from fumehood.figures import Figures
 from fumehood.interfaces import (
     Attachments,
     Caller,
@@ -25,6 +26,7 @@ from fumehood.interfaces import (
     Reading,
     Sealer,
     Store,
+    TakeRoom,
 )
 from fumehood.protocol.conversation import Segment, pieces_of
 from fumehood.protocol.errors import ApiError, ServerFault, Unavailable
@@ -95,12 +97,14 @@ class EngineRuns:
         disabled_tools: frozenset[str] = frozenset(),
         sealer: Sealer | None = None,
         attachments: Attachments | None = None,
+        figures: Figures | None = None,
     ) -> None:
         self._models = models
         self._store = store
         self._clock = clock
         self._limits = limits or LoopLimits()
         self._lag = lag or LagLimits()
+        self._figures = figures or Figures()
         self._running: set[EngineRun] = set()
         self._draining = False
         self._renewing: asyncio.Task[None] | None = None
@@ -120,8 +124,9 @@ class EngineRuns:
         response_id: str | None = None,
         *,
         past: Sequence[Segment] | None = None,
+        take: TakeRoom | None = None,
     ) -> EngineRun:
-        prepared = await self._preparation.prepare(request, caller, past)
+        prepared = await self._preparation.prepare(request, caller, past, take=take)
         prepared.check_files()
         if response_id is not None:
             prepared.response.id = response_id
@@ -132,14 +137,18 @@ class EngineRuns:
             await check_length(self._tokens, backend, caller, shown)
         return await self._begin(prepared, backend)
 
-    async def count(self, request: CreateResponse, caller: Caller) -> InputTokens:
-        prepared, backend, shown = await self._shown(request, caller)
+    async def count(
+        self, request: CreateResponse, caller: Caller, *, take: TakeRoom | None = None
+    ) -> InputTokens:
+        prepared, backend, shown = await self._shown(request, caller, take)
         count = await self._tokens.count(backend, prepared.caller, shown)
         return InputTokens(input_tokens=count.tokens, exact=count.exact)
 
-    async def compact(self, request: CreateResponse, caller: Caller) -> CompactedResponse:
+    async def compact(
+        self, request: CreateResponse, caller: Caller, *, take: TakeRoom | None = None
+    ) -> CompactedResponse:
         # What one model could not read would keep the conversation from being compacted ever after.
-        prepared, backend, shown = await self._shown(request, caller, gives_files=False)
+        prepared, backend, shown = await self._shown(request, caller, take, gives_files=False)
         self._refuse_when_draining()
         task = asyncio.create_task(self._compact(prepared, backend, shown))
         self._compacting.add(task)
@@ -170,10 +179,10 @@ class EngineRuns:
         )
 
     async def _shown(
-        self, request: CreateResponse, caller: Caller, *, gives_files: bool = True
+        self, request: CreateResponse, caller: Caller, take: TakeRoom | None, *, gives_files: bool = True
     ) -> tuple[Prepared, ModelBackend, ModelRequest]:
         """What the model would be shown first; raises ApiError."""
-        prepared = await self._preparation.prepare(request, caller, gives_files=gives_files)
+        prepared = await self._preparation.prepare(request, caller, gives_files=gives_files, take=take)
         backend = self._models.backend(prepared.response.model)
         shown = prepared.first_request()
         await aside(_unrendered(prepared), backend.check, shown)
@@ -183,12 +192,16 @@ class EngineRuns:
         if self._draining:
             raise Unavailable("The server is shutting down; try again.", retry_after=1.0)
 
+    def _cut(self, run: EngineRun) -> None:
+        self._figures.readers_cut["behind"] += 1
+        run.cancel("its events were not read")
+
     async def _begin(self, prepared: Prepared, backend: ModelBackend) -> EngineRun:
         log = EventLog(
             kept=prepared.streamed,
             limits=self._lag,
             monotonic=self._clock.monotonic,
-            on_overrun=lambda: run.cancel("its events were not read"),
+            on_overrun=lambda: self._cut(run),
         )
         loop = Loop(
             prepared, backend, self._store, self._clock, log, self._limits, self._tokens, self._compactor

@@ -1,4 +1,4 @@
-"""Fetches what an address of somebody's leads to, and nothing else; imports aiohttp, `protocol` and `serving`.
+"""Fetches what an address of somebody's leads to, or lets it pass; imports aiohttp, `protocol` and `serving`.
 
 A name is looked up once, what came is checked, and the connection is made to just that. Every redirection is looked at
 as if it had been the address. Nothing of ours goes along: no credentials, no cookies, no proxy of the environment.
@@ -7,6 +7,7 @@ as if it had been the address. Nothing of ours goes along: no credentials, no co
 import asyncio
 import ipaddress
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -23,6 +24,7 @@ _REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
 _LONGEST_URL = 8192
 _PIECE = 64 << 10
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_OWN_DOMAINS = frozenset({"localhost", "local", "internal", "localdomain", "lan", "home"})
 _HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "fumehood"}
 
 
@@ -65,11 +67,11 @@ class Fetcher:
         self._addresses = Addresses(private)
         self._resolver = resolver or Resolver({}, timeout=self._limits.seconds)
 
-    async def fetch(self, url: str) -> Fetched:
-        """Raises FetchRefused."""
+    async def fetch(self, url: str, take: Callable[[int], None] = lambda _: None) -> Fetched:
+        """Raises FetchRefused, and what `take` raises, which is told of the bytes as they come."""
         try:
             async with asyncio.timeout(self._limits.seconds):
-                return await self._follow(url)
+                return await self._follow(url, take)
         except TimeoutError:
             raise _refused(f"it took longer than {self._limits.seconds:g} seconds") from None
         except (aiohttp.ClientError, OSError, ValueError):  # their words may tell of our network
@@ -78,10 +80,10 @@ class Fetcher:
     def close(self) -> None:
         self._resolver.close()
 
-    async def _follow(self, url: str) -> Fetched:
+    async def _follow(self, url: str, take: Callable[[int], None]) -> Fetched:
         address = _checked(url)
         for _ in range(_MOST_REDIRECTIONS + 1):
-            found = await self._ask(address)
+            found = await self._ask(address, take)
             if isinstance(found, Fetched):
                 return found
             if address.scheme == "https" and found.scheme != "https":
@@ -89,7 +91,7 @@ class Fetcher:
             address = found
         raise _refused("it leads on and on")
 
-    async def _ask(self, url: URL) -> Fetched | URL:
+    async def _ask(self, url: URL, take: Callable[[int], None]) -> Fetched | URL:
         """The answer, or where it leads to."""
         pinned = _Pinned(await self._usable(url))
         connector = aiohttp.TCPConnector(resolver=pinned, use_dns_cache=False, force_close=True)
@@ -107,9 +109,9 @@ class Fetcher:
                 return _checked(str(url.join(URL(answer.headers.get("Location", "")))))
             if answer.status != HTTPStatus.OK:
                 raise _refused(f"its server answers with status {answer.status}")
-            return Fetched(await self._read(answer), answer.content_type, url.name)
+            return Fetched(await self._read(answer, take), answer.content_type, url.name)
 
-    async def _read(self, answer: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, answer: aiohttp.ClientResponse, take: Callable[[int], None]) -> bytes:
         if answer.headers.get("Content-Encoding", "identity") != "identity":
             raise _refused("its server compresses it, unasked")
         if not answer.content_type.startswith(self._limits.media_types):
@@ -117,6 +119,7 @@ class Fetcher:
         content = bytearray()
         if (answer.content_length or 0) <= self._limits.bytes:
             async for piece in answer.content.iter_chunked(_PIECE):
+                take(len(piece))
                 content += piece
                 if len(content) > self._limits.bytes:
                     break
@@ -145,6 +148,31 @@ class Fetcher:
         address = ipaddress.ip_address(text)
         # What translates to IPv4 here may lead to a network of ours.
         return address not in _NAT64 or any(address in network for network in self._private)
+
+
+class Passing:
+    """Lets addresses pass to the model's server, which fetches what they lead to from where it stands. Those that lead
+    to no public address by their own words are refused; where a name leads, only that server will find out.
+
+    private: networks that may be reached although nobody else can reach them.
+    """
+
+    def __init__(self, private: tuple[Network, ...] = ()) -> None:
+        self._addresses = Addresses(private)
+
+    def check(self, url: str) -> None:
+        """Raises FetchRefused."""
+        host = (_checked(url).raw_host or "").rstrip(".")
+        if not url.isascii() or not url.isprintable() or any(mark in url for mark in " \\"):
+            raise _refused("it is no http or https address")  # or not the same one to everybody
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            public = _is_name(host)
+        else:
+            public = self._addresses.allowed(host)
+        if not public:
+            raise _refused("it leads to an address that is not public")
 
 
 class _Pinned(AbstractResolver):
@@ -187,6 +215,13 @@ def _checked(text: str) -> URL:
     if "%" in (url.raw_host or ""):
         raise _refused("it leads to an address that is not public")
     return url.with_fragment(None)
+
+
+def _is_name(host: str) -> bool:
+    """Whether it may be a name that everybody knows, and is no number in disguise: 127.1, 0x7f000001."""
+    *above, last = host.lower().split(".")
+    is_number = last.isdigit() or last.startswith("0x")
+    return bool(above) and not is_number and last not in _OWN_DOMAINS
 
 
 def _refused(why: str) -> FetchRefused:

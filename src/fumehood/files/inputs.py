@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from fumehood.aside import aside
-from fumehood.files.fetching import Fetcher, FetchRefused
-from fumehood.interfaces import Caller, Files
+from fumehood.files.fetching import Fetched, Fetcher, FetchRefused, Passing
+from fumehood.interfaces import Caller, Files, TakeRoom
 from fumehood.protocol.attachments import (
     BYTES_OF_LONGEST_TEXT,
     LONGEST_TEXT,
@@ -42,31 +42,51 @@ class InputLimits:
 
 
 class InputFiles:
-    """`Attachments` over uploads. Without a fetcher, addresses are left to the model's server."""
+    """`Attachments` over uploads.
+
+    addresses: who fetches what they lead to, or lets them pass to the model's server; without anybody they are refused.
+    """
 
     def __init__(
-        self, files: Files, fetcher: Fetcher | None = None, limits: InputLimits | None = None
+        self, files: Files, addresses: Fetcher | Passing | None = None, limits: InputLimits | None = None
     ) -> None:
         self._files = files
-        self._fetcher = fetcher
+        self._addresses = addresses
         self._limits = limits or InputLimits()
 
-    async def find(self, caller: Caller, part: FilePart, *, whole: bool) -> Attachment:
+    async def find(
+        self, caller: Caller, part: FilePart, *, whole: bool, take: TakeRoom | None = None
+    ) -> Attachment:
+        take = take or _take_nothing
         is_picture = part.type == "input_image"
         if part.inline is not None:
-            return await aside(len(part.inline), _inline_picture if is_picture else _inline_file, part)
+            found = await aside(len(part.inline), _inline_picture if is_picture else _inline_file, part)
+            return self._bounded(found, "image_url")
         if part.file_id is not None:
             record = await self._record(caller, part.file_id)
             if is_picture:
-                return await self._picture(caller, record)
-            return await self._file(caller, record, whole)
+                return await self._picture(caller, record, take)
+            return await self._file(caller, record, whole, take)
         address = part.address if is_picture else part.file_url
         if not address:
             choices = "an image_url or a file_id" if is_picture else "a file_id, file_data or a file_url"
             raise InvalidRequest(
                 f"An {part.type} needs {choices}.", param="file_id", code="missing_required_parameter"
             )
-        return Attachment() if self._fetcher is None else await self._fetched(self._fetcher, part, address)
+        return await self._addressed(part, address, take)
+
+    def _bounded(self, found: Attachment, param: str) -> Attachment:
+        """What is there whole, if a model may be shown it; a file that is none for a model is there for code. Raises
+        InvalidRequest.
+        """
+        if found.kind == "picture" and found.bytes > self._limits.picture_bytes:
+            raise InvalidRequest(
+                f"The picture is larger than {self._limits.picture_bytes:,} bytes, so it is none for a model.",
+                param=param,
+                code="invalid_value",
+            )
+        too_large = found.kind == "binary" and found.bytes > self._limits.file_bytes
+        return replace(found, too_large=True) if too_large else found
 
     # ---- uploads ------------------------------------------------------------------------------------------------
 
@@ -80,9 +100,10 @@ class InputFiles:
                 code="file_not_found",
             ) from None
 
-    async def _picture(self, caller: Caller, record: FileRecord) -> Attachment:
+    async def _picture(self, caller: Caller, record: FileRecord, take: TakeRoom) -> Attachment:
         if record.bytes > self._limits.picture_bytes:
             raise _no_picture(record, f"is larger than {self._limits.picture_bytes:,} bytes")
+        take(_as_data(record.bytes))
         content = await self._read(caller, record, record.bytes)
         media_type = picture_type(content)
         if media_type is None:
@@ -96,7 +117,7 @@ class InputFiles:
             data=await aside(len(content), data_url, media_type, content),
         )
 
-    async def _file(self, caller: Caller, record: FileRecord, whole: bool) -> Attachment:
+    async def _file(self, caller: Caller, record: FileRecord, whole: bool, take: TakeRoom) -> Attachment:
         start = await self._read(caller, record, BYTES_OF_LONGEST_TEXT)
         named = media_type_of(record.filename)
         text, left_out = await aside(len(start), _beginning, named, start, record.bytes)
@@ -109,8 +130,10 @@ class InputFiles:
             text=text,
             left_out=left_out,
         )
+        take(found.size)
         if text is not None or not whole or record.bytes > self._limits.file_bytes:
             return found
+        take(_as_data(record.bytes))
         content = await self._read(caller, record, record.bytes)
         data = await aside(len(content), data_url, found.media_type, content)
         return replace(found, data=data)
@@ -122,26 +145,49 @@ class InputFiles:
 
     # ---- addresses ----------------------------------------------------------------------------------------------
 
-    async def _fetched(self, fetcher: Fetcher, part: FilePart, address: str) -> Attachment:
-        """It is kept as if it had come inline: nobody is asked for it again."""
-        is_picture = part.type == "input_image"
-        param = "image_url" if is_picture else "file_url"
+    async def _addressed(self, part: FilePart, address: str, take: TakeRoom) -> Attachment:
+        param = "image_url" if part.type == "input_image" else "file_url"
         try:
-            fetched = await fetcher.fetch(address)
+            match self._addresses:
+                case None:
+                    raise _no_addresses(param)
+                case Passing() as passing:
+                    passing.check(address)
+                    return Attachment()
+                case Fetcher() as fetcher:
+                    return await self._kept(part, await fetcher.fetch(address, take), param, take)
         except FetchRefused as error:
             raise NotFound(str(error), param=param, code="invalid_value") from None
-        if not is_picture:
+
+    async def _kept(self, part: FilePart, fetched: Fetched, param: str, take: TakeRoom) -> Attachment:
+        """As if it had come inline: nobody is asked for it again."""
+        if part.type != "input_image":
             name = file_name(part.filename or fetched.name)
             found = _file(name, fetched.media_type, fetched.content)
         else:
             media_type = picture_type(fetched.content)
-            if media_type is None or len(fetched.content) > self._limits.picture_bytes:
-                raise InvalidRequest(
-                    f"What the address leads to is no {_PICTURES}, or too large.", param=param
-                )
+            if media_type is None:
+                raise InvalidRequest(f"What the address leads to is no {_PICTURES}.", param=param)
             found = _picture(file_name(fetched.name or picture_name(media_type)), media_type, fetched.content)
+        found = self._bounded(found, param)
+        take(_as_data(len(fetched.content)) - len(fetched.content))
         data = await aside(len(fetched.content), data_url, found.media_type, fetched.content)
         return replace(found, data=data)
+
+
+def _no_addresses(param: str) -> NotFound:
+    kind = "picture" if param == "image_url" else "file"
+    return NotFound(
+        f"This server neither fetches what a {param} leads to nor passes it on to the model's server: send the {kind} "
+        "inline, or upload it and send its file_id. Who runs the server may allow it with inputs.fetch_urls or "
+        "inputs.pass_urls.",
+        param=param,
+        code="unsupported_parameter",
+    )
+
+
+def _take_nothing(_: int) -> None:
+    pass
 
 
 # --- contents -----------------------------------------------------------------------------------------
@@ -172,6 +218,11 @@ def _picture(name: str, media_type: str, content: bytes) -> Attachment:
 def _file(name: str, told: str, content: bytes) -> Attachment:
     kind = "binary" if as_text(told, content) is None else "text"
     return Attachment(name=name, kind=kind, media_type=media_type_of(name, told), bytes=len(content))
+
+
+def _as_data(size: int) -> int:
+    """How large so many bytes are as a data: URL."""
+    return (size + 2) // 3 * 4
 
 
 def _beginning(named: str, start: bytes, size: int) -> tuple[str | None, int]:

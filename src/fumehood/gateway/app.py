@@ -34,6 +34,7 @@ from fumehood.protocol.errors import (
     Unavailable,
 )
 from fumehood.serving.exchange import CallerLeft, Receive, Scope, Send
+from fumehood.serving.stalled import SLOWEST
 
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
@@ -62,6 +63,7 @@ class Gateway:
     unready: tells why this gateway cannot serve now, None if it can.
     silence: seconds after which a stream that has nothing to say shows that it is alive.
     file_bytes: the largest file that anybody may upload.
+    slowest: bytes in a second that a body has to come with, on the whole; 0 lets it drip.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Gateway:
         unready: Callable[[], Awaitable[str | None]] | None = None,
         silence: float = SILENCE,
         file_bytes: int = FILE_BYTES,
+        slowest: int = SLOWEST,
         show_metrics: bool = True,
     ) -> None:
         self.metrics = metrics or Metrics()
@@ -89,7 +92,9 @@ class Gateway:
         self._log = log
         self._described: bytes | None = None
         self._unready = unready
+        self._slowest = slowest
         limits = limits or Limits()
+        self.metrics.limited = limits.refused
         responses = self._responses = Responses(
             runs,
             store,
@@ -102,6 +107,7 @@ class Gateway:
             responses,
             self._identify,
             self.origins,
+            self.metrics,
             tell=lambda exchange: self._tell(exchange, self._socket_place),
         )
         cards = ModelCards(models)
@@ -147,7 +153,8 @@ class Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_socket = scope["type"] == "websocket"
-        exchange = Handshake(scope, receive, send) if is_socket else Exchange(scope, receive, send)
+        made = Handshake if is_socket else Exchange
+        exchange = made(scope, receive, send, self._slowest)
         place = self._routes.find(exchange)
         try:
             if exchange.transfer_fault:
@@ -180,7 +187,15 @@ class Gateway:
 
     async def _identify(self, exchange: Exchange) -> Caller:
         headers = exchange.headers
-        caller = await identified(self._callers, headers.get(b"authorization"), headers.get(b"host", b""))
+        key = headers.get(b"authorization")
+        try:
+            caller = await identified(self._callers, key, headers.get(b"host", b""))
+        except NotAuthenticated:
+            self.metrics.not_allowed("no_key" if key is None else "wrong_key")
+            raise
+        except Forbidden:
+            self.metrics.not_allowed("host")
+            raise
         if caller.key:
             exchange.noted["key"] = caller.key
         return caller
@@ -239,7 +254,7 @@ class Gateway:
                 "These are the figures of all tenants, and this key is not for them; `fumehood keys create --metrics` "
                 "makes one that is."
             )
-        await exchange.answer(self.metrics.text(), content_type=CONTENT_TYPE)
+        await exchange.answer(await self.metrics.page(), content_type=CONTENT_TYPE)
 
 
 class _Path:

@@ -28,9 +28,11 @@ from fumehood.serving.exchange import (
     Send,
     Shortcut,
 )
+from fumehood.serving.stalled import SLOWEST, Pace
 
 VERSION = (b"fumehood-version", __version__.encode())
 _PATIENCE = 30.0  # seconds for the next piece of a body
+_PIECE = 256 << 10  # bytes of an answer that are sent at once
 # Seconds until it is worth a task to watch whether the caller is still there: most answers are complete by then.
 _FIRST_LOOK = 0.25
 
@@ -50,10 +52,12 @@ class Exchange(BareExchange):
     """
     noted: what the log's line of this request tells besides what every line tells.
     extra: headers of the answer, whatever it will be, besides what every answer has.
+    slowest: bytes of a body that have to come in a second, on the whole.
     transfer_fault: whether the body comes, or the answer is wanted, in a way that nobody here will undo.
     """
 
     __slots__ = (
+        "_pace",
         "_query",
         "_shortcut",
         "began",
@@ -62,13 +66,16 @@ class Exchange(BareExchange):
         "noted",
         "path",
         "request_id",
+        "slowest",
         "status",
         "transfer_fault",
     )
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, slowest: int = SLOWEST) -> None:
         super().__init__(scope, receive, send)
         self.began = perf_counter()
+        self.slowest = slowest
+        self._pace: Pace | None = None  # once it had to be waited for
         self.request_id = f"{_PROCESS}{next(_numbers):010x}"
         self.path: str = scope["path"]
         self.noted: dict[str, Field] = {}
@@ -141,12 +148,21 @@ class Exchange(BareExchange):
         try:
             obstacle = receiving.send(None)
         except StopIteration as ready:
+            if self._pace is not None:
+                self._pace.came(len(ready.value.get("body", b"")))
             return ready.value
+        pace = self._pace = self._pace or Pace(_PATIENCE, self.slowest)
+        asked = perf_counter()
         try:
-            async with asyncio.timeout(_PATIENCE):
-                return await _rest_of(receiving, obstacle)
+            async with asyncio.timeout(pace.left):
+                message = await _rest_of(receiving, obstacle)
         except TimeoutError:
-            raise BodyTooSlow(f"Nothing of the body came for {_PATIENCE:g} seconds.") from None
+            raise BodyTooSlow(
+                f"The body came too slowly: nothing for {_PATIENCE:g} seconds, or on the whole fewer than "
+                f"{self.slowest} bytes a second."
+            ) from None
+        pace.came(len(message.get("body", b"")), perf_counter() - asked)
+        return message
 
     # ---- the answer -------------------------------------------------------------------------------------------
 
@@ -197,7 +213,10 @@ class Exchange(BareExchange):
             self.status = status
             return
         await self.begin(status, headers)
-        await self.send(body, more=False)
+        # Each waits for the reader of those before it: who has answered can let go of the rest.
+        for start in range(0, len(body) - _PIECE, _PIECE):
+            await self.send(body[start : start + _PIECE])
+        await self.send(body[(len(body) - 1) // _PIECE * _PIECE :] if body else body, more=False)
 
     async def answer_json(self, value: object, status: int = 200) -> None:
         await self.answer(encode(value), status)

@@ -1,8 +1,9 @@
-"""How much a key may ask for, and all of them together; imports `interfaces` and `protocol`.
+"""How much a key may ask for, and all of them together; imports `aside`, `interfaces`, `protocol`.
 
 Everything is counted in this process, in plain numbers: nothing is awaited, and nobody's counter is another's.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
@@ -10,6 +11,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
+from fumehood.aside import LARGE
 from fumehood.interfaces import Caller
 from fumehood.protocol.errors import RateLimited, Unavailable
 from fumehood.protocol.keys import KeyLimits
@@ -25,7 +27,7 @@ class _Account:
 
     rate: requests in a minute, and how many may come at once.
     tokens: how many more may come, at the time `filled_at`.
-    held: bytes of bodies.
+    held: bytes of bodies and of files.
     """
 
     body_bytes: int
@@ -43,8 +45,9 @@ class Limits:
     usual: what a key may do for which nothing else was said. Where no keys are needed everybody is one caller, for
         whom `concurrent` has no meaning.
     total: how many responses may be in the making at once, whoever asked for them.
-    body_bytes_total: how large the bodies of all requests that are worked on may be together, half of it for one key.
-        A body that comes in one piece does not count: every connection may hold that much anyway.
+    body_bytes_total: how large the bodies of all requests that are worked on may be together, with the files that they
+        refer to and large answers that are sent from the store, half of it for one key. A body that comes in one piece
+        does not count: every connection may hold that much anyway.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Limits:
         self._running = 0
         self._monotonic = monotonic
         self._accounts: dict[str, _Account] = {}
+        self.refused = Counter[str]()  # by the limit
 
     def body_bytes(self, caller: Caller) -> int:
         """The largest body of a request."""
@@ -87,6 +91,7 @@ class Limits:
             (b"x-ratelimit-reset-requests", _duration((rate - account.tokens) * 60 / rate)),
         )
         if wait:
+            self.refused["rate"] += 1
             raise RateLimited(
                 f"Rate limit reached for requests: {rate} in a minute. Try again in {wait:.3g} seconds.",
                 retry_after=wait,
@@ -96,11 +101,13 @@ class Limits:
         """For `with`, while a response is in the making; raises RateLimited."""
         account = self._account(caller)
         if account.most_running is not None and account.running >= account.most_running:
+            self.refused["key"] += 1
             raise RateLimited(
                 f"This key may have {account.most_running} responses in the making at once; try again soon.",
                 retry_after=1.0,
             )
         if self._running >= self._total:
+            self.refused["total"] += 1
             raise RateLimited(
                 f"This server makes {self._total} responses at once; try again soon.", retry_after=1.0
             )
@@ -110,15 +117,22 @@ class Limits:
         """For `with`, while a request of the caller's is read and worked on."""
         return Room(self, self._account(caller))
 
+    def most_held(self, account: _Account) -> int:
+        return min(account.most_held or self._body_bytes_total, self._body_bytes_total)
+
     def hold(self, account: _Account, size: int) -> None:
         """So many bytes more of bodies; raises RateLimited, Unavailable."""
         if account.most_held is not None and account.held + size > account.most_held:
+            self.refused["key_bytes"] += 1
             raise RateLimited(
-                "This key has as many large requests as it may have at once; try again soon.", retry_after=1.0
+                "This key has as many large requests and answers as it may have at once; try again soon.",
+                retry_after=1.0,
             )
         if self._held + size > self._body_bytes_total:
+            self.refused["total_bytes"] += 1
             raise Unavailable(
-                "This server has as many large requests as it can hold; try again soon.", retry_after=1.0
+                "This server has as many large requests and answers as it can hold; try again soon.",
+                retry_after=1.0,
             )
         account.held += size
         self._held += size
@@ -153,7 +167,7 @@ class Limits:
 
 
 class Room:
-    """What the body of one request takes; it is given back at the end."""
+    """What one request takes with its body and with what that refers to; it is given back at the end."""
 
     __slots__ = ("_account", "_held", "_limits")
 
@@ -166,6 +180,13 @@ class Room:
         """Raises RateLimited, Unavailable."""
         self._limits.hold(self._account, size)
         self._held += size
+
+    def take_large(self, size: int) -> None:
+        """The same for an answer. A small one does not count, and one that is larger than all may be together is sent
+        when it is alone. Raises RateLimited, Unavailable.
+        """
+        if size >= LARGE:
+            self.take(min(size, self._limits.most_held(self._account) - self._held))
 
     def give_back(self) -> None:
         self._limits.let_go(self._account, self._held)

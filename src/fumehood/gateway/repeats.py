@@ -17,7 +17,7 @@ from fumehood.gateway.exchange import Exchange, Vigil, encode
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.sse import DONE, GONE, HEADERS, SIGN_OF_LIFE, TERMINAL, encode_events
-from fumehood.interfaces import Caller, IdempotencyClaim, Run, Runs, Store
+from fumehood.interfaces import Caller, IdempotencyClaim, Run, Runs, Store, TakeRoom
 from fumehood.protocol.errors import ApiError, Conflict, InvalidRequest, RateLimited, ServerFault, to_detail
 from fumehood.protocol.events import ErrorOccurred
 from fumehood.protocol.folding import project_response
@@ -105,7 +105,7 @@ class Repeats:
         if not first or kept is not None:
             exchange.extra.append((b"idempotent-replayed", b"true"))
         if kept is not None:
-            return await _show_kept(exchange, asked, kept)
+            return await self._show_kept(exchange, asked, kept)
         if not asked.request.stream:
             return await joint.show(exchange)
         self._metrics.streams += 1
@@ -114,17 +114,31 @@ class Repeats:
         finally:
             self._metrics.streams -= 1
 
+    async def _show_kept(self, exchange: Exchange, asked: Asked, response: Response) -> Response:
+        """Raises RateLimited, Unavailable; it is there for whoever comes again."""
+        with self._limits.room(asked.caller) as room:
+            if not asked.request.stream:
+                body = encode(project_response(response, asked.include))
+                room.take_large(len(body))
+                await exchange.answer(body)
+            else:
+                events = encode_events(unfold(response), asked.include) + DONE
+                room.take_large(len(events))
+                await exchange.begin(200, [*HEADERS])
+                await exchange.send(events, more=False)
+        return response
+
     # ---- the run ----------------------------------------------------------------------------------------------
 
     async def _drive(self, joint: "_Joint", asked: Asked) -> None:
         """A task of its own: whoever was first need not be the last to stay."""
         try:
-            with self._limits.running(asked.caller):
-                earlier = await self._earlier(asked, joint.response_id) if asked.kept else None
+            with self._limits.running(asked.caller), self._limits.room(asked.caller) as room:
+                earlier = await self._earlier(asked, joint.response_id)
                 if earlier is not None:
                     joint.begun.set_result(earlier)
                 else:
-                    await self._run(joint, asked)
+                    await self._run(joint, asked, room.take)
         except Exception as error:
             if not isinstance(error, ApiError):
                 logger.exception("A request with a key could not be served.")
@@ -138,8 +152,11 @@ class Repeats:
 
     async def _earlier(self, asked: Asked, response_id: str) -> Response | None:
         """What the key stands for; None if that is ours to make."""
-        claim = IdempotencyClaim(asked.digest, response_id)
-        found = await self._store.claim(*asked.place, claim, RETENTION)
+        if asked.kept:
+            claim = IdempotencyClaim(asked.digest, response_id)
+            found = await self._store.claim(*asked.place, claim, RETENTION)
+        else:  # nothing of it is written, but another one with this key may be
+            found = await self._store.claimed(*asked.place)
         if found is None:
             return None
         if found.digest != asked.digest:
@@ -156,10 +173,10 @@ class Repeats:
             )
         return response
 
-    async def _run(self, joint: "_Joint", asked: Asked) -> None:
+    async def _run(self, joint: "_Joint", asked: Asked, take: TakeRoom) -> None:
         """Whatever is refused, or fails before anything was made, does not use up the key."""
         try:
-            run = await self._runs.start(asked.request, asked.caller, joint.response_id)
+            run = await self._runs.start(asked.request, asked.caller, joint.response_id, take=take)
         except Exception:
             await self._release(joint, asked)
             raise
@@ -178,15 +195,6 @@ class Repeats:
     async def _release(self, joint: "_Joint", asked: Asked) -> None:
         if asked.kept:
             await self._store.release(*asked.place, joint.response_id)
-
-
-async def _show_kept(exchange: Exchange, asked: Asked, response: Response) -> Response:
-    if asked.request.stream:
-        await exchange.begin(200, [*HEADERS])
-        await exchange.send(encode_events(unfold(response), asked.include) + DONE, more=False)
-    else:
-        await exchange.answer_json(project_response(response, asked.include))
-    return response
 
 
 class _Past:

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from fumehood.aside import aside
-from fumehood.gateway.exchange import Exchange, Vigil
+from fumehood.gateway.exchange import Exchange, Vigil, encode
 from fumehood.gateway.limits import Limits, Room
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
@@ -60,7 +60,7 @@ class Responses:
                 self._note(exchange, await self._repeats.answer(exchange, asked))
                 return
             del body
-            await self._make(exchange, caller, request, partial(self._stream, exchange))
+            await self._make(exchange, caller, request, partial(self._stream, exchange), room)
 
     def room(self, caller: Caller) -> Room:
         """For the body of a request that came otherwise."""
@@ -76,14 +76,15 @@ class Responses:
         caller: Caller,
         request: CreateResponse,
         follow: Follow,
+        room: Room,
         past: Sequence[Segment] | None,
     ) -> tuple[Run, Response | None]:
         """Make a response of a request that came otherwise, streamed by `follow`; how it ended, None if the client did
-        not stay. `past` is as in `Runs.start`.
+        not stay. `room` holds what the request takes, `past` is as in `Runs.start`.
         """
         self._limits.count(caller, exchange.extra)
         exchange.noted["model"] = request.model
-        return await self._make(exchange, caller, request, follow, past)
+        return await self._make(exchange, caller, request, follow, room, past)
 
     async def _read(self, exchange: Exchange, caller: Caller, room: Room) -> tuple[CreateResponse, bytes]:
         self._limits.count(caller, exchange.extra)
@@ -97,10 +98,11 @@ class Responses:
         caller: Caller,
         request: CreateResponse,
         follow: Follow,
+        room: Room,
         past: Sequence[Segment] | None = None,
     ) -> tuple[Run, Response | None]:
         with self._limits.running(caller):
-            run = await self._runs.start(request, caller, past=past)
+            run = await self._runs.start(request, caller, past=past, take=room.take)
             exchange.noted["response_id"] = run.id
             response = await self._answer(exchange, run, request, follow)
         self._note(exchange, response)
@@ -154,22 +156,22 @@ class Responses:
         with self._limits.room(caller) as room:
             request, _ = await self._read(exchange, caller, room)
             with self._limits.running(caller):
-                counted = await self._runs.count(request, caller)
+                counted = await self._runs.count(request, caller, take=room.take)
         await exchange.answer_json(counted)
 
     async def compact(self, exchange: Exchange, caller: Caller) -> None:
         with self._limits.room(caller) as room:
             request, _ = await self._read(exchange, caller, room)
             with self._limits.running(caller):
-                compacted = await self._compacted(exchange, caller, request)
+                compacted = await self._compacted(exchange, caller, request, room)
         self._note_usage(exchange, compacted.usage)
-        self._metrics.used(compacted.usage)
+        self._metrics.compacted(compacted.usage)
         await exchange.answer_json(compacted)
 
     async def _compacted(
-        self, exchange: Exchange, caller: Caller, request: CreateResponse
+        self, exchange: Exchange, caller: Caller, request: CreateResponse, room: Room
     ) -> CompactedResponse:
-        task = asyncio.ensure_future(self._runs.compact(request, caller))
+        task = asyncio.ensure_future(self._runs.compact(request, caller, take=room.take))
         with Vigil(exchange, lambda: _stop(task)) as vigil:
             try:
                 return await task
@@ -185,7 +187,8 @@ class Responses:
                 "Only a response that was made in the background can be streamed again.", param="stream"
             )
         response = await self._find(exchange, caller)
-        await exchange.answer_json(project_response(response, include))
+        with self._limits.room(caller) as room:
+            await _show(exchange, room, project_response(response, include))
 
     async def delete(self, exchange: Exchange, caller: Caller) -> None:
         response_id = exchange.parameters["response_id"]
@@ -207,7 +210,13 @@ class Responses:
             raise _not_found(response_id)
         # What was referred to again is listed once: pages are found by ids.
         once = {entry.id or "": entry for entry in entries}
-        await exchange.answer_json(page(exchange, list(once.items()), lambda entry: shown(entry, include)))
+        size = sum([entry.size for entry in entries])
+        with self._limits.room(caller) as room:
+            room.take_large(size)
+            listed = await aside(
+                size, page, exchange, list(once.items()), lambda entry: shown(entry, include)
+            )
+            await _show(exchange, room, listed)
 
     async def _find(self, exchange: Exchange, caller: Caller) -> Response:
         response_id = exchange.parameters["response_id"]
@@ -220,6 +229,15 @@ class Responses:
         asked = exchange.queries("include")
         check_include(asked)
         return self._always.union(asked)
+
+
+async def _show(exchange: Exchange, room: Room, value: object) -> None:
+    """Something that may be large, and may be asked for again by whoever is told to come later. Raises RateLimited,
+    Unavailable.
+    """
+    body = encode(value)
+    room.take_large(len(body))
+    await exchange.answer(body)
 
 
 def _breaks_at_ours(headers: Mapping[bytes, bytes]) -> bool:

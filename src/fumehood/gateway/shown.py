@@ -18,6 +18,7 @@ type Fields = dict[str, Raw]
 # What an item shows only to those who ask, by the name of its field.
 _ON_REQUEST = {
     "code_interpreter_call": {"outputs": OUTPUTS, EXECUTION: EXECUTION},
+    "shell_call_output": {EXECUTION: EXECUTION},
     "reasoning": {"encrypted_content": ENCRYPTED_REASONING},
 }
 _NULL = Raw(b"null")

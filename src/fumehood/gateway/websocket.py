@@ -20,6 +20,7 @@ from msgspec import UNSET, Raw, UnsetType
 from fumehood.aside import aside
 from fumehood.gateway.exchange import VERSION, Exchange, encode, refusal_headers
 from fumehood.gateway.limits import Room
+from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.origins import Origins
 from fumehood.gateway.reading import decode, decode_request
 from fumehood.gateway.responses import Responses
@@ -174,11 +175,11 @@ class Handshake(Exchange):
 
     __slots__ = ("receive", "send_raw")
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, slowest: int) -> None:
         async def answer(part: MutableMapping[str, Any]) -> None:
             await send({**part, "type": f"websocket.{part['type']}"})
 
-        super().__init__({**scope, "method": "GET"}, receive, answer)
+        super().__init__({**scope, "method": "GET"}, receive, answer, slowest)
         self.receive = receive
         self.send_raw = send
 
@@ -196,10 +197,12 @@ class Sockets:
         responses: Responses,
         identify: Callable[[Exchange], Awaitable[Caller]],
         origins: Origins,
+        metrics: Metrics,
         *,
         tell: Callable[[Exchange], None],
     ) -> None:
         self._origins = origins
+        self._metrics = metrics
         self.responses = responses
         self.identify = identify
         self.tell = tell
@@ -214,12 +217,19 @@ class Sockets:
         identity = (b"x-request-id", exchange.request_id.encode())
         largest = self.responses.message_bytes(caller)
         await exchange.send_raw(
-            {"type": "websocket.accept", "headers": [VERSION, identity], "message_bytes": largest}
+            {
+                "type": "websocket.accept",
+                "headers": [VERSION, identity],
+                "message_bytes": largest,
+                "slowest": exchange.slowest,
+            }
         )
         connection = _Connection(self, exchange, caller, largest)
+        self._metrics.sockets += 1
         try:
             await connection.to_the_end()
         finally:
+            self._metrics.sockets -= 1
             exchange.noted["responses"] = connection.answered
 
 
@@ -444,7 +454,7 @@ class _Connection:
     async def _answer(self, lane: _Lane, request: _Waiting) -> None:
         exchange = Exchange(self._scope, self._receive, self._pass_on)
         try:
-            await self._respond(exchange, lane, request.envelope.previous_response_id, request.body)
+            await self._respond(exchange, lane, request)
         except ApiError as error:
             await self._refuse(exchange, lane, error)
         except Exception:
@@ -459,10 +469,10 @@ class _Connection:
         exchange.note_refusal(error)
         await self._write(lane.wire.refusal(error, exchange.extra))
 
-    async def _respond(self, exchange: Exchange, lane: _Lane, previous: str | None, body: bytes) -> None:
-        failed = True
+    async def _respond(self, exchange: Exchange, lane: _Lane, waited: _Waiting) -> None:
+        previous, failed = waited.envelope.previous_response_id, True
         try:
-            request = await aside(len(body), decode_request, body)
+            request = await aside(len(waited.body), decode_request, waited.body)
             request.stream = True
             held = self._find(previous)
             # A key may have been revoked since it opened the connection.
@@ -470,7 +480,12 @@ class _Connection:
             if caller.key:
                 exchange.noted["key"] = caller.key
             run, response = await self._sockets.responses.make(
-                exchange, caller, request, partial(self._follow, exchange, lane), held and held.past
+                exchange,
+                caller,
+                request,
+                partial(self._follow, exchange, lane),
+                waited.room,
+                held and held.past,
             )
             failed = response is None or response.status == "failed"
             if response is not None and not failed:

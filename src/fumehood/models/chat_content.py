@@ -115,7 +115,7 @@ def file_part(part: Part, found: Attachment, *, takes_files: bool) -> ChatPart:
     if found.text is not None:
         return TextPart(shown_text(name, found.text, found.left_out))
     inline = found.data or part.file_data
-    if inline is None and found.name:
+    if found.too_large or (inline is None and found.name):
         return TextPart(note(found))
     if inline is None:
         raise InvalidRequest(

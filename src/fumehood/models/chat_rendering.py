@@ -16,7 +16,7 @@ from fumehood.models.foreign_items import Call, Result
 from fumehood.models.foreign_items import read as read_foreign
 from fumehood.models.item_content import Content, shown_arguments, spoken
 from fumehood.models.kept_renderings import NOTHING, render_all
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
 
@@ -281,12 +281,12 @@ class _Rendering:
                 turn.optional.add(call.call_id)
             case Result() as result:
                 self._answer(result.call_id, result.text)
-            case Exchange() as exchange:
+            case ToolExchange() as exchange:
                 self._take_exchange(entry, exchange)
             case None:
                 pass
 
-    def _take_exchange(self, entry: Entry, exchange: Exchange) -> None:
+    def _take_exchange(self, entry: Entry, exchange: ToolExchange) -> None:
         shown = pictures(exchange.images) if self._dialect.takes_images else []
         if exchange.tells == "result":
             self._answer(exchange.call_id, exchange.output, shown)

@@ -1,4 +1,4 @@
-"""The model `direct`, which is none: it runs the Python of the user's message; imports `protocol`, `interfaces`.
+"""The model `direct`, which is none: it runs the code of the user's message; imports `protocol`, `interfaces`.
 
 For smoke tests, examples and the first minute after an installation: the whole way through the gateway and back, with
 code, output and files, and no model server anywhere.
@@ -7,12 +7,15 @@ code, output and files, and no model server anywhere.
 import ast
 import re
 import warnings
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import msgspec
 
 from fumehood.interfaces import Take
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.models import (
     AnyModelEvent,
@@ -26,22 +29,27 @@ from fumehood.protocol.models import (
 from fumehood.protocol.responses import Usage
 from fumehood.protocol.tools import FunctionSpec
 
-_FUNCTION = "code_interpreter"
+_PYTHON = "code_interpreter"
+_SHELL = "shell"
+_ANY = ""  # of a result whose function is not known
 _PIECES = 4
 _BYTES_A_TOKEN = 4
 _LONGEST_BARE_CODE = 100_000
 
 _FENCE = re.compile(r"^(`{3,}|~{3,})[ \t]*(\w*)[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
-_LANGUAGES = frozenset({"", "python", "python3", "py"})
+_LANGUAGES = {
+    **dict.fromkeys(("", "python", "python3", "py"), _PYTHON),
+    **dict.fromkeys(("sh", "bash", "shell"), _SHELL),
+}
 _PATH = re.compile(r"/mnt/data/[^\s'\"`<>()\[\]]*[^\s'\"`<>()\[\].,:;!?]")
 
 _LIST = re.compile(r"^Files: (/mnt/data/.*?)(?: and \d+ more)?$", re.MULTILINE)
 
 _HOW = (
     "I am not a language model: I run the Python code of your message. Send code, best between ``` fences, and offer "
-    "the code_interpreter tool."
+    "the code_interpreter tool. Commands between ```sh fences run in the shell tool."
 )
-_NO_TOOL = "I only run Python code, and this request does not let me: offer the code_interpreter tool."
+_NO_TOOL = "I only run code, and this request does not let me: offer the {tools} tool."
 _NO_OUTPUT = "The code ran and printed nothing."
 
 
@@ -58,8 +66,23 @@ class _Output(msgspec.Struct):
     output: str | list[_Part] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A call that the user's message asks for, of a function."""
+
+    name: str
+    code: str
+
+    @property
+    def arguments(self) -> str:
+        arguments = {"code": self.code} if self.name == _PYTHON else {"commands": [self.code]}
+        return msgspec.json.encode(arguments).decode()
+
+
 class DirectModel:
-    """A `ModelBackend` that calls `code_interpreter` with the user's own code and repeats what it printed."""
+    """A `ModelBackend` that calls the code interpreter and the shell with the user's own code, one call after another,
+    and repeats what they printed.
+    """
 
     async def stream(
         self,
@@ -67,17 +90,19 @@ class DirectModel:
         take: Take | None = None,  # noqa: ARG002 - everything is there at once
     ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         text, exchanges = _latest(request.segments)
-        code = _code_of(text)
-        if exchanges:
-            answer = _answer(exchanges)
-        elif code is None:
-            answer = _HOW
-        elif not _may_call(request):
-            answer = _NO_TOOL
-        else:
-            async for batch in _call(request, code):
+        wanted = _calls_of(text)
+        possible = [call for call in wanted if _may_call(request, call.name)]
+        following = _next(possible, exchanges)
+        if following is not None:
+            async for batch in _call(request, following):
                 yield batch
             return
+        if exchanges:
+            answer = _answer(exchanges)
+        elif not wanted:
+            answer = _HOW
+        else:
+            answer = _NO_TOOL.format(tools=" and the ".join(dict.fromkeys(call.name for call in wanted)))
         pieces = _cut(answer)
         for piece in pieces:
             yield [Text(piece)]
@@ -96,29 +121,40 @@ class DirectModel:
         pass
 
 
-async def _call(request: ModelRequest, code: str) -> AsyncGenerator[Sequence[AnyModelEvent]]:
-    arguments = msgspec.json.encode({"code": code}).decode()
-    yield [CallStarted(0, new_id("call"), _FUNCTION)]
+async def _call(request: ModelRequest, call: _Wanted) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+    arguments = call.arguments
+    yield [CallStarted(0, new_id("call"), call.name)]
     for piece in _cut(arguments):
         yield [CallArguments(0, piece)]
     yield [TurnEnded("calls", _usage(request, arguments))]
 
 
-def _may_call(request: ModelRequest) -> bool:
+def _may_call(request: ModelRequest, name: str) -> bool:
     if isinstance(request.choice, FunctionSpec):
-        return request.choice.name == _FUNCTION
-    return request.choice != "none" and any(spec.name == _FUNCTION for spec in request.functions)
+        return request.choice.name == name
+    return request.choice != "none" and any(spec.name == name for spec in request.functions)
+
+
+def _next(calls: Sequence[_Wanted], exchanges: Sequence[ToolExchange]) -> _Wanted | None:
+    """The first call that has no result yet; None if all have."""
+    done = Counter(exchange.name for exchange in exchanges)
+    for call in calls:
+        name = call.name if done[call.name] else _ANY
+        if not done[name]:
+            return call
+        done[name] -= 1
+    return None
 
 
 # --- what is asked ------------------------------------------------------------------------------------
 
 
-def _latest(segments: Sequence[Segment]) -> tuple[str, list[Exchange]]:
+def _latest(segments: Sequence[Segment]) -> tuple[str, list[ToolExchange]]:
     """The last message of the user, and the calls since."""
-    exchanges: list[Exchange] = []
+    exchanges: list[ToolExchange] = []
     for entry in _backwards(segments):
         if entry.exchange is not None:
-            if entry.exchange.name == _FUNCTION:
+            if entry.exchange.name in (_PYTHON, _SHELL) and entry.exchange.tells != "call":
                 exchanges.append(entry.exchange)
         elif entry.type == "function_call_output":
             exchanges.append(_answered(entry))
@@ -129,14 +165,14 @@ def _latest(segments: Sequence[Segment]) -> tuple[str, list[Exchange]]:
     return "", exchanges[::-1]
 
 
-def _answered(entry: Entry) -> Exchange:
+def _answered(entry: Entry) -> ToolExchange:
     """A call that the client itself has answered, as a gateway before this one does."""
     try:
         output = msgspec.json.decode(entry.raw, type=_Output).output
     except msgspec.DecodeError:
         output = None
     text = output if isinstance(output, str) else "\n".join(part.text or "" for part in output or ())
-    return Exchange(call_id="", name=_FUNCTION, arguments="{}", output=text)
+    return ToolExchange(call_id="", name=_ANY, arguments="{}", output=text)
 
 
 def _backwards(segments: Sequence[Segment]) -> Iterator[Entry]:
@@ -156,13 +192,20 @@ def _user_text(entry: Entry) -> str | None:
     return "\n".join(part.text for part in message.content if part.text)
 
 
-def _code_of(text: str) -> str | None:
-    """The fenced Python, all of it; without a fence the whole text, if that is Python."""
-    blocks = [block for _, language, block in _FENCE.findall(text) if language.lower() in _LANGUAGES]
-    if blocks:
-        return "\n".join(block.rstrip("\n") for block in blocks)
+def _calls_of(text: str) -> list[_Wanted]:
+    """What is fenced, block by block, with those that follow each other in one language together; without a fence the
+    whole text, if that is Python.
+    """
+    fenced = [
+        (_LANGUAGES.get(language.lower()), block.rstrip("\n")) for _, language, block in _FENCE.findall(text)
+    ]
+    known = [(name, block) for name, block in fenced if name is not None]
+    if known:
+        grouped = groupby(known, key=lambda one: one[0])
+        return [_Wanted(name, "\n".join(block for _, block in blocks)) for name, blocks in grouped]
     text = text.strip()
-    return text if text and len(text) <= _LONGEST_BARE_CODE and _is_python(text) else None
+    bare = text and len(text) <= _LONGEST_BARE_CODE and _is_python(text)
+    return [_Wanted(_PYTHON, text)] if bare else []
 
 
 def _is_python(text: str) -> bool:
@@ -180,7 +223,7 @@ def _is_python(text: str) -> bool:
 # --- what is answered ---------------------------------------------------------------------------------
 
 
-def _answer(exchanges: Sequence[Exchange]) -> str:
+def _answer(exchanges: Sequence[ToolExchange]) -> str:
     output = "\n".join(exchange.output.rstrip("\n") for exchange in exchanges).strip("\n") or _NO_OUTPUT
     links = [f"[{path.rpartition('/')[2]}](sandbox:{path})" for path in _paths(output)]
     return "\n\n".join([output, "\n".join(links)]) if links else output

@@ -8,7 +8,7 @@ import re
 
 import msgspec
 
-from fumehood.protocol.conversation import Entry, Exchange
+from fumehood.protocol.conversation import Entry, ToolExchange
 
 _NAMES = re.compile(r"[^\w-]", re.ASCII)
 _LONGEST_NAME = 64
@@ -35,7 +35,7 @@ class Result(msgspec.Struct, frozen=True):
     text: str
 
 
-def read(entry: Entry) -> Call | Result | Exchange | None:
+def read(entry: Entry) -> Call | Result | ToolExchange | None:
     """A call, a result, both in one, or nothing that a model could be told; raises msgspec.DecodeError."""
     fields: Fields = msgspec.json.decode(entry.raw)
     call_id = fields.get("call_id")
@@ -52,7 +52,7 @@ def read(entry: Entry) -> Call | Result | Exchange | None:
         return Call(call_id, name, _arguments(fields))
     if entry.type.endswith("_call") and any(fields.get(field) for field in _OWN_RESULTS):
         output = _text(fields, _OWN_RESULTS)
-        return Exchange(call_id=entry.id or name, name=name, arguments=_arguments(fields), output=output)
+        return ToolExchange(call_id=entry.id or name, name=name, arguments=_arguments(fields), output=output)
     return None
 
 

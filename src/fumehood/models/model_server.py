@@ -140,7 +140,7 @@ class ModelServer(ABC):
         turn = _Turn(self._reader(request, errors), ForcedCall.of(request), take)
         patience = self._patience if request.streamed else self._long_patience
         async with self._upstream.request(
-            self._address, self.path, self._headers, patience, errors, body=body
+            self._address, self.path, self._headers_of(request), patience, errors, body=body
         ) as answer:
             del body
             parser = turn.parser
@@ -188,6 +188,7 @@ class ModelServer(ABC):
             takes_images=self._settings.takes_images,
             takes_files=self._settings.shows_files,
             counts=self._counter is not None,
+            server=(self._address.host, self._address.port),
         )
 
     async def cards(self) -> Sequence[ModelCard]:
@@ -208,6 +209,15 @@ class ModelServer(ABC):
 
     async def close(self) -> None:  # noqa: B027 - there is nothing to close: the connections are everybody's
         pass
+
+    def _headers_of(self, request: ModelRequest) -> bytes:
+        trace = request.trace
+        if trace is None or not self._settings.trace_context:
+            return self._headers
+        told = {"traceparent": trace.traceparent}
+        if trace.tracestate:
+            told["tracestate"] = trace.tracestate
+        return self._headers + header_lines(told)
 
     def _errors(self, model: str) -> UpstreamErrors:
         return UpstreamErrors(model, self._secrets, api=self.api)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Protocol
 
+from fumehood.figures import TurnFigures
 from fumehood.interfaces import Clock, ModelBackend
 from fumehood.models.chat_completions import ChatCompletions
 from fumehood.models.direct import DirectModel
@@ -114,25 +115,40 @@ class Registry:
 
 
 def open_models(
-    entries: Sequence[ModelSettings], clock: Clock, environment: Mapping[str, str] | None = None
+    entries: Sequence[ModelSettings],
+    clock: Clock,
+    environment: Mapping[str, str] | None = None,
+    figures: dict[str, TurnFigures] | None = None,
 ) -> Registry:
     """The models of these settings, or `direct` for every name if there are none. Raises ValueError where a key is
-    missing. Nothing is connected yet.
+    missing. Nothing is connected yet. `figures` are given those of every rule, by its pattern.
     """
     upstream = Upstream()
     variables = os.environ if environment is None else environment
+    counted = {} if figures is None else figures
     if not entries:
-        return Registry([Rule("*", DirectModel(), name="direct")], clock)
-    return Registry([_rule(settings, upstream, clock, variables) for settings in entries], clock, upstream)
+        direct = Retrying(DirectModel(), 0, clock, figures=counted.setdefault("*", TurnFigures()))
+        return Registry([Rule("*", direct, name="direct")], clock)
+    rules = [
+        _rule(settings, upstream, clock, variables, counted.setdefault(settings.match, TurnFigures()))
+        for settings in entries
+    ]
+    return Registry(rules, clock, upstream)
 
 
-def _rule(settings: ModelSettings, upstream: Upstream, clock: Clock, environment: Mapping[str, str]) -> Rule:
+def _rule(
+    settings: ModelSettings,
+    upstream: Upstream,
+    clock: Clock,
+    environment: Mapping[str, str],
+    figures: TurnFigures,
+) -> Rule:
     name = None if settings.is_pattern else settings.match
     if settings.backend == "direct":
-        return Rule(settings.match, DirectModel(), name=name)
+        return Rule(settings.match, Retrying(DirectModel(), 0, clock, figures=figures), name=name)
     kind = ResponsesApi if settings.backend == "responses" else ChatCompletions
     server = kind(settings, upstream, settings.read_key(environment))
-    backend = Retrying(server, settings.retries, clock) if settings.retries else server
+    backend = Retrying(server, settings.retries, clock, figures=figures)
     # A pattern whose names all mean one model has nothing to list.
     listable = settings.is_pattern and settings.name is None
     return Rule(settings.match, backend, name=name, catalogue=server if listable else None)

@@ -17,7 +17,7 @@ from fumehood.models.item_content import Content, Part, shown_arguments, spoken
 from fumehood.models.kept_renderings import render_all
 from fumehood.models.sealed import Origin
 from fumehood.protocol.attachments import Attachment, is_file, note
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
 
@@ -310,7 +310,7 @@ class _Rendering:
                 self._add(_encode(_FunctionCall(call.call_id, call.name, arguments)))
             case Result() as result if result.call_id in self._foreign:
                 self._items.append(_encode(_FunctionOutput(result.call_id, result.text)))
-            case Exchange() as exchange:
+            case ToolExchange() as exchange:
                 self._take_exchange(exchange, answered)
             case _:
                 pass
@@ -331,7 +331,7 @@ class _Rendering:
             return Raw(_encode(_InputText(note(found))))
         if part.type == "input_image":
             return _without_id(raw) if found.data is None else _without_id(raw, image_url=found.data)
-        takes_files = self._dialect.takes_files or found.given
+        takes_files = (self._dialect.takes_files or found.given) and not found.too_large
         if part.file_data and takes_files:
             return _without_id(raw)
         match file_part(_files.decode(raw), found, takes_files=takes_files):
@@ -342,11 +342,11 @@ class _Rendering:
             case _:
                 return raw
 
-    def _is_told(self, exchange: Exchange) -> bool:
+    def _is_told(self, exchange: ToolExchange) -> bool:
         """A result alone is told if its call was: as a function, that is, and not as its server's own."""
         return exchange.tells != "result" or exchange.call_id in self._hosted
 
-    def _take_exchange(self, exchange: Exchange, answered: set[str | None]) -> None:
+    def _take_exchange(self, exchange: ToolExchange, answered: set[str | None]) -> None:
         if exchange.tells == "call" and exchange.call_id not in answered:
             return  # nobody can answer it any more
         if exchange.tells != "result":

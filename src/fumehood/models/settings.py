@@ -64,6 +64,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for custom tools, which are sent as functions then.
     connect_timeout, read_timeout: seconds until there is a connection, and seconds of silence.
     retries: how often a turn that has not begun is asked for again.
+    trace_context: whether the server is told which trace a turn is part of, where traces are made.
     extra_body: fields of the request, over those that would be sent; null leaves one out.
     """
 
@@ -86,6 +87,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     connect_timeout: Seconds = 10.0
     read_timeout: Seconds = 300.0
     retries: Annotated[int, Meta(ge=0, le=10)] = 2
+    trace_context: bool = True
     extra_body: Fields = {}
 
     def __post_init__(self) -> None:

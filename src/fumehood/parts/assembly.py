@@ -6,6 +6,8 @@ from fumehood.parts.canonical import Json, JsonObject, Part, Status, ToolCall, T
 from fumehood.parts.convert import from_vendor, vendor_named
 from fumehood.parts.streams import STREAMS
 
+_OPEN = (None, "in_progress")
+
 
 class Assembly:
     """Takes the events of one response as the vendor sends them, and has its items and parts whenever asked.
@@ -30,13 +32,15 @@ class Assembly:
     def parts(self, ended: Status | None = None) -> list[Part]:
         """`ended`: how calls ended that the stream has not told the end of, if it is over."""
         parts = from_vendor(self._vendor, self.document())
+        tools = [part for part in parts if isinstance(part, ToolCall | ToolResult)]
+        settled = {part.call_id for part in tools if part.call_id and part.status not in _OPEN}
         unfinished = self._stream.pieces.unfinished
         item = -1
         for part in parts:
             if part.source is not None and part.source.item is not msgspec.UNSET:
                 item += 1
-            if item in unfinished and isinstance(part, ToolCall | ToolResult):
-                part.status = ended or part.status or "in_progress"
+            if item in unfinished and isinstance(part, ToolCall | ToolResult) and part.status in _OPEN:
+                part.status = part.status if part.call_id in settled else ended or "in_progress"
         return parts
 
 

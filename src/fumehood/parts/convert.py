@@ -96,13 +96,14 @@ def to_vendor(name: str, parts: list[Part]) -> Json:
     vendor = vendor_named(name)
     envelope: Envelope | None = None
     items: list[tuple[int, Json]] = []
+    names = {part.call_id: part.name for part in parts if isinstance(part, ToolCall)}
     try:
         for group in _groups(vendor, parts):
             source = group[0].source
             if source is not None and _knows_its_item(vendor, group[0]):
                 envelope = envelope or source.envelope
                 items.append((source.place, lower(group)))
-            elif (made := _made(vendor, group)) is not None:
+            elif (made := _made(vendor, group, names)) is not None:
                 items.append((0, made))
         return _enveloped(envelope, items)
     except ValueError as error:
@@ -179,12 +180,12 @@ def _shape_for(vendor: Vendor, part: ToolCall | ToolResult) -> Shape:
     raise AssertionError(f"{vendor.name} has no functions")
 
 
-def _made(vendor: Vendor, group: list[Part]) -> Json | None:
+def _made(vendor: Vendor, group: list[Part], names: dict[str | None, str]) -> Json | None:
+    """`names`: of all tools that were called, by their calls; some vendors repeat them with the result."""
     first = group[0]
     if isinstance(first, ToolCall | ToolResult):
-        return _built(
-            _shape_for(vendor, first), [part for part in group if isinstance(part, ToolCall | ToolResult)]
-        )
+        tools = [part for part in group if isinstance(part, ToolCall | ToolResult)]
+        return _built(_shape_for(vendor, first), tools, names.get(first.call_id))
     if isinstance(first, Text):
         asked = first.role != "assistant" and vendor.asked is not None
         return _said(vendor.asked if asked else vendor.text, first.content, first.role)
@@ -202,14 +203,13 @@ def _said(saying: Saying | None, text: str, role: str = "assistant") -> Json | N
     return put_at(item, ("role",), role) if "role" in saying.begins else item
 
 
-def _built(shape: Shape, parts: list[ToolCall | ToolResult]) -> Json:
+def _built(shape: Shape, parts: list[ToolCall | ToolResult], name: str | None) -> Json:
     item = copied(shape.begins or {"type": shape.type})
     for part in parts:
         shared = part.call_id if part.call_id is not None else part.id
         item = _filled(item, shape.call_id, shared)
         item = _filled(item, shape.id, part.id if shape.call_id and part.id is not None else shared)
-        if isinstance(part, ToolCall):
-            item = _filled(item, shape.name, part.name)
+        item = _filled(item, shape.name, name)
         word = text_at(item, shape.status)
         if word in _WORDS and part.status is not None:
             item = put_at(item, shape.status, _WORDS[word].get(part.status, word))
@@ -237,9 +237,7 @@ def _filled(item: Json, where: Path, value: str | None) -> Json:
 
 
 def _written(item: Json, shape: Shape, part: ToolCall | ToolResult) -> Json:
-    payload = part.payload
-    if shape.kind != part.kind:
-        payload: JsonObject = {"arguments": payload} if isinstance(part, ToolCall) else {"result": payload}
+    payload = part.payload if shape.kind == part.kind else _as_of_a_function(part)
     done: set[str] = set()
     for field in (shape.call if isinstance(part, ToolCall) else shape.result) or ():
         value = payload.get(field.name)
@@ -255,12 +253,20 @@ def _written(item: Json, shape: Shape, part: ToolCall | ToolResult) -> Json:
     return item
 
 
+def _as_of_a_function(part: ToolCall | ToolResult) -> JsonObject:
+    """MCP tools are functions, too; of any other kind the payload as a whole is what was asked and answered."""
+    if isinstance(part, ToolCall):
+        return {"arguments": part.payload.get("arguments") if part.kind == "mcp" else part.payload}
+    return {"result": part.payload.get("output") if part.kind == "mcp" else part.payload}
+
+
 def _as_expected(value: Json, example: Json) -> Json:
     """Arguments and results of functions are text for some vendors and objects or lists for others."""
     if isinstance(example, str) and not isinstance(value, str):
         return json.dumps(value)
     if isinstance(example, dict) and not isinstance(value, dict):
-        return _parsed(value) or {"result": value}
+        found = _parsed(value)
+        return {"result": value} if found is None else found
     if isinstance(example, list) and not isinstance(value, list):
         return [{"text": value if isinstance(value, str) else json.dumps(value)}]
     return value

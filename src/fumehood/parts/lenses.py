@@ -222,10 +222,26 @@ def _process(value: Json) -> Taken:
 def _put_process(value: Json, left: Json) -> Json:
     result: JsonObject = dict(left) if isinstance(left, dict) else {"content": []}
     for entry in _objects(value)[:1]:
+        outcome = entry.get("outcome")
+        told = {**(outcome if isinstance(outcome, dict) else {}), **entry}
         for ours, theirs in (("stdout", "stdout"), ("stderr", "stderr"), ("exit_code", "return_code")):
-            if ours in entry:
-                result[theirs] = entry[ours]
+            if ours in told:
+                result[theirs] = told[ours]
     return result
+
+
+def _put_ran(value: Json, _left: Json) -> Json:
+    """Results of commands; OpenAI has all of each, and the code in its outcome."""
+    if not isinstance(value, list):
+        return value
+    return [_ran(entry) if isinstance(entry, dict) and "outcome" not in entry else entry for entry in value]
+
+
+def _ran(entry: JsonObject) -> JsonObject:
+    code = entry.get("exit_code")
+    outcome: JsonObject = {"type": "exit", "exit_code": 0 if code is None else code}
+    told: JsonObject = {key: value for key, value in entry.items() if key != "exit_code"}
+    return {"stdout": "", "stderr": "", **told, "outcome": outcome}
 
 
 def _data_url(value: Json) -> Taken:
@@ -255,6 +271,7 @@ LENSES = {
     "json.queries": _member("queries"),
     "streams": Lens(_streams, _put_streams),
     "process": Lens(_process, _put_process),
+    "ran": Lens(_whole, _put_ran),
     "data_url": Lens(_data_url, _put_data_url),
 }
 

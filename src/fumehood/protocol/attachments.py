@@ -52,6 +52,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     text: what a model reads of it, where the item itself does not hold it; left_out: bytes that come after that.
     data: the content as a data: URL, where the item does not hold it and somebody needs it.
     given: the model is given it although it is no text.
+    too_large: no model is given it, although it is there.
     gone: it was there once, and is not to be had any more.
     """
 
@@ -64,6 +65,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     left_out: int = 0
     data: str | None = None
     given: bool = False
+    too_large: bool = False
     gone: bool = False
 
     @property

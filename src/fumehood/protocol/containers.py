@@ -46,6 +46,7 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     spec: with everything chosen, and without what is secret.
     secrets: the values that its network policy names, sealed.
+    automatic: it began with a call, not because somebody asked for a container.
     status: one that is deleted is there for nobody; its record stays a while for those who look for leftovers.
     ended_at: when it expired or was deleted, 0 before. retained: bytes of users' files that outlive it.
     sandbox, address: where it lives now, empty before the first call and after its sandbox was lost.
@@ -57,6 +58,7 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     spec: ContainerSpec
     secrets: str = ""
+    automatic: bool = False
     status: ContainerStatus = "running"
     created_at: float
     last_active_at: float

@@ -12,7 +12,7 @@ COMPACTION = "compaction"
 """The type of an item that stands for everything before it."""
 
 
-class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+class ToolExchange(msgspec.Struct, frozen=True, kw_only=True):
     """A hosted call and its result exactly as the model wrote and read them, so that replay is byte-stable.
 
     tells: where the call is one item and its result another, which half this is; the other half's text is empty.
@@ -41,7 +41,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     id: str | None
     turn: int
     raw: bytes
-    exchange: Exchange | None = None
+    exchange: ToolExchange | None = None
     attachments: tuple[Attachment, ...] = ()
 
     @property

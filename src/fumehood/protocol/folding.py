@@ -36,6 +36,7 @@ from fumehood.protocol.events import (
 from fumehood.protocol.items import (
     CodeInterpreterCall,
     CustomToolCall,
+    Execution,
     FunctionCall,
     Message,
     OutputItem,
@@ -114,6 +115,8 @@ def project_item(item: OutputItem, include: Collection[str]) -> OutputItem:
                 outputs=None if hide_outputs else item.outputs,
                 execution=UNSET if hide_execution else item.execution,
             )
+        case ShellCallOutput(execution=Execution()) if EXECUTION not in include:
+            return msgspec.structs.replace(item, execution=UNSET)
         case Reasoning(encrypted_content=str()) if ENCRYPTED_REASONING not in include:
             return msgspec.structs.replace(item, encrypted_content=UNSET)
         case Message():

@@ -192,13 +192,17 @@ class ShellOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShellCallOutput(msgspec.Struct, kw_only=True, tag_field="type", tag="shell_call_output"):
-    """What the commands of a call said, in their order, and how each ended."""
+    """What the commands of a call said, in their order, and how each ended.
+
+    execution: of all of them together, as if they were one program.
+    """
 
     id: str
     call_id: str
     output: list[ShellOutput] = []
     max_output_length: int | None = None
     status: ItemStatus = "in_progress"
+    execution: Execution | UnsetType = msgspec.field(name="fumehood:execution", default=UNSET)
 
 
 class Compaction(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="compaction"):

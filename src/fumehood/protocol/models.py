@@ -34,6 +34,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
+class TraceContext(msgspec.Struct, frozen=True):
+    """Where a request stands in a trace, as the headers of W3C Trace Context write it."""
+
+    traceparent: str
+    tracestate: str = ""
+
+
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One turn.
 
@@ -43,6 +50,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     others: tools of the request that are neither hosted here nor the client's functions; a server may know them.
     choice: `auto`, `none`, `required`, or the one function that must be called.
     streamed: whether somebody watches; if nobody does, the turn may as well come in one piece.
+    trace: what the server is told of the trace that the turn is part of, if there is one.
     """
 
     model: str
@@ -54,6 +62,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     parallel_calls: bool = True
     sampling: Sampling = Sampling()
     streamed: bool = True
+    trace: TraceContext | None = None
 
 
 class ModelEvent(msgspec.Struct, frozen=True, gc=False):
@@ -154,13 +163,14 @@ type AnyModelEvent = (
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a model; `context_window` in tokens, `takes_files` whether it is shown files that are no text,
-    None where nobody has said, `counts` whether its server can count tokens.
+    None where nobody has said, `counts` whether its server can count tokens, `server` its host and port, if it has one.
     """
 
     context_window: int | None = None
     takes_images: bool = False
     takes_files: bool | None = None
     counts: bool = False
+    server: tuple[str, int] | None = None
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

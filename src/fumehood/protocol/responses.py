@@ -55,9 +55,10 @@ class CreateResponse(msgspec.Struct, kw_only=True):
     """The body of POST /v1/responses. Fields that nobody here knows are tolerated; so is null for any of these.
 
     generate: false makes the response that a conversation will be continued from, without asking the model.
+    client_metadata: what a client says of itself, whatever that is; over a WebSocket it stands for headers.
 
-    `input`, `instructions`, `tools`, `tool_choice`, `conversation` and `prompt` stay bytes until their own readers
-    look at them.
+    `input`, `instructions`, `tools`, `tool_choice`, `conversation`, `prompt` and `client_metadata` stay bytes until
+    their own readers look at them.
     """
 
     model: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
@@ -92,6 +93,9 @@ class CreateResponse(msgspec.Struct, kw_only=True):
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     prompt_cache_retention: str | None = None
     prompt: JsonObject | None = None
+    client_metadata: Raw = msgspec.field(
+        default_factory=lambda: Raw(b"null")
+    )  # a default would be in the schema
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):

@@ -95,6 +95,7 @@ class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
     last_used_at: float
     running: str | None = None  # the id of the execution that has its turn
     waiting: int = 0
+    warm: bool | None = None  # whether it had been waiting when it was asked for
 
 
 type Timeout = Annotated[float, Meta(gt=0, le=86_400)]
@@ -170,6 +171,7 @@ class End(OutputEvent, frozen=True, tag="end", kw_only=True):
     a time-out, a lost sandbox and packages that could not be installed.
     state_kept: whether variables are still there for the next call; False means that the sandbox is gone.
     reason: one sentence for people and models, empty when the code simply finished or raised.
+    packages_ms: how long packages were installed before, which is not in `duration_ms` if the code ran.
     """
 
     status: EndStatus
@@ -177,6 +179,7 @@ class End(OutputEvent, frozen=True, tag="end", kw_only=True):
     duration_ms: int
     state_kept: bool
     reason: str = ""
+    packages_ms: int = 0
 
 
 type AnyOutput = Stdout | Stderr | Display | Result | Raised | Note | End

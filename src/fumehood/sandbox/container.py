@@ -1,4 +1,4 @@
-"""One container over the sandboxes that it has one after another; imports `interfaces`, `protocol` and siblings."""
+"""One container over the sandboxes that it has one after another; imports `interfaces`, what is below, and siblings."""
 
 import asyncio
 import hashlib
@@ -11,7 +11,9 @@ from typing import Literal
 
 import msgspec
 
+from fumehood.figures import ContainerFigures
 from fumehood.interfaces import Clock, Sandbox, SandboxProvider, SandboxRef, Store
+from fumehood.phases import Phase, phase
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest, Note, SandboxSpec, Tenant
 from fumehood.protocol.sandbox_errors import (
@@ -61,6 +63,8 @@ class ContainerSettings:
     uploads_at_once: how many files may be on their way into containers of one tenant; further ones wait.
     retained_bytes: how much of such files is kept for one tenant; the oldest go first.
     sandboxes_outlive: whether those of an earlier process may still be there; else containers that had one expire.
+    alone: whether no other process makes sandboxes for the containers of the same store, so that what is found at the
+        start, and no record knows, is nobody's.
     sweep_seconds: how often somebody looks for containers that nobody uses any more.
     orphan_seconds: how long a sandbox that belongs to no container may have been idle.
     """
@@ -77,6 +81,7 @@ class ContainerSettings:
     uploads_at_once: int = 16
     files: FileLimits = field(default_factory=FileLimits)
     sandboxes_outlive: bool = True
+    alone: bool = False
     sweep_seconds: float = 30.0
     orphan_seconds: float = 300.0
 
@@ -91,6 +96,13 @@ class House:
     clock: Clock
     settings: ContainerSettings
     secrets: DomainSecrets
+    figures: ContainerFigures
+
+    @contextmanager
+    def filing(self) -> Generator[None]:
+        """While the files of a call are put there or looked for."""
+        with phase("files"), self.figures.files.timed(self.clock.monotonic):
+            yield
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +114,7 @@ class Living:
     turn: calls come one after another, so that each finds its own files; across processes the sandbox server sees to
         their order.
     filing: for whoever changes both the sandbox's files and what is recorded of them.
-    users: calls and transfers that run or wait.
+    users: calls and transfers that run or wait. stays: those that have opened it and not left yet.
     sandbox: the one that was used last, and most likely lives.
     passing: sandboxes that end with what they are used for.
     over: whether the store has said that there is no such container any more.
@@ -113,6 +125,7 @@ class Living:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     filing: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
+    stays: int = 0
     sandbox: Sandbox | None = None
     passing: set[SandboxRef] = field(default_factory=set[SandboxRef])
     over: bool = False
@@ -136,6 +149,14 @@ class Living:
         finally:
             self.users -= 1
 
+    def learn(self, record: ContainerRecord, stored: ContainerRecord) -> None:
+        """Another process has changed it."""
+        self.record, self.stored, self.sandbox, self.over = record, stored, None, False
+
+    @property
+    def in_use(self) -> bool:
+        return self.users > 0 or self.stays > 0
+
 
 class SandboxContainer:
     """A `Container`, for one call: what `collect` gives is what that call left."""
@@ -145,6 +166,8 @@ class SandboxContainer:
         self._living = living
         self._found: Sequence[ContainerFileRecord] = ()
         self._just_opened = True
+        self._stays = True
+        living.stays += 1
 
     @property
     def id(self) -> str:
@@ -155,10 +178,23 @@ class SandboxContainer:
         request = msgspec.structs.replace(request, execution_id=execution_id)
         alone = self._house.settings.isolation == "execution"
         run = self._alone if alone else self._in_turn
-        with self._living.used():
-            async with aclosing(run(request, execution_id)) as events:
-                async for event in events:
-                    yield event
+        figures = self._house.figures
+        figures.running += 1
+        event: AnyOutput | None = None
+        try:
+            with self._living.used():
+                async with aclosing(run(request, execution_id)) as events:
+                    async for event in events:
+                        yield event
+        finally:
+            figures.running -= 1
+            figures.calls[event.status if isinstance(event, End) else "abandoned"] += 1
+
+    def leave(self) -> None:
+        if self._stays:
+            self._stays = False
+            self._living.stays -= 1
+            self._living.change(last_active_at=self._house.clock.now())
 
     async def collect(self) -> Sequence[ContainerFileRecord]:
         found, self._found = self._found, ()
@@ -199,9 +235,11 @@ class SandboxContainer:
         sandbox, notes = await self._bound()
         for text in notes:
             yield Note(text)
+        began = self._house.clock.monotonic()
         async with aclosing(followed(sandbox, request, execution_id, self._house.clock)) as events:
             async for event in events:
                 if isinstance(event, End):
+                    self._house.figures.run.add(self._house.clock.monotonic() - began)
                     for text in await self._after(sandbox, event):
                         yield Note(text)
                     if not event.state_kept:
@@ -212,27 +250,33 @@ class SandboxContainer:
         """The container's sandbox, a new one if there is none; raises SandboxError. One that was used before is not
         asked whether it lives: that would cost as much as the call.
         """
-        known = self._living.sandbox
-        if known is not None and known.id == self._living.record.sandbox:
-            return known, []
-        _check_ceiling(self._house, self._living.record)
-        try:
-            async with asyncio.timeout(self._house.settings.claim_timeout):
-                living = await attached(self._house.provider, self._living.record)
-        except TimeoutError:
-            raise Unreachable("The sandbox server does not answer.") from None
-        if living is not None:
-            return living, []
-        async with self._living.filing:  # what is put there meanwhile must be in one or the other
-            return await self._reborn()
+        with phase("acquire") as acquiring:
+            known = self._living.sandbox
+            if known is not None and known.id == self._living.record.sandbox:
+                acquiring.note("start", "kept")
+                return known, []
+            _check_ceiling(self._house, self._living.record)
+            try:
+                async with asyncio.timeout(self._house.settings.claim_timeout):
+                    living = await attached(self._house.provider, self._living.record)
+            except TimeoutError:
+                raise Unreachable("The sandbox server does not answer.") from None
+            if living is not None:
+                acquiring.note("start", "kept")
+                return living, []
+            async with self._living.filing:  # what is put there meanwhile must be in one or the other
+                return await self._reborn(acquiring)
 
-    async def _reborn(self) -> tuple[Sandbox, list[str]]:
+    async def _reborn(self, acquiring: Phase) -> tuple[Sandbox, list[str]]:
         record = self._living.record
         number = record.incarnation + 1
         ref = await claimed(self._house, record, next_name(record))
         sandbox = await self._house.provider.attach(ref)
-        restored = await self._house.files.restore(record.id, sandbox)
-        await self._house.files.settle(record.id, restored)
+        acquiring.note("start", _start_of(ref))
+        acquiring.end()
+        with self._house.filing():
+            restored = await self._house.files.restore(record.id, sandbox)
+            await self._house.files.settle(record.id, restored)
         self._living.change(sandbox=ref.id, address=ref.address, incarnation=number, mark=restored.mark)
         if not await self._living.write(self._house.store):
             await release(self._house.provider, ref)
@@ -257,8 +301,9 @@ class SandboxContainer:
         self, sandbox: Sandbox, mark: str, began: dict[str, Placed] | None = None
     ) -> tuple[str, Sequence[str]]:
         try:
-            async with self._living.filing:
-                look = await self._house.files.look(self.id, sandbox, mark, began)
+            with self._house.filing():
+                async with self._living.filing:
+                    look = await self._house.files.look(self.id, sandbox, mark, began)
         except SandboxError as error:
             logger.warning("The files of %s could not be listed: %s", self.id, error.message)
             return mark, ["The files of this call could not be listed."]
@@ -274,15 +319,18 @@ class SandboxContainer:
         end: End | None = None
         try:
             async with fresh_sandbox(self._house, self._living) as sandbox:
-                restored = await self._house.files.restore(self.id, sandbox)
+                with self._house.filing():
+                    restored = await self._house.files.restore(self.id, sandbox)
                 for text in restored.notes():
                     yield Note(text)
+                began = self._house.clock.monotonic()
                 async with aclosing(followed(sandbox, request, execution_id, self._house.clock)) as events:
                     async for event in events:
                         if not isinstance(event, End):
                             yield event
                             continue
                         end = event
+                        self._house.figures.run.add(self._house.clock.monotonic() - began)
                         if end.state_kept and end.status != "lost":
                             _, notes = await self._look(sandbox, restored.mark, restored.placed)
                             for text in notes:
@@ -311,13 +359,20 @@ class SandboxContainer:
 @asynccontextmanager
 async def fresh_sandbox(house: House, living: Living) -> AsyncGenerator[Sandbox]:
     """An empty sandbox of the container's kind, which ends with the block. Raises SandboxError."""
-    ref = await claimed(house, living.record, f"{living.record.id}-{secrets.token_hex(4)}")
-    living.passing.add(ref)
+    with phase("acquire") as acquiring:
+        ref = await claimed(house, living.record, f"{living.record.id}-{secrets.token_hex(4)}")
+        living.passing.add(ref)
+        acquiring.note("start", _start_of(ref))
     try:
         yield await house.provider.attach(ref)
     finally:
         living.passing.discard(ref)
         await release(house.provider, ref)
+
+
+def _start_of(ref: SandboxRef) -> str:
+    """How a new sandbox came to be."""
+    return "new" if ref.warm is None else "warm" if ref.warm else "cold"
 
 
 def next_name(record: ContainerRecord) -> str:
@@ -344,6 +399,13 @@ def _check_ceiling(house: House, record: ContainerRecord) -> None:
 async def claimed(house: House, record: ContainerRecord, name: str) -> SandboxRef:
     """A sandbox of that name, as soon as there is one to be had; raises SandboxError when it takes too long."""
     _check_ceiling(house, record)
+    with house.figures.acquire.timed(house.clock.monotonic):
+        ref = await _claim(house, record, name)
+    house.figures.starts[_start_of(ref)] += 1
+    return ref
+
+
+async def _claim(house: House, record: ContainerRecord, name: str) -> SandboxRef:
     clock, patience = house.clock, house.settings.claim_timeout
     until = clock.monotonic() + patience
     pause = _FIRST_PAUSE

@@ -9,13 +9,14 @@ import hmac
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Self
 from weakref import WeakValueDictionary
 
 import msgspec
 
+from fumehood.figures import ContainerFigures
 from fumehood.interfaces import Blobs, Caller, Clock, Files, Kept, Sandbox, SandboxProvider, Sealer, Store
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.errors import ContainerExpired, InvalidRequest, NotFound, RateLimited, Unavailable
@@ -26,7 +27,7 @@ from fumehood.protocol.sandbox_errors import SandboxError
 from fumehood.sandbox.admission import approved, name_for, path_of
 from fumehood.sandbox.container import ContainerSettings, House, Living, SandboxContainer, attached
 from fumehood.sandbox.domain_secrets import DomainSecrets
-from fumehood.sandbox.endings import Endings
+from fumehood.sandbox.endings import ACTIVE_SECONDS, Endings
 from fumehood.sandbox.given_files import Given, GivenFiles
 from fumehood.sandbox.kept_files import KeptFiles
 
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 _PREFIX = "cntr_"
 _RANDOM_DIGITS = 32
 _SEAL_DIGITS = 16
-_ACTIVE_SECONDS = 60.0  # a use that comes sooner after another one need not be written down
 _MOST_KNOWN = 4096
 
 
@@ -56,10 +56,12 @@ class SandboxContainers:
         *,
         sealer: Sealer | None = None,
         uploads: Files | None = None,
+        figures: ContainerFigures | None = None,
     ) -> None:
         chosen = settings or ContainerSettings()
         files = KeptFiles(store, blobs, clock, chosen.files)
-        self._house = House(provider, store, files, clock, chosen, DomainSecrets(sealer))
+        self._figures = figures or ContainerFigures()
+        self._house = House(provider, store, files, clock, chosen, DomainSecrets(sealer), self._figures)
         self._uploads = uploads
         self._given = GivenFiles(self._house, blobs)
         self._living: OrderedDict[str, Living] = OrderedDict()  # those used last at the end
@@ -69,6 +71,7 @@ class SandboxContainers:
         self._sweeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
+        self._figures.live = len(await self._house.store.containers(running=True))
         if not self._house.settings.sandboxes_outlive:
             await self._endings.lose_sandboxes()
         self._sweeper = asyncio.create_task(self._sweep_forever(), name="containers: sweeper")
@@ -87,12 +90,18 @@ class SandboxContainers:
             await living.write(self._house.store)
 
     async def _sweep_forever(self) -> None:
+        settings = self._house.settings
+        if settings.alone and settings.sandboxes_outlive:
+            await self._try(self._endings.end_strays)
         while True:
-            await self._house.clock.sleep(self._house.settings.sweep_seconds)
-            try:
-                await self.sweep()
-            except Exception:
-                logger.exception("Containers could not be swept.")
+            await self._house.clock.sleep(settings.sweep_seconds)
+            await self._try(self.sweep)
+
+    async def _try(self, sweep: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await sweep()
+        except Exception:
+            logger.exception("Containers could not be swept.")
 
     async def sweep(self) -> None:
         """End what nobody uses any more."""
@@ -144,10 +153,18 @@ class SandboxContainers:
         except NotFound:
             if not self._was_reserved(container_id):
                 raise
-            record = await self._begun(caller, container_id, self.approve(spec))
+            record = await self._begun(caller, container_id, self.approve(spec), automatic=True)
+        else:
+            heir_of = None
+        container = SandboxContainer(self._house, self._known(record))
+        try:
             if heir_of is not None and not record.incarnation:
                 await self._inherit(caller, record, heir_of)
-        return SandboxContainer(self._house, await self._used(record))
+            await self._used(record)
+        except BaseException:
+            container.leave()
+            raise
+        return container
 
     async def container(self, caller: Caller, container_id: str) -> ContainerRecord:
         record = await self._current(await self._owned(caller, container_id))
@@ -186,22 +203,26 @@ class SandboxContainers:
         living = self._known(record)
         now = self._house.clock.now()
         living.change(last_active_at=now)
-        if now - living.stored.last_active_at > _ACTIVE_SECONDS and not living.users:
+        if now - living.stored.last_active_at > ACTIVE_SECONDS and not living.users:
             await living.write(self._house.store)
         return living
 
     def _known(self, record: ContainerRecord) -> Living:
         living = self._living.get(record.id)
-        if living is None or (living.stored != record and not living.users):  # another process has changed it
+        if living is None:
+            living = self._living[record.id] = Living(record, record)
+        elif living.stored != record and not living.users:
             latest = msgspec.structs.replace(record, last_active_at=self._endings.active_at(record))
-            living = self._living[record.id] = Living(latest, record)
+            living.learn(latest, record)
         self._living.move_to_end(record.id)
         if len(self._living) > _MOST_KNOWN:
-            idle = next((name for name, one in self._living.items() if not one.users), record.id)
+            idle = next((name for name, one in self._living.items() if not one.in_use), record.id)
             del self._living[idle]
         return living
 
-    async def _begun(self, caller: Caller, container_id: str, spec: ContainerSpec) -> ContainerRecord:
+    async def _begun(
+        self, caller: Caller, container_id: str, spec: ContainerSpec, *, automatic: bool = False
+    ) -> ContainerRecord:
         async with self._turn(caller.tenant):  # else several at once could be one too many
             if await self._house.store.container(container_id) is not None:
                 return await self.check(caller, container_id)
@@ -209,7 +230,8 @@ class SandboxContainers:
             most = caller.limits.containers or self._house.settings.containers_per_tenant
             if len(running) >= most:
                 running = [one for one in running if (await self._current(one)).status == "running"]
-            if len(running) >= most:
+            if len(running) >= most and not await self._endings.make_room(running):
+                self._figures.refused += 1
                 raise RateLimited(
                     f"As many containers are running as are allowed ({most}): delete one, or wait for one to expire.",
                     code="container_limit_exceeded",
@@ -221,10 +243,13 @@ class SandboxContainers:
                 tenant=caller.tenant,
                 spec=public,
                 secrets=sealed,
+                automatic=automatic,
                 created_at=now,
                 last_active_at=now,
             )
             await self._house.store.put_container(record)
+            self._figures.begun += 1
+            self._figures.live += 1
             return record
 
     def _turn(self, tenant: str) -> asyncio.Lock:
@@ -328,11 +353,9 @@ class SandboxContainers:
 
     async def delete_file(self, caller: Caller, container_id: str, file_id: str) -> None:
         living = await self._with_files(caller, container_id)
-        record = await self._house.store.file(container_id, file_id)
-        if record is None:
-            raise _no_file(container_id, file_id)
         with living.used():
-            await self._given.delete(living, record)
+            if not await self._given.delete(living, file_id):
+                raise _no_file(container_id, file_id)
 
     async def _with_files(self, caller: Caller, container_id: str) -> Living:
         try:

@@ -1,7 +1,8 @@
 """How containers end: idle ones, old ones, deleted ones, and what each leaves; imports `interfaces` and siblings."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -13,8 +14,11 @@ from fumehood.sandbox.domain_secrets import without_secrets
 
 logger = logging.getLogger(__name__)
 
+ACTIVE_SECONDS = 60.0  # a use that comes sooner after another one need not be written down
 _LAST_SECONDS = 3600.0  # for what still goes on when a container has lived as long as it may
 _TOMBSTONE_SECONDS = 3600.0  # in which leftovers of a deleted container are still known for what they are
+
+type Ending = Literal["idle", "old", "evicted", "lost", "deleted"]
 
 
 class Endings:
@@ -31,41 +35,60 @@ class Endings:
     def is_over(self, record: ContainerRecord) -> bool:
         """Whether its time is over, though it may be that nobody has ended it yet."""
         now = self._house.clock.now()
-        if record.status != "running" or now >= record.created_at + 3600 * self._house.settings.life_hours:
+        if record.status != "running" or self._time_over(record) == "old":
             return True
         living = self._living.get(record.id)
-        if living is not None and living.users:
+        if living is not None and living.in_use:
             return False
         minutes = record.spec.idle_minutes or self._house.settings.idle_minutes
         return now >= self.active_at(record) + 60 * minutes
+
+    def _time_over(self, record: ContainerRecord) -> Ending:
+        """What its time would be over by."""
+        oldest = self._house.clock.now() - 3600 * self._house.settings.life_hours
+        return "old" if record.created_at <= oldest else "idle"
 
     def active_at(self, record: ContainerRecord) -> float:
         """When it was last used; the store may not have been told yet."""
         living = self._living.get(record.id)
         return max(record.last_active_at, living.record.last_active_at if living else 0)
 
-    async def expire(self, record: ContainerRecord) -> None:
-        """The files of users stay, for whoever continues the conversation."""
+    async def expire(self, record: ContainerRecord, because: Ending | None = None) -> None:
+        """The files of users stay, for whoever continues the conversation. `because`: if its time is not over."""
         living = self._living.get(record.id)
         if record.status != "running" or self._is_in_use(record, living):
             return  # it ends as soon as nobody is in it any more
         files = await self._house.store.files(record.id)
         kept = [file for file in files if file.source == "user" and file.blob]
         retained = sum(file.bytes for file in kept) if self._house.settings.retention_hours else 0
-        await self._end(record, "expired", retained)
+        await self._end(record, "expired", because or self._time_over(record), retained)
         await self._trim(record.tenant)
 
     def _is_in_use(self, record: ContainerRecord, living: Living | None) -> bool:
         """So that nothing is cut off; but whoever sends a file byte by byte must not keep it for ever."""
         longest = 3600 * self._house.settings.life_hours + _LAST_SECONDS
-        return (
-            living is not None and living.users > 0 and self._house.clock.now() < record.created_at + longest
-        )
+        return living is not None and living.in_use and self._house.clock.now() < record.created_at + longest
+
+    async def make_room(self, running: Sequence[ContainerRecord]) -> bool:
+        """End the one that was idle longest, of those that nobody asked for by itself; False if there is none."""
+        idle = [record for record in running if record.automatic and self._is_idle(record)]
+        if idle:
+            await self.expire(min(idle, key=self.active_at), "evicted")
+        return bool(idle)
+
+    def _is_idle(self, record: ContainerRecord) -> bool:
+        living = self._living.get(record.id)
+        if living is not None:
+            return not living.in_use
+        # Another process may know a later use of it, and writes that down now and then.
+        return record.last_active_at < self._house.clock.now() - 2 * ACTIVE_SECONDS
 
     async def delete(self, record: ContainerRecord) -> None:
-        await self._end(record, "deleted", 0)
+        await self._end(record, "deleted", "deleted", 0)
 
-    async def _end(self, record: ContainerRecord, status: ContainerStatus, retained: int) -> None:
+    async def _end(
+        self, record: ContainerRecord, status: ContainerStatus, because: Ending, retained: int
+    ) -> None:
         active_at, living = self.active_at(record), self._living.pop(record.id, None)
         if living is not None:
             living.over = True
@@ -88,6 +111,10 @@ class Endings:
         gone = [file for file in files if not retained or file.source == "assistant" or not file.blob]
         if not await self._house.store.change_container(ended, [file.id for file in gone]):
             return  # somebody else was faster
+        if record.status == "running":
+            figures = self._house.figures
+            figures.ended[because] += 1
+            figures.live = max(figures.live - 1, 0)  # another process may have begun it
         for ref in (*self._sandboxes_of(record), *(living.passing if living else ())):
             await release(self._house.provider, ref)
         await self._house.files.drop(gone)
@@ -110,6 +137,7 @@ class Endings:
             if excess <= 0:
                 return
             excess -= record.retained
+            self._house.figures.trimmed += 1
             files = await store.files(record.id)
             await store.change_container(
                 msgspec.structs.replace(record, retained=0), [file.id for file in files]
@@ -122,6 +150,7 @@ class Endings:
         """End what nobody uses any more; keep what is in use from being ended by another process."""
         store, clock = self._house.store, self._house.clock
         running = await store.containers(running=True)
+        self._house.figures.live = len(running)
         for record in running:
             living = self._living.get(record.id)
             if living is not None and self._is_in_use(record, living):
@@ -150,10 +179,20 @@ class Endings:
         """Those that were bound to a server which is no more have ended with it."""
         for record in await self._house.store.containers(running=True):
             if record.sandbox:
-                await self.expire(msgspec.structs.replace(record, sandbox="", address=""))
+                await self.expire(msgspec.structs.replace(record, sandbox="", address=""), "lost")
 
-    async def _end_orphans(self, bound: Mapping[str, ContainerRecord]) -> None:
-        """Sandboxes of our containers that no record points to: a process died between two steps."""
+    async def end_strays(self) -> None:
+        """Those that a process before this one made for single calls, or had not written down yet. They are nobody's,
+        if no other process makes any.
+        """
+        running = await self._house.store.containers(running=True)
+        await self._end_orphans({record.sandbox: record for record in running}, at_once=True)
+
+    async def _end_orphans(self, bound: Mapping[str, ContainerRecord], *, at_once: bool = False) -> None:
+        """Sandboxes of our containers that no record points to: a process died between two steps.
+
+        at_once: also those that somebody may be about to use, or uses.
+        """
         try:
             sandboxes = await self._house.provider.sandboxes()
         except SandboxError as error:
@@ -161,11 +200,12 @@ class Endings:
             return
         idle_since = self._house.clock.now() - self._house.settings.orphan_seconds
         for info in sandboxes:
-            container_id = info.id.rpartition("-")[0]
-            living = self._living.get(container_id)
-            in_use = info.running or info.waiting or (living is not None and living.users)
-            if info.id in bound or in_use or info.last_used_at > idle_since:
+            in_use = info.running or info.waiting or info.last_used_at > idle_since
+            if info.id in bound or (in_use and not at_once):
                 continue
+            container_id = info.id.rpartition("-")[0]
+            record = await self._house.store.container(container_id)
+            living = self._living.get(container_id)
             # Other gateways may use the same server: what is not in our store is not ours.
-            if await self._house.store.container(container_id) is not None:
+            if record is not None and record.sandbox != info.id and (living is None or not living.in_use):
                 await release(self._house.provider, SandboxRef(info.id))

@@ -1,4 +1,4 @@
-"""A call of a sandbox followed to its end, whatever breaks on the way; imports `interfaces` and `protocol`."""
+"""A call of a sandbox followed to its end, whatever breaks on the way; imports `interfaces` and what is below."""
 
 import asyncio
 import logging
@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 
 from fumehood.interfaces import Clock, Sandbox
+from fumehood.phases import Phase, phase
 from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest
 from fumehood.protocol.sandbox_errors import (
     ExecutionNotFound,
@@ -34,6 +35,7 @@ async def followed(
     seen = failures = 0
     ended = False
     events = sandbox.execute(request)
+    running = phase("run")
     try:
         while True:
             try:
@@ -41,7 +43,9 @@ async def followed(
                     async for event in events:
                         seen += 1
                         failures = 0
-                        ended = isinstance(event, End)
+                        if isinstance(event, End):
+                            ended = True
+                            _tell(running, event)
                         yield event
                 if ended:
                     return
@@ -56,15 +60,24 @@ async def followed(
             failures += 1
             if failures > _RECONNECTS or not _worth_another_try(trouble, seen):
                 ended = not isinstance(trouble, Unreachable)
-                yield lost(trouble)
+                end = lost(trouble)
+                _tell(running, end)
+                yield end
                 return
             await clock.sleep(_PAUSE_SECONDS * 2**failures)
             # What never arrived is sent again; what the server has forgotten it refuses to run.
             missing = isinstance(trouble, ExecutionNotFound)
             events = sandbox.execute(request) if missing else sandbox.follow(execution_id, after=seen - 1)
     finally:
+        running.end()
         if not ended:
             await _interrupt(sandbox, execution_id)
+
+
+def _tell(running: Phase, end: End) -> None:
+    running.began_with("packages", end.packages_ms * 1_000_000)
+    running.note("status", end.status)
+    running.end()
 
 
 def _worth_another_try(trouble: SandboxError, seen: int) -> bool:

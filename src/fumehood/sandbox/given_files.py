@@ -152,8 +152,12 @@ class GivenFiles:
         await sandbox.unpack(self._blobs.read(archive.name), kind=kind, into=into)
         return {file.path: file.modified_ns for file in (await sandbox.list()).files}
 
-    async def delete(self, living: Living, record: ContainerFileRecord) -> None:
+    async def delete(self, living: Living, wanted: str) -> bool:
+        """False if there is none."""
         async with living.filing:
+            record = await self._house.store.file(living.record.id, wanted)
+            if record is None:
+                return False
             try:
                 sandbox = await attached(self._house.provider, living.record)
                 if sandbox is not None:
@@ -164,6 +168,7 @@ class GivenFiles:
                     raise self._refusal(error) from error
             await self._house.store.put_files([], [record.id])
             await self._house.files.drop([record])
+        return True
 
     # ---- the records ----------------------------------------------------------------------------------------------
 

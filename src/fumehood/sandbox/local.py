@@ -133,6 +133,13 @@ class LocalSandboxes:
     async def health(self) -> Health:
         return await self._ask(lambda remote: remote.health())
 
+    async def metrics(self) -> bytes:
+        """The server's own figures. None is started for them: where none runs, that is Unreachable."""
+        server = self._server
+        if server is None or not server.alive:
+            raise Unreachable("No sandbox server runs on this host.")
+        return await server.remote.metrics()
+
     async def _ask[T](self, question: Callable[[RemoteSandboxes], Awaitable[T]]) -> T:
         """Ask the server; if it dies meanwhile, its successor."""
         server = await self._living()

@@ -80,7 +80,7 @@ class RemoteSandboxes:
         if not _is_name(chosen):
             raise RequestRefused(f"{chosen!r} cannot be the name of a sandbox.", param="name")
         info = await self.connection.ask("PUT", _path(chosen), SandboxInfo, body=_encoded(spec))
-        return SandboxRef(info.id)
+        return SandboxRef(info.id, warm=info.warm)
 
     async def attach(self, ref: SandboxRef) -> "RemoteSandbox":
         if not _is_name(ref.id):
@@ -98,6 +98,12 @@ class RemoteSandboxes:
     async def health(self) -> Health:
         """What the server tells of itself; raises Unreachable also while it starts or stops."""
         return await self.connection.ask("GET", "/health", Health)
+
+    async def metrics(self) -> bytes:
+        """The server's own figures, as it tells them to Prometheus."""
+        async with self.connection.open("GET", "/metrics") as response:
+            with self.connection.translating():
+                return await response.read()
 
     async def close(self) -> None:
         await self.connection.close()

@@ -357,6 +357,10 @@ class CgroupTree:
             enabled = enable(self._paths[0], frozenset(self._by_controller))
             self._by_controller = dict.fromkeys(enabled, self._fds[0])
 
+    def memory_current(self) -> int:
+        """What everything in the tree uses together."""
+        return int(read(_MEMORY_USAGE[self.version], self.directory("memory")))
+
     def directories(self) -> list[int]:
         """Fds of the tree's directories, one per hierarchy."""
         if not self._fds:

@@ -1,4 +1,4 @@
-"""One call of code in a sandbox: its log of events and who waits for it; imports only `fumehood.protocol.sandbox`."""
+"""One call of code in a sandbox: its log of events and who waits for it; imports `inside` and the sandbox protocol."""
 
 import asyncio
 import os

@@ -61,6 +61,7 @@ class OpenFile:
         self._fd = fd
         self._path = path
         self._reading: asyncio.Future[bytes] | None = None
+        self.given = 0  # bytes so far
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode):  # a helper's word
             os.close(fd)
@@ -74,6 +75,7 @@ class OpenFile:
             if not piece:
                 raise FileRefused(f"{printable(self._path)}: it became shorter while it was read")
             at += len(piece)
+            self.given += len(piece)
             yield piece
 
     async def _read(self, size: int, at: int) -> bytes:

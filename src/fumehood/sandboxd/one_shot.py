@@ -93,12 +93,14 @@ async def run(
         seconds = time.monotonic() - began
         host.metrics.created(warm=local.warm, seconds=seconds, with_packages=bool(spec.requirements))
         before = await _upload(local, uploads)
+        host.metrics.moved("in", sum(map(len, uploads.values())))
         execution = local.start(request.code, timeout=request.timeout_seconds)
         execution.on_end = partial(host.ended, execution, sandbox=_NAME, call_id=secrets.token_hex(12))
         host.started(execution, local)
         text = _Text()
         end = await text.take_all(execution)
-        produced, note = await _produced(local, end, before, host.settings)
+        produced, note, given = await _produced(local, end, before, host.settings)
+        host.metrics.moved("out", given)
         return _response(text, end, end.duration_ms, produced, note)
     finally:
         ending = time.monotonic()
@@ -120,10 +122,10 @@ async def _upload(local: LocalSandbox, uploads: dict[str, bytes]) -> dict[str, F
 
 async def _produced(
     local: LocalSandbox, end: End, before: dict[str, FileEntry], settings: Settings
-) -> tuple[dict[str, str], str]:
-    """Files that are new or changed, as base64, and a sentence about those that are left out."""
+) -> tuple[dict[str, str], str, int]:
+    """Files that are new or changed, as base64, a sentence about those that are left out, and how many bytes."""
     if not end.state_kept:
-        return {}, ""
+        return {}, "", 0
     produced: dict[str, str] = {}
     left_out = 0
     room = settings.produced_bytes
@@ -141,14 +143,17 @@ async def _produced(
                 produced[entry.path] = base64.b64encode(content).decode()
                 room -= len(content)
     except SandboxError as error:
-        return produced, f"The files that the code wrote cannot be read: {error.message}"
+        why = f"The files that the code wrote cannot be read: {error.message}"
+        return produced, why, settings.produced_bytes - room
+    given = settings.produced_bytes - room
     if not left_out and not listing.truncated:
-        return produced, ""
+        return produced, "", given
     some = f"{left_out} files" if left_out and not listing.truncated else "Some files"
-    return produced, (
+    why = (
         f"{some} that the code wrote are left out: at most {settings.produced_files} files of "
         f"{settings.produced_bytes} bytes in all are given back, and none that lie too deep or have odd names."
     )
+    return produced, why, given
 
 
 async def _content(local: LocalSandbox, path: str, most: int) -> bytes | None:

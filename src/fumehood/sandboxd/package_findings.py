@@ -1,4 +1,4 @@
-"""What `doctor` finds about packages: the installer, its index, what is kept; imports only siblings."""
+"""What `doctor` finds about packages: the installer, its index, what is kept; imports `protocol` and siblings."""
 
 from fumehood.protocol.sandbox_errors import InstallFailed
 from fumehood.sandboxd.disks import in_words

@@ -490,6 +490,7 @@ class LocalSandbox:
             duration_ms=round(execution.elapsed * 1000),
             state_kept=self._gone is None,
             reason=reason,
+            packages_ms=round((execution.install_seconds or 0) * 1000),
         )
 
     def _oom_kills(self) -> int:

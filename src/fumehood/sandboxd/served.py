@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator
+from typing import Literal
 
 from fumehood.protocol.sandbox import (
     AnyOutput,
@@ -22,6 +23,8 @@ from fumehood.sandboxd.files import OpenFile
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.settings import Settings
 
+type Direction = Literal["in", "out"]
+
 
 class ServedSandbox:
     """Made by `Service`; has the shape of the seam `Sandbox`, and raises what that says."""
@@ -36,6 +39,7 @@ class ServedSandbox:
         check: Callable[[], None],
         on_begin: Callable[[Execution, LocalSandbox], None],
         on_end: Callable[["ServedSandbox", Call, End], None],
+        on_bytes: Callable[[Direction, int], None],
     ) -> None:
         self.id = name
         self.spec = spec
@@ -44,6 +48,7 @@ class ServedSandbox:
         self.created_at = self.last_used_at = time.time()
         self._check = check
         self._on_begin = on_begin
+        self._on_bytes = on_bytes
         self._last_used = time.monotonic()
         self._users = 0
 
@@ -60,6 +65,7 @@ class ServedSandbox:
             last_used_at=self.last_used_at,
             running=self.calls.running,
             waiting=self.calls.waiting,
+            warm=self.local.warm,
         )
 
     # ---- use --------------------------------------------------------------------------------------------------
@@ -118,7 +124,10 @@ class ServedSandbox:
     async def open(self, path: str) -> AsyncGenerator[OpenFile]:
         with self._using():
             async with await self.local.files.open(path) as opened:
-                yield opened
+                try:
+                    yield opened
+                finally:
+                    self._on_bytes("out", opened.given)
 
     async def read(self, path: str) -> AsyncGenerator[bytes]:
         async with self.open(path) as opened:
@@ -127,7 +136,9 @@ class ServedSandbox:
 
     async def write(self, path: str, content: bytes | AsyncIterable[bytes]) -> FileEntry:
         with self._using():
-            return await self.local.files.write(path, content)
+            entry = await self.local.files.write(path, content)
+            self._on_bytes("in", entry.size)
+            return entry
 
     async def delete(self, path: str) -> None:
         with self._using():
@@ -137,4 +148,6 @@ class ServedSandbox:
         self, content: bytes | AsyncIterable[bytes], *, kind: ArchiveFormat, into: str = ""
     ) -> Unpacked:
         with self._using():
-            return await self.local.files.unpack(content, kind=kind, into=into)
+            unpacked = await self.local.files.unpack(content, kind=kind, into=into)
+            self._on_bytes("in", unpacked.bytes)
+            return unpacked

@@ -67,7 +67,7 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.supervisor = Supervisor(settings)
-        self.metrics = Metrics(self.supervisor)
+        self.metrics = Metrics(self.supervisor, settings, running=lambda: len(self._executing))
         self.state: State = "starting"
         self._served: dict[str, ServedSandbox] = {}
         self._by_local: dict[LocalSandbox, ServedSandbox] = {}
@@ -192,6 +192,7 @@ class Service:
             check=self._check_open,
             on_begin=self.started,
             on_end=self._call_ended,
+            on_bytes=self.metrics.moved,
         )
         if (previous := self._served.get(name)) is not None:
             self._bury(previous)

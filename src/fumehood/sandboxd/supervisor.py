@@ -69,6 +69,8 @@ class Supervisor:
         self._starting = 0  # asked for, and neither alive nor failed yet
         self._parking = 0  # those of them that are meant for the pool
         self._park_failures = 0  # in a row
+        self.waiting = 0  # callers who asked for a sandbox and have none yet
+        self.refills = self.refill_failures = 0  # of the pool, since it was opened
         self._park_ended = asyncio.Event()
         self._refill_planned = False
         self._numbers = itertools.count(1)
@@ -233,8 +235,8 @@ class Supervisor:
         return any(shard.zygote is not None and shard.zygote.alive for shard in self._shards)
 
     @property
-    def zygote_starts(self) -> int:
-        return sum(shard.starts for shard in self._shards)
+    def zygote_restarts(self) -> int:
+        return sum(max(shard.starts - 1, 0) for shard in self._shards)
 
     # ---- sandboxes --------------------------------------------------------------------------------------------
 
@@ -247,6 +249,13 @@ class Supervisor:
     def parked(self) -> int:
         return len(self._parked)
 
+    def memory(self) -> int | None:
+        """Bytes that all of them use, with what they were forked from; None where nobody counts."""
+        try:
+            return None if self._places.tree is None else self._places.tree.memory_current()
+        except OSError:  # it is being taken down
+            return None
+
     @property
     def sandboxes(self) -> dict[str, LocalSandbox]:
         """Those that were handed out and live."""
@@ -255,7 +264,13 @@ class Supervisor:
 
     async def create(self, spec: SandboxSpec | None = None) -> LocalSandbox:
         """A sandbox of one's own: a parked one with the limits asked for, or a new one."""
-        spec = spec or SandboxSpec()
+        self.waiting += 1
+        try:
+            return await self._create(spec or SandboxSpec())
+        finally:
+            self.waiting -= 1
+
+    async def _create(self, spec: SandboxSpec) -> LocalSandbox:
         grant = await self.egress.grant(spec.network)
         provision = await self._provide(spec)
         try:
@@ -392,9 +407,11 @@ class Supervisor:
             if sandbox.gone is not None:  # it ended between being ready and our hearing of it
                 raise SandboxStartFailed(f"The sandbox ended: {sandbox.gone}")
             self._parked.append(sandbox)
+            self.refills += 1
             self._park_failures = 0
         except SandboxError as error:
             logger.error("A sandbox for the pool could not be made: %s", error)
+            self.refill_failures += 1
             self._park_failures += 1
             pause = min(2.0 ** (self._park_failures - 1), _LONGEST_PARK_PAUSE)
             self._background(self._refill_after(max(pause, shard.restarts.pause())))

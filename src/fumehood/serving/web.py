@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from fumehood.serving.exchange import SHORTCUT, Application, Headers
-from fumehood.serving.stalled import LeavesStalled
+from fumehood.serving.stalled import LeavesStalled, nobody
 
 type Refusal = Callable[[int, str], bytes]
 
@@ -33,6 +33,7 @@ class WebServer:
     refusal: the headers and the body of an answer to what never became a request, by status and reason.
     connections: as many as may be open, None for as many as come.
     sockets: the protocol of WebSockets, None where there are none.
+    on_stalled: is told of every reader that was left because it took nothing.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class WebServer:
         *,
         connections: int | None = None,
         sockets: type[asyncio.Protocol] | None = None,
+        on_stalled: Callable[[], None] = nobody,
     ) -> None:
         self._sock = sock
         self._stop = asyncio.Event()
@@ -51,7 +53,15 @@ class WebServer:
             uvicorn.Config(
                 app,
                 # uvicorn makes the protocols itself, and passes no settings of ours on
-                http=type("_Bounded", (_Protocol,), {"refusal": staticmethod(refusal), "most": connections}),
+                http=type(
+                    "_Bounded",
+                    (_Protocol,),
+                    {
+                        "refusal": staticmethod(refusal),
+                        "most": connections,
+                        "on_stalled": staticmethod(on_stalled),
+                    },
+                ),
                 ws=sockets or "none",
                 lifespan="off",
                 interface="asgi3",

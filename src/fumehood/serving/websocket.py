@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any, override
 
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.protocol import State
 
-from fumehood.serving.stalled import LeavesStalled
+from fumehood.serving.stalled import SLOWEST, LeavesStalled, Pace, nobody
 from fumehood.serving.web import Refusal
 
 SHUTDOWN = "fumehood.shutdown"
@@ -23,13 +24,15 @@ logger = logging.getLogger(__name__)
 
 
 class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
-    """Speaks ASGI with three words of its own. `websocket.accept` may say the largest message as `message_bytes`.
-    `websocket.send` may have `frames`: whole messages with their heads, as many as there are, written in one piece. And
-    a server that stops says SHUTDOWN instead of hanging up.
+    """Speaks ASGI with words of its own. `websocket.accept` may say the largest message as `message_bytes`, and how
+    slowly one may come as `slowest`. `websocket.send` may have `frames`: whole messages with their heads, as many as
+    there are, written in one piece. And a server that stops says SHUTDOWN instead of hanging up.
     """
 
     refusal: Refusal
     _message_timer: asyncio.TimerHandle | None = None
+    _slowest = SLOWEST
+    _pace: Pace | None = None  # of a message that has begun
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -41,7 +44,7 @@ class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
 
     @override
     def data_received(self, data: bytes) -> None:
-        self._heard_at = self.loop.time()
+        heard_at, self._heard_at = self._heard_at, self.loop.time()
         if self._message_timer is not None:
             self._message_timer.cancel()
             self._message_timer = None
@@ -49,7 +52,13 @@ class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             self._refuse("The request cannot be understood as the beginning of a WebSocket.")
         elif (self.frames or self.conn.reader.buffer) and not self.transport.is_closing():
-            self._message_timer = self.loop.call_later(_MESSAGE_SECONDS, self._give_up)
+            if self._pace is None:
+                self._pace = Pace(_MESSAGE_SECONDS, self._slowest)
+            else:
+                self._pace.came(len(data), self._heard_at - heard_at)
+            self._message_timer = self.loop.call_later(self._pace.left, self._give_up)
+        else:
+            self._pace = None
 
     @override
     def send_keepalive_ping(self) -> None:
@@ -79,6 +88,7 @@ class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
                 self.transport.write(frames)
             return
         self.conn.max_size = message.get("message_bytes", self.conn.max_size)
+        self._slowest = message.get("slowest", self._slowest)
         await super().send(message)
         if message["type"] == "websocket.http.response.body":
             self.handshake_complete = True  # as far as it will ever be
@@ -98,6 +108,9 @@ class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
 
-def socket_protocol(refusal: Refusal) -> type[SocketProtocol]:
-    """One that answers with this what is no beginning of a WebSocket; uvicorn passes no settings of ours on."""
-    return type("_Bounded", (SocketProtocol,), {"refusal": staticmethod(refusal)})
+def socket_protocol(refusal: Refusal, on_stalled: Callable[[], None] = nobody) -> type[SocketProtocol]:
+    """One that answers with this what is no beginning of a WebSocket, and tells of readers that it left; uvicorn
+    passes no settings of ours on.
+    """
+    own = {"refusal": staticmethod(refusal), "on_stalled": staticmethod(on_stalled)}
+    return type("_Bounded", (SocketProtocol,), own)

@@ -31,10 +31,13 @@ class DiskBlobs:
 
     owner: the database whose records refer to these blobs. No other one may be given this directory, as it would
         delete everything here that its own records do not know.
+    spare_bytes: of the disk, that are left to others; whatever arrives is looked at as it is written, so all that
+        arrives at once has no more than the rest.
     """
 
-    def __init__(self, directory: Path, owner: str | None = None) -> None:
+    def __init__(self, directory: Path, owner: str | None = None, spare_bytes: int = 0) -> None:
         self._directory = directory
+        self._spare_bytes = spare_bytes
         self._incoming = directory / "incoming"
         self._incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
         if owner is not None:
@@ -47,7 +50,7 @@ class DiskBlobs:
         named: Callable[[str], Awaitable[None]] | None = None,
     ) -> str:
         """Raises Unavailable where the disk does not take it; then nothing of it is left."""
-        incoming = _Incoming(self._incoming)
+        incoming = _Incoming(self._incoming, self._spare_bytes)
         try:
             rest = content if isinstance(content, bytes) else await _write(incoming, content)
             name = await _on_disk(incoming.complete, rest)
@@ -104,8 +107,9 @@ class _Incoming:
     for what a dead process left.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, spare_bytes: int) -> None:
         self._directory = directory
+        self._spare_bytes = spare_bytes
         self._hash = hashlib.sha256()
         self._busy = threading.Lock()
         self._path = self._new_path()
@@ -115,8 +119,15 @@ class _Incoming:
     def write(self, content: bytes) -> None:
         with self._busy:
             file = self._opened()
+            if self._spare_bytes:
+                self._check_disk(file, len(content))
             self._hash.update(content)
             file.write(content)
+
+    def _check_disk(self, file: BinaryIO, size: int) -> None:
+        disk = os.fstatvfs(file.fileno())
+        if disk.f_bavail * disk.f_frsize < self._spare_bytes + size:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} but what is kept spare")
 
     def complete(self, rest: bytes) -> str:
         """All of it is on the disk; its name, which it does not have yet."""

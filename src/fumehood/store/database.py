@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
+from fumehood.figures import StoreFigures
 from fumehood.protocol.errors import Unavailable
 from fumehood.store.migrations import StoreRefused, is_current, migrate
 
@@ -197,9 +198,13 @@ class _Writer:
     commit. What is not small, or turns out not to be, or fails, is the thread's.
     """
 
-    def __init__(self, connection: sqlite3.Connection, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, loop: asyncio.AbstractEventLoop, figures: StoreFigures
+    ) -> None:
         self._connection = connection
         self._loop = loop
+        self._figures = figures
+        self._began = 0.0
         self._waiting: list[Job[object]] = []
         self._busy = False
         self._closing = False
@@ -227,6 +232,8 @@ class _Writer:
 
     def _begin(self) -> None:
         jobs, self._waiting = self._waiting[:_LARGEST_GROUP], self._waiting[_LARGEST_GROUP:]
+        self._began = time.monotonic()
+        self._figures.group.add(len(jobs))
         self._groups.put((jobs, self._apply_here(jobs)))
 
     def _apply_here(self, jobs: Sequence[Job[object]]) -> bool:
@@ -239,6 +246,7 @@ class _Writer:
         return True
 
     def _end(self, jobs: Sequence[Job[object]]) -> None:
+        self._figures.seconds.add(time.monotonic() - self._began)
         for job in jobs:
             job.deliver()
         if self._waiting:
@@ -270,23 +278,29 @@ class Database:
     """The file, open; `write` and `read` return futures of what their jobs return."""
 
     def __init__(
-        self, writer: sqlite3.Connection, readers: Sequence[sqlite3.Connection], lock: int | None
+        self,
+        writer: sqlite3.Connection,
+        readers: Sequence[sqlite3.Connection],
+        lock: int | None,
+        figures: StoreFigures | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._lock = lock
         self._reads = SimpleQueue[Job[object] | None]()
-        self._writer = _Writer(writer, self._loop)
+        self._writer = _Writer(writer, self._loop, figures or StoreFigures())
         self._near, *others = readers
         self._near.execute("PRAGMA busy_timeout = 0")  # as the writer's: this is the event loop
         self._readers = [_Reader(connection, self._reads, self._loop) for connection in others]
         self.closed = False
 
     @classmethod
-    async def open(cls, path: Path, *, shared: bool = False) -> "Database":
+    async def open(
+        cls, path: Path, *, shared: bool = False, figures: StoreFigures | None = None
+    ) -> "Database":
         """Make it if it is not there; raises StoreRefused. `shared` leaves out the lock against other processes, and
         the file's tables as they are while somebody else holds that lock.
         """
-        return cls(*await asyncio.to_thread(_open, path, shared))
+        return cls(*await asyncio.to_thread(_open, path, shared), figures)
 
     def write[T](
         self, work: Work[T], on_done: Callable[[T], None] | None = None, size: float = UNBOUNDED

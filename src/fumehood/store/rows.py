@@ -14,7 +14,7 @@ import msgspec
 
 from fumehood.interfaces import IdempotencyClaim
 from fumehood.protocol.attachments import Attachment
-from fumehood.protocol.conversation import Entry, Exchange
+from fumehood.protocol.conversation import Entry, ToolExchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.items import AuthoredItem, OutputItem
 from fumehood.protocol.keys import ApiKey
@@ -29,7 +29,7 @@ DEEPEST_FORK = 8
 LARGEST_READ = 256 << 20
 
 _responses = msgspec.json.Decoder(Response)
-_exchanges = msgspec.json.Decoder(Exchange)
+_exchanges = msgspec.json.Decoder(ToolExchange)
 _attachments = msgspec.json.Decoder(tuple[Attachment, ...])
 _authored: msgspec.json.Decoder[AuthoredItem] = msgspec.json.Decoder(AuthoredItem)
 _keys = msgspec.json.Decoder(ApiKey)
@@ -406,16 +406,21 @@ def claim(
     db: sqlite3.Connection, tenant: str, key: str, wanted: IdempotencyClaim, seconds: float
 ) -> IdempotencyClaim | None:
     db.execute("DELETE FROM claims WHERE expires <= julianday('now')")
+    found = claimed(db, tenant, key)
+    if found is None:
+        db.execute(
+            "INSERT INTO claims (tenant, key, digest, response, expires) VALUES (?, ?, ?, ?, julianday('now', ?))",
+            (tenant, key, wanted.digest, wanted.response_id, f"{seconds} seconds"),
+        )
+    return found
+
+
+def claimed(db: sqlite3.Connection, tenant: str, key: str) -> IdempotencyClaim | None:
     found = db.execute(
-        "SELECT digest, response FROM claims WHERE tenant = ? AND key = ?", (tenant, key)
+        "SELECT digest, response FROM claims WHERE tenant = ? AND key = ? AND expires > julianday('now')",
+        (tenant, key),
     ).fetchone()
-    if found is not None:
-        return IdempotencyClaim(*found)
-    db.execute(
-        "INSERT INTO claims (tenant, key, digest, response, expires) VALUES (?, ?, ?, ?, julianday('now', ?))",
-        (tenant, key, wanted.digest, wanted.response_id, f"{seconds} seconds"),
-    )
-    return None
+    return None if found is None else IdempotencyClaim(*found)
 
 
 def release(db: sqlite3.Connection, tenant: str, key: str, response_id: str) -> None:

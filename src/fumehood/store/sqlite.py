@@ -15,6 +15,7 @@ from typing import Self
 
 import msgspec
 
+from fumehood.figures import StoreFigures
 from fumehood.interfaces import Amount, Fenced, IdempotencyClaim, Lease
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Segment
@@ -88,13 +89,14 @@ class SqliteStore:
         lease_seconds: float = _LEASE_SECONDS,
         cache_bytes: int = _CACHE_BYTES,
         shared: bool = False,
+        figures: StoreFigures | None = None,
     ) -> Self:
         """Make the file if there is none; raises StoreRefused.
 
         shared: leave out the lock and the cache, and trust leases alone; slow, for short visits to a file that a
             gateway may be using.
         """
-        database = await Database.open(path, shared=shared)
+        database = await Database.open(path, shared=shared, figures=figures)
         return cls(
             database, sole=not shared, lease_seconds=lease_seconds, cache_bytes=0 if shared else cache_bytes
         )
@@ -311,6 +313,9 @@ class SqliteStore:
         self, tenant: str, key: str, claim: IdempotencyClaim, seconds: float
     ) -> IdempotencyClaim | None:
         return await self._database.write(lambda db: rows.claim(db, tenant, key, claim, seconds))
+
+    async def claimed(self, tenant: str, key: str) -> IdempotencyClaim | None:
+        return await self._database.read(lambda db: rows.claimed(db, tenant, key))
 
     async def release(self, tenant: str, key: str, response_id: str) -> None:
         await self._database.write(lambda db: rows.release(db, tenant, key, response_id))

@@ -1,40 +1,309 @@
-"""What responses say, as message parts in a span's attributes; imports msgspec, `parts` and `protocol`."""
+"""What was said, as messages of the conventions, bounded and redacted; imports msgspec, and what is below.
+
+Recorded only where the operator asks for it. What goes wrong here costs the content, never the rest.
+"""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, override
 
 import msgspec
 
-from fumehood.parts.canonical import JsonObject
-from fumehood.parts.content import bounded, redacted, without_data
+from fumehood.parts.canonical import Json, JsonObject, Part, Reasoning, Text, ToolCall, ToolResult
+from fumehood.parts.content import CUT_PART, bounded, redacted, without_data
 from fumehood.parts.convert import from_vendor
 from fumehood.parts.messages import finish_reason, to_messages
+from fumehood.parts.validate import validate
+from fumehood.parts.views import SOURCE, to_view
+from fumehood.protocol import models
+from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.responses import Response
+from fumehood.telemetry.seen import CallSeen, Listener, RunSeen, Seen, TurnSeen
 
 # Backends cut attributes, or refuse spans, beyond 256 KB.
 LONGEST = 200_000
 
+INPUT, OUTPUT = "gen_ai.input.messages", "gen_ai.output.messages"
+INSTRUCTIONS, DEFINITIONS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
+ARGUMENTS, RESULT = "gen_ai.tool.call.arguments", "gen_ai.tool.call.result"
 
-class OutputMessages:
-    """`gen_ai.output.messages` of a response, in one of the views."""
+type ProfileName = Literal["option1", "option2", "option3", "option3-alt", "phoenix"]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The view of `parts` that messages are written in, and whether what leads back to the items is recorded, too."""
+
+    view: str
+    way_back: bool = True
+
+
+PROFILES: dict[ProfileName, Profile] = {
+    "option1": Profile("option1"),
+    "option2": Profile("option2"),
+    "option3": Profile("option3"),
+    "option3-alt": Profile("option3-alternative"),
+    "phoenix": Profile("option1", way_back=False),
+}
+
+# Tools that models are offered as functions, and that are more than that to everybody else: the argument that matters.
+_HOSTED = {"code_interpreter": "code", "shell": "commands"}
+_ENDS = {"stop": "stop", "calls": "tool_call", "length": "length", "content_filter": "content_filter"}
+
+
+class Contents(Listener):
+    """Puts what was said into what has ended, for those who are told after this.
+
+    in_spans, in_events: who of them wants it.
+    longest: bytes for all attributes of a span together; half of them are for the output.
+    """
 
     def __init__(
-        self, view: str = "option2", *, longest: int = LONGEST, redact: Callable[[str], str] | None = None
+        self,
+        profile: ProfileName = "option2",
+        *,
+        in_spans: bool = True,
+        in_events: bool = False,
+        longest: int = LONGEST,
+        redact: Callable[[str], str] | None = None,
     ) -> None:
-        self._view = view
+        self.in_spans = in_spans
+        self.in_events = in_events
+        self._profile = PROFILES[profile]
         self._longest = longest
         self._redact = redact
 
-    def __call__(self, response: Response) -> dict[str, str]:
-        parts = without_data(from_vendor("openai", msgspec.json.decode(msgspec.json.encode(response.output))))
-        if self._redact is not None:
-            parts = redacted(parts, self._redact)
-        messages = to_messages(self._view, parts, finish_reason(parts))
-        share = self._longest // max(1, len(messages))
-        return {"gen_ai.output.messages": json.dumps([_within(message, share) for message in messages])}
+    @override
+    def began(self, seen: Seen) -> None:
+        pass
+
+    @override
+    def ended(self, seen: Seen) -> None:
+        if not self.in_events and not seen.span.is_recording():
+            return
+        match seen:
+            case RunSeen():
+                seen.content = self._of_run(seen)
+            case TurnSeen():
+                seen.content = self._of_turn(seen)
+            case CallSeen():
+                seen.content = self._of_call(seen)
+            case _:
+                pass
+
+    # ---- runs, turns, calls ---------------------------------------------------------------------------------------
+
+    def _of_run(self, run: RunSeen) -> JsonObject:
+        request = run.request
+        given = request.input if isinstance(request.input, list) else []
+        asked: list[Part] = _from_items([bytes(raw) for raw in given])
+        if isinstance(request.input, str):
+            asked = [Text(content=request.input, role="user")]
+        told = request.instructions
+        instructions: list[Part] = [Text(content=told, role="system")] if isinstance(told, str) else []
+        if isinstance(told, list):
+            instructions = _from_items([bytes(raw) for raw in told])
+        found = self._asked(
+            asked, 0, instructions, _definitions(map(msgspec.json.decode, request.tools or ()))
+        )
+        if run.response is not None:
+            parts = from_vendor("openai", msgspec.json.decode(msgspec.json.encode(run.response.output)))
+            ending = _ending(run.response, parts)
+            found[OUTPUT] = self._messages(parts, self._longest // 2, ending, way_back=self._profile.way_back)
+        return found
+
+    def _of_turn(self, turn: TurnSeen) -> JsonObject:
+        request = turn.request
+        entries, left_out = _latest(request.segments, self._longest // 2)
+        told = request.instructions
+        instructions: list[Part] = [] if told is None else [Text(content=told, role="system")]
+        functions: list[JsonObject] = [
+            {
+                "type": "function",
+                "name": each.name,
+                "description": each.description,
+                "parameters": msgspec.json.decode(each.parameters),
+            }
+            for each in request.functions
+        ]
+        others: list[JsonObject] = [
+            {"type": each.type, "name": each.name or each.type} for each in request.others
+        ]
+        asked = _from_items([entry.raw for entry in entries])
+        found = self._asked(asked, left_out, instructions, [*functions, *others])
+        ending = "error" if turn.end is None else _ENDS[turn.end.reason]
+        found[OUTPUT] = self._messages(_said(turn.pieces or ()), self._longest // 2, ending)
+        return found
+
+    def _of_call(self, call: CallSeen) -> JsonObject:
+        found: JsonObject = {}
+        for name, text in ((ARGUMENTS, call.arguments), (RESULT, call.output)):
+            if text:
+                part: list[Part] = self._cleaned([Text(content=text)])
+                written = bounded(to_view(self._profile.view, part), self._longest // 2)
+                found[name] = "" if not written else written[0].get("content", "")
+        return found
+
+    def _asked(
+        self, asked: list[Part], left_out: int, instructions: list[Part], tools: list[JsonObject]
+    ) -> JsonObject:
+        found: JsonObject = {INPUT: self._messages(asked, self._longest // 4, None, left_out)}
+        if instructions:
+            written = _bare(to_view(self._profile.view, self._cleaned(instructions)))
+            found[INSTRUCTIONS] = [*bounded(written, self._longest // 8)]
+        if tools:
+            found[DEFINITIONS] = [*_within(self._redacted(tools), self._longest // 8)]
+        return found
+
+    # ---- what may be told, and how much of it ---------------------------------------------------------------------
+
+    def _cleaned(self, parts: list[Part]) -> list[Part]:
+        parts = without_data(parts)
+        return parts if self._redact is None else redacted(parts, self._redact)
+
+    def _redacted(self, tools: list[JsonObject]) -> list[JsonObject]:
+        if self._redact is None:
+            return tools
+        return [{"type": tool["type"], "name": tool["name"]} for tool in tools]
+
+    def _messages(
+        self,
+        parts: list[Part],
+        share: int,
+        ending: str | None,
+        left_out: int = 0,
+        *,
+        way_back: bool = False,
+    ) -> list[Json]:
+        if left_out:
+            called = {part.call_id for part in parts if isinstance(part, ToolCall)}
+            parts = [part for part in parts if not isinstance(part, ToolResult) or part.call_id in called]
+        messages = to_messages(self._profile.view, self._cleaned(parts), ending)
+        each = share // max(1, len(messages))
+        messages = [_bounded_message(message, each, way_back=way_back) for message in messages]
+        while messages and (_size(messages) > share or validate([*messages])):
+            gone = max(1, len(messages) // 2)
+            left_out += sum(len(_parts_of(message)) for message in messages[:gone])
+            messages = messages[gone:]
+        if left_out:
+            cut: JsonObject = {"role": "system", "parts": [{"type": CUT_PART, "parts": left_out}]}
+            messages.insert(0, cut if ending is None else {**cut, "finish_reason": ending})
+        return [*messages]
 
 
-def _within(message: JsonObject, share: int) -> JsonObject:
+def _size(value: Json | Sequence[JsonObject]) -> int:
+    return len(json.dumps(value))
+
+
+def _parts_of(message: JsonObject) -> list[JsonObject]:
     parts = message["parts"]
-    written = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-    return {**message, "parts": [*bounded(written, share)]}
+    return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+
+
+def _bounded_message(message: JsonObject, share: int, *, way_back: bool) -> JsonObject:
+    parts = _parts_of(message)
+    return {**message, "parts": [*bounded(parts if way_back else _bare(parts), share)]}
+
+
+def _bare(parts: list[JsonObject]) -> list[JsonObject]:
+    """Without what leads back to the items."""
+    return [{key: value for key, value in part.items() if key != SOURCE} for part in parts]
+
+
+def _within(tools: list[JsonObject], share: int) -> list[JsonObject]:
+    """Tools with all that is known of them, or without their parameters, or only their names, or only some of those."""
+    for kept in (None, ("type", "name", "description"), ("type", "name")):
+        found = tools if kept is None else [{key: tool[key] for key in kept if key in tool} for tool in tools]
+        if _size(found) <= share:
+            return found
+    return [{"type": tool["type"], "name": tool["name"]} for tool in tools[: share // 300]]
+
+
+def _definitions(tools: Iterable[Json]) -> list[JsonObject]:
+    """What may be told of the tools of a request; the settings of some hold secrets."""
+    found: list[JsonObject] = []
+    for tool in tools:
+        if isinstance(tool, dict):
+            kept = {key: tool[key] for key in ("description", "parameters") if tool.get(key) is not None}
+            kind = str(tool.get("type", "function"))
+            named = {"type": kind, "name": str(tool.get("name") or kind)}
+            found.append({**named, **kept} if kind == "function" else {**named})
+    return found
+
+
+# --- items and events as parts ------------------------------------------------------------------------
+
+
+def _from_items(raws: Sequence[bytes]) -> list[Part]:
+    return from_vendor("openai", [msgspec.json.decode(raw) for raw in raws]) if raws else []
+
+
+def _latest(segments: Sequence[Segment], bytes_left: int) -> tuple[list[Entry], int]:
+    """The last entries that are not too much, and how many came before them."""
+    found: list[Entry] = []
+    left_out = 0
+    for segment in reversed(segments):
+        for entry in reversed(segment.entries):
+            bytes_left -= len(entry.raw)
+            if bytes_left < 0:
+                left_out += 1
+            else:
+                found.append(entry)
+    return found[::-1], left_out
+
+
+def _ending(response: Response, parts: list[Part]) -> str:
+    if response.status in ("failed", "cancelled"):
+        return "error"
+    if response.incomplete_details is not None:
+        cut = response.incomplete_details.reason == "max_output_tokens"
+        return "length" if cut else "content_filter"
+    return finish_reason(parts)
+
+
+def _said(pieces: Iterable[models.AnyModelEvent]) -> list[Part]:
+    """The events of a turn as the parts of a message."""
+    parts: list[Part] = []
+    calls: dict[int, tuple[ToolCall, list[str]]] = {}
+    for piece in pieces:
+        last = parts[-1] if parts else None
+        match piece:
+            case models.Text(delta=delta) | models.Refused(delta=delta):
+                if isinstance(last, Text):
+                    last.content += delta
+                else:
+                    parts.append(Text(content=delta))
+            case models.Thought(delta=delta) | models.Summary(delta=delta):
+                if isinstance(last, Reasoning):
+                    last.content += delta
+                else:
+                    parts.append(Reasoning(content=delta))
+            case models.CallStarted():
+                kind = piece.name if piece.name in _HOSTED else "function"
+                call = ToolCall(
+                    kind=kind, name=piece.name, payload={}, call_id=piece.call_id, execution="client"
+                )
+                calls[piece.key] = call, []
+                parts.append(call)
+            case models.CallArguments():
+                calls[piece.key][1].append(piece.delta)
+            case models.ItemPassed():
+                parts += _from_items([bytes(piece.item)])
+            case _:
+                pass
+    for call, written in calls.values():
+        arguments = _arguments("".join(written))
+        if call.kind == "function":
+            call.payload = {"arguments": arguments}
+        else:
+            field = _HOSTED[call.kind]
+            call.payload = {field: arguments.get(field) if isinstance(arguments, dict) else None}
+    return parts
+
+
+def _arguments(written: str) -> Json:
+    try:
+        return msgspec.json.decode(written)
+    except (ValueError, RecursionError):
+        return written

@@ -1,295 +1,157 @@
-"""Spans of runs, model turns and tool calls, as wrappers of the seams; imports OpenTelemetry's API and what is below.
+"""Spans of what was seen; imports OpenTelemetry's API, `protocol` and siblings.
 
-A run is a task of its own, and its turns and calls happen in it: the variable that names the run's span is set before
-the task is made and copied into it. No other context is looked at, so that traces are not mixed up.
+Parents are given, never looked up: the context that OpenTelemetry keeps of its own would mix up traces. Besides what
+was seen, only the caller's own trace is looked at.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from contextvars import ContextVar
+import json
+from typing import override
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.util.types import AttributeValue
 
-from fumehood.interfaces import (
-    CallContext,
-    Caller,
-    CallSession,
-    HostedTool,
-    ModelBackend,
-    Models,
-    OfferedTool,
-    Run,
-    Runs,
-    Take,
-    ToolResult,
-    ToolStep,
-)
-from fumehood.protocol.conversation import Segment
-from fumehood.protocol.errors import ApiError
-from fumehood.protocol.items import ProducedFile
-from fumehood.protocol.models import AnyModelEvent, ModelRequest, TurnEnded
-from fumehood.protocol.responses import CreateResponse, Response, Usage
-from fumehood.protocol.tools import FunctionSpec, ToolSpec
+from fumehood.protocol.responses import Response, Usage
+from fumehood.telemetry.providers import OWN, provider_of
+from fumehood.telemetry.seen import CallSeen, Listener, PhaseSeen, RunSeen, Seen, TurnSeen
+from fumehood.telemetry.trace_context import Propagation, callers_trace
 
-PROVIDER = "fumehood"
-_run_span: ContextVar[Span | None] = ContextVar("fumehood_run_span", default=None)
+type Attributes = dict[str, AttributeValue]
 
 
-# What is recorded of a response's content, by attribute; nothing unless the operator asked for it.
-type Contents = Callable[[Response], dict[str, str]]
+class Spans(Listener):
+    """`invoke_agent` with `chat MODEL` and `execute_tool NAME` below it, and below that the phases of a sandbox."""
 
-
-def no_contents(_response: Response) -> dict[str, str]:
-    return {}
-
-
-def _within_run() -> Context:
-    span = _run_span.get()
-    return Context() if span is None else set_span_in_context(span, Context())
-
-
-def _failed(span: Span, kind: str, description: str = "") -> None:
-    span.set_attribute("error.type", kind)
-    span.set_status(Status(StatusCode.ERROR, description or None))
-
-
-def _used(span: Span, usage: Usage) -> None:
-    span.set_attribute("gen_ai.usage.input_tokens", usage.input_tokens)
-    span.set_attribute("gen_ai.usage.output_tokens", usage.output_tokens)
-
-
-# --- runs ---------------------------------------------------------------------------------------------
-
-
-class TracedRuns:
-    """`Runs` with a span for each, from the request until the response is durable."""
-
-    def __init__(self, runs: Runs, tracer: Tracer, contents: Contents = no_contents) -> None:
-        self._runs = runs
+    def __init__(self, tracer: Tracer, propagation: Propagation, *, with_content: bool = False) -> None:
         self._tracer = tracer
-        self._contents = contents
-        self._ending: set[asyncio.Task[None]] = set()
-        self.count = runs.count
-        self.compact = runs.compact
+        self._propagation = propagation
+        self._with_content = with_content
 
-    async def start(
-        self,
-        request: CreateResponse,
-        caller: Caller,
-        response_id: str | None = None,
-        *,
-        past: Sequence[Segment] | None = None,
-    ) -> Run:
-        attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.provider.name": PROVIDER}
-        if request.model is not None:
-            attributes["gen_ai.request.model"] = request.model
-        span = self._tracer.start_span("invoke_agent", Context(), SpanKind.INTERNAL, attributes)
-        token = _run_span.set(span)
-        try:
-            run = await self._runs.start(request, caller, response_id, past=past)
-        except BaseException as error:
-            _failed(span, _kind_of(error))
-            span.end()
-            raise
-        finally:
-            _run_span.reset(token)
-        task = asyncio.create_task(self._end(run, span))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-        return run
+    @override
+    def began(self, seen: Seen) -> None:
+        match seen:
+            case RunSeen():
+                self._run_began(seen)
+            case TurnSeen():
+                self._turn_began(seen)
+            case CallSeen():
+                self._call_began(seen)
+            case PhaseSeen():
+                self._phase_began(seen)
+            case _:
+                pass
 
-    async def _end(self, run: Run, span: Span) -> None:
-        try:
-            self._tell(span, await run.wait())
-        except Exception as error:  # whoever asked for the run is told of it
-            _failed(span, _kind_of(error))
-        finally:
-            span.end()
+    @override
+    def ended(self, seen: Seen) -> None:
+        span = seen.span
+        if span.is_recording():
+            match seen:
+                case RunSeen(response=Response() as response):
+                    _tell_response(span, response)
+                case TurnSeen():
+                    _tell_turn(span, seen)
+                case _:
+                    pass
+            if self._with_content:
+                for name, value in seen.content.items():
+                    span.set_attribute(name, value if isinstance(value, str) else json.dumps(value))
+            if seen.error:
+                span.set_attribute("error.type", seen.error)
+                span.set_status(Status(StatusCode.ERROR))
+        span.end(seen.began_at + seen.took)
 
-    def _tell(self, span: Span, response: Response) -> None:
-        span.set_attribute("gen_ai.response.id", response.id)
-        span.set_attribute("gen_ai.response.model", response.model)
-        if response.usage is not None:
-            _used(span, response.usage)
-        for name, value in self._contents(response).items():
-            span.set_attribute(name, value)
-        if response.error is not None:
-            _failed(span, response.error.code)
-        elif response.status in ("failed", "cancelled"):
-            _failed(span, response.status)
+    def _run_began(self, run: RunSeen) -> None:
+        attributes: Attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.provider.name": OWN}
+        if run.request.model is not None:
+            attributes["gen_ai.request.model"] = run.request.model
+        parent = self._propagation.parent_of(run.request)
+        self._begin(run, "invoke_agent", parent, SpanKind.INTERNAL, attributes)
 
-    async def drain(self, grace_seconds: float) -> None:
-        await self._runs.drain(grace_seconds)
-        if self._ending:
-            await asyncio.wait(self._ending)
+    def _turn_began(self, turn: TurnSeen) -> None:
+        self._begin(
+            turn, f"chat {turn.request.model}", _within(turn.run), SpanKind.CLIENT, asked_attributes(turn)
+        )
+        turn.request = self._propagation.told(turn.request, turn.span)
 
-
-def _kind_of(error: BaseException) -> str:
-    """Errors that clients see have codes; of others the type says enough, and their texts may hold anything."""
-    if isinstance(error, GeneratorExit | asyncio.CancelledError):
-        return "cancelled"
-    return (error.code or type(error).__name__) if isinstance(error, ApiError) else type(error).__name__
-
-
-# --- model turns --------------------------------------------------------------------------------------
-
-
-class TracedModels:
-    """`Models` with a span for each turn."""
-
-    def __init__(self, models: Models, tracer: Tracer) -> None:
-        self._models = models
-        self._tracer = tracer
-        self._traced: dict[ModelBackend, ModelBackend] = {}
-        self.cards = models.cards
-        self.close = models.close
-
-    def backend(self, model: str) -> ModelBackend:
-        backend = self._models.backend(model)
-        traced = self._traced.get(backend)
-        if traced is None:
-            traced = self._traced[backend] = _TracedBackend(backend, self._tracer)
-        return traced
-
-
-class _TracedBackend:
-    def __init__(self, backend: ModelBackend, tracer: Tracer) -> None:
-        self._backend = backend
-        self._tracer = tracer
-        self.check = backend.check
-        self.count = backend.count
-        self.profile = backend.profile
-        self.close = backend.close
-
-    async def stream(
-        self, request: ModelRequest, take: Take | None = None
-    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
-        attributes: dict[str, str | float] = {
-            "gen_ai.operation.name": "chat",
-            "gen_ai.provider.name": PROVIDER,
-            "gen_ai.request.model": request.model,
-        }
-        if request.sampling.temperature is not None:
-            attributes["gen_ai.request.temperature"] = request.sampling.temperature
-        span = self._tracer.start_span(f"chat {request.model}", _within_run(), SpanKind.CLIENT, attributes)
-        turn = _Turn(span)
-        batches = self._backend.stream(request, None if take is None else turn.noting(take))
-        try:
-            async with aclosing(batches):
-                async for batch in batches:
-                    turn.note(batch)
-                    yield batch
-        except BaseException as error:
-            turn.broke_off(error)
-            raise
-        finally:
-            span.end()
-
-
-class _Turn:
-    """The last event of a turn is the only one that its span tells of."""
-
-    def __init__(self, span: Span) -> None:
-        self._span = span
-        self._ended = False
-
-    def noting(self, take: Take) -> Take:
-        def taking(events: Sequence[AnyModelEvent]) -> bool:
-            taken = take(events)
-            if taken:
-                self.note(events)
-            return taken
-
-        return taking
-
-    def note(self, events: Sequence[AnyModelEvent]) -> None:
-        if events and isinstance(events[-1], TurnEnded):
-            self._ended = True
-            self._span.set_attribute("gen_ai.response.finish_reasons", [events[-1].reason])
-            if events[-1].usage is not None:
-                _used(self._span, events[-1].usage)
-
-    def broke_off(self, error: BaseException) -> None:
-        if not self._ended:
-            _failed(self._span, _kind_of(error))
-
-
-# --- tool calls ---------------------------------------------------------------------------------------
-
-
-class TracedTool:
-    """A `HostedTool` with a span for each call that it runs."""
-
-    def __init__(self, tool: HostedTool, tracer: Tracer) -> None:
-        self._tool = tool
-        self._tracer = tracer
-        self.types = tool.types
-        self.item_types = tool.item_types
-        self.finds_files = tool.finds_files
-        self.echo = tool.echo
-        self.recall = tool.recall
-        self.remember = tool.remember
-
-    async def offer(
-        self, spec: ToolSpec, caller: Caller, past: Sequence[Segment], beside: Sequence[OfferedTool] = ()
-    ) -> OfferedTool | None:
-        # Tools know each other by what they are, not by what is put around them.
-        bare = [other.bare if isinstance(other, _TracedOffer) else other for other in beside]
-        offered = await self._tool.offer(spec, caller, past, bare)
-        return None if offered is None else _TracedOffer(offered, self._tracer)
-
-
-class _TracedOffer:
-    def __init__(self, offered: OfferedTool, tracer: Tracer) -> None:
-        self.bare = offered
-        self._tracer = tracer
-
-    @property
-    def function(self) -> FunctionSpec:
-        return self.bare.function
-
-    def begin(self, context: CallContext) -> CallSession:
-        return _TracedSession(self.bare.begin(context), self._tracer, self.function.name, context.call_id)
-
-    async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
-        return await self.bare.find_files(paths)
-
-
-class _TracedSession:
-    def __init__(self, session: CallSession, tracer: Tracer, name: str, call_id: str) -> None:
-        self._session = session
-        self._tracer = tracer
-        self._name = name
-        self._call_id = call_id
-        self.open = session.open
-        self.feed = session.feed
-        self.abort = session.abort
-
-    async def run(self) -> AsyncGenerator[ToolStep]:
-        attributes = {
+    def _call_began(self, call: CallSeen) -> None:
+        attributes: Attributes = {
             "gen_ai.operation.name": "execute_tool",
-            "gen_ai.tool.name": self._name,
-            "gen_ai.tool.call.id": self._call_id,
+            "gen_ai.tool.name": call.name,
+            "gen_ai.tool.call.id": call.call_id,
             "gen_ai.tool.type": "extension",
         }
-        span = self._tracer.start_span(
-            f"execute_tool {self._name}", _within_run(), SpanKind.INTERNAL, attributes
-        )
-        steps = self._session.run()
-        ended = False
-        try:
-            async with aclosing(steps):
-                async for step in steps:
-                    if isinstance(step, ToolResult):
-                        ended = True
-                        if getattr(step.item, "status", "") == "failed":
-                            _failed(span, "failed")
-                    yield step
-        except BaseException as error:
-            if not ended:
-                _failed(span, _kind_of(error))
-            raise
-        finally:
-            span.end()
+        self._begin(call, f"execute_tool {call.name}", _within(call.run), SpanKind.INTERNAL, attributes)
+
+    def _phase_began(self, seen: PhaseSeen) -> None:
+        phase = seen.phase
+        attributes: Attributes = {f"fumehood.sandbox.{fact}": value for fact, value in phase.facts.items()}
+        self._begin(seen, f"sandbox {phase.name}", _within(seen.call), SpanKind.INTERNAL, attributes)
+
+    def _begin(self, seen: Seen, name: str, parent: Context, kind: SpanKind, attributes: Attributes) -> None:
+        seen.span = self._tracer.start_span(name, parent, kind, attributes, start_time=seen.began_at)
+
+
+def _tell_response(span: Span, response: Response) -> None:
+    span.set_attribute("gen_ai.response.id", response.id)
+    span.set_attribute("gen_ai.response.model", response.model)
+    if response.usage is not None:
+        _tell_usage(span, response.usage)
+
+
+def _within(parent: Seen | None) -> Context:
+    """In its run, or in what its caller does, if that asked for something else."""
+    return callers_trace() if parent is None else set_span_in_context(parent.span, Context())
+
+
+def _tell_turn(span: Span, turn: TurnSeen) -> None:
+    for name, value in answered_attributes(turn).items():
+        span.set_attribute(name, value)
+
+
+def asked_attributes(turn: TurnSeen) -> Attributes:
+    """What is known of a turn before it begins."""
+    request, sampling = turn.request, turn.request.sampling
+    told = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": provider_of(turn.server),
+        "gen_ai.request.model": request.model,
+        "gen_ai.request.stream": request.streamed,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+        "gen_ai.request.max_tokens": sampling.max_output_tokens,
+    }
+    if turn.server is not None:
+        told["server.address"], told["server.port"] = turn.server
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def answered_attributes(turn: TurnSeen) -> Attributes:
+    """What is known of it once it has ended."""
+    told: Attributes = {}
+    if turn.first and turn.request.streamed:
+        told["gen_ai.response.time_to_first_chunk"] = turn.first / 1e9
+    if turn.end is not None:
+        told["gen_ai.response.finish_reasons"] = [turn.end.reason]
+        if turn.end.usage is not None:
+            told |= _usage(turn.end.usage)
+    return told
+
+
+def _tell_usage(span: Span, usage: Usage) -> None:
+    for name, value in _usage(usage).items():
+        span.set_attribute(name, value)
+
+
+def _usage(usage: Usage) -> Attributes:
+    told: Attributes = {
+        "gen_ai.usage.input_tokens": usage.input_tokens,
+        "gen_ai.usage.output_tokens": usage.output_tokens,
+    }
+    details = {
+        "gen_ai.usage.cache_read.input_tokens": usage.input_tokens_details.cached_tokens,
+        "gen_ai.usage.cache_creation.input_tokens": usage.input_tokens_details.cache_write_tokens,
+        "gen_ai.usage.reasoning.output_tokens": usage.output_tokens_details.reasoning_tokens,
+    }
+    return told | {name: number for name, number in details.items() if number}

@@ -101,6 +101,22 @@ class IdentityKit:
             await subject.content(container.id, files["out.txt"].id)
         assert end_of(await subject.run(container, "prints hello")).status == "lost"
 
+    async def test_one_that_was_opened_and_not_left_stays(self, subject: Subject) -> None:
+        if subject.let_pass is None:
+            pytest.skip("the adapter cannot let time pass")
+        container = await subject.open(spec=ContainerSpec(idle_minutes=20))
+        again = await subject.open(container.id)
+        for _ in range(2):  # once is enough
+            again.leave()
+        await subject.let_pass(21 * 60)
+        assert (await subject.containers.check(SOMEBODY, container.id)).status == "running"
+        container.leave()
+        await subject.let_pass(19 * 60)
+        assert (await subject.containers.check(SOMEBODY, container.id)).status == "running"
+        await subject.let_pass(61)
+        with pytest.raises(ContainerExpired):
+            await subject.containers.check(SOMEBODY, container.id)
+
 
 class CallsKit:
     """Code runs; whatever becomes of its sandbox, the next call has one."""

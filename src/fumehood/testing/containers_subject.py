@@ -70,9 +70,10 @@ class Subject:
         return container.execute(ExecuteRequest(code=self.programs[program]))
 
     async def run(self, container: Container, program: Program) -> list[AnyOutput]:
-        """All events; fails unless one `End` comes, and comes last."""
+        """All events, after which it is left; fails unless one `End` comes, and comes last."""
         async with asyncio.timeout(SECONDS):
             seen = [event async for event in self.start(container, program)]
+        container.leave()
         assert [isinstance(event, End) for event in seen] == [False] * (len(seen) - 1) + [True], seen
         return seen
 

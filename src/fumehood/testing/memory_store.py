@@ -298,11 +298,14 @@ class MemoryStore:
     async def claim(
         self, tenant: str, key: str, claim: IdempotencyClaim, seconds: float
     ) -> IdempotencyClaim | None:
+        found = await self.claimed(tenant, key)
+        if found is None:
+            self._data.claims[tenant, key] = (claim, self._clock.now() + seconds)
+        return found
+
+    async def claimed(self, tenant: str, key: str) -> IdempotencyClaim | None:
         found = self._open().claims.get((tenant, key))
-        if found is not None and found[1] > self._clock.now():
-            return found[0]
-        self._data.claims[tenant, key] = (claim, self._clock.now() + seconds)
-        return None
+        return None if found is None or found[1] <= self._clock.now() else found[0]
 
     async def release(self, tenant: str, key: str, response_id: str) -> None:
         found = self._open().claims.get((tenant, key))

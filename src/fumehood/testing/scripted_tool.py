@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Raw
 
 from fumehood.interfaces import CallContext, Caller, Memory, OfferedTool, ToolResult, ToolStep
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.events import ItemAdded, ItemDone, StreamEvent
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.items import ProducedFile
@@ -83,13 +83,16 @@ class ScriptedTool:
     def echo(self, spec: ToolSpec) -> bytes:
         return spec.raw
 
-    def recall(self, entry: Entry) -> Exchange | None:
-        return Exchange(
+    def recall(self, entry: Entry) -> ToolExchange | None:
+        return ToolExchange(
             call_id=entry.id or "call_recalled", name=self.name, arguments="{}", output="(recalled)"
         )
 
-    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:  # noqa: ARG002
+    async def remember(
+        self, caller: Caller, past: Sequence[Segment], kept: Sequence[Entry] = ()
+    ) -> Memory | None:
         """The latest item of each kind that it has made."""
+        del caller, kept
         latest = {entry.type: entry.raw for segment in past for entry in segment.entries}
         items = [raw for kind, raw in latest.items() if kind in self.item_types]
         return Memory(items, f"{self.name} was used.") if items else None
@@ -129,6 +132,9 @@ class OfferedScriptedTool:
     async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
         return [file for file in self._tool.files if file.path in paths]
 
+    def close(self) -> None:
+        pass
+
 
 class ScriptedCall:
     def __init__(self, tool: ScriptedTool, context: CallContext) -> None:
@@ -164,7 +170,7 @@ class ScriptedCall:
 
     def _result(self, status: str, output: str, files: Sequence[ProducedFile]) -> ToolResult:
         item = self._item(status, output)
-        exchange = Exchange(
+        exchange = ToolExchange(
             call_id=self._context.call_id, name=self._tool.name, arguments=self._arguments(), output=output
         )
         done = ItemDone(output_index=self._context.output_index, item=item)

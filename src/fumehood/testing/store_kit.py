@@ -11,7 +11,7 @@ import pytest
 
 from fumehood.interfaces import Fenced, IdempotencyClaim
 from fumehood.protocol.attachments import Attachment
-from fumehood.protocol.conversation import Entry, Exchange
+from fumehood.protocol.conversation import Entry, ToolExchange
 from fumehood.protocol.errors import Unavailable
 from fumehood.protocol.folding import OUTPUTS, project_response
 from fumehood.protocol.ids import new_id
@@ -109,7 +109,7 @@ class ResponsesKit:
         ]
 
     async def test_entries_come_back_as_they_were(self, subject: StoreSubject) -> None:
-        exchange = Exchange(
+        exchange = ToolExchange(
             call_id="call_1",
             name="code_interpreter",
             arguments='{"code":"é"}',
@@ -403,7 +403,9 @@ class RecordsKit:
     async def test_a_claim_stands_until_it_is_released_or_expires(self, subject: StoreSubject) -> None:
         store = subject.store
         first, second = (IdempotencyClaim(bytes([number]) * 32, f"resp_{number}") for number in (1, 2))
+        assert await store.claimed("a", "key") is None
         assert await store.claim("a", "key", first, 3600) is None
+        assert await store.claimed("a", "key") == first
         assert await store.claim("a", "key", second, 3600) == first
         assert await store.claim("b", "key", second, 3600) is None
         assert await store.claim("a", "other", second, 3600) is None
@@ -413,6 +415,7 @@ class RecordsKit:
         assert await store.claim("a", "key", second, 3600) is None
         assert await store.claim("b", "key", first, 3600) == second
         assert await store.claim("c", "key", first, 0) is None
+        assert await store.claimed("c", "key") is None
         assert await store.claim("c", "key", second, 3600) is None
         assert await store.claim("c", "key", first, 3600) == second
 

@@ -221,6 +221,13 @@ class ToolKit:
             assert exchange.tells == "call" or exchange.output
             assert subject.tool.recall(entry_of(item)) == exchange
 
+    async def test_an_item_that_is_damaged_is_no_failure(self, subject: Subject) -> None:
+        nested = b'{"x":%s%s}' % (b"[" * 100_000, b"]" * 100_000)
+        for raw in (b"", b"5", b"\xff", b'{"id":"\xff"}', b'{"id":"\\ud800"}', nested):
+            for kind in subject.tool.item_types:
+                exchange = subject.tool.recall(Entry(type=kind, id="x", turn=0, raw=raw))
+                assert exchange is None or exchange.name
+
     async def test_files_that_are_not_there(self, subject: Subject) -> None:
         offered = await subject.offer()
         assert not await offered.find_files([])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from fumehood.interfaces import Lease, Store
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.items import Message, OutputItem, OutputText
 from fumehood.protocol.responses import Response
@@ -18,7 +18,7 @@ def said(text: str) -> Entry:
     return Entry(type="message", id=new_id("msg"), turn=0, raw=raw)
 
 
-def made(item: OutputItem, turn: int = 1, exchange: Exchange | None = None) -> Entry:
+def made(item: OutputItem, turn: int = 1, exchange: ToolExchange | None = None) -> Entry:
     """An item of the model's."""
     raw = msgspec.json.encode(item)
     tag = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])

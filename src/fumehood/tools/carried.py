@@ -24,6 +24,7 @@ from fumehood.protocol.sandbox_errors import SandboxError
 _MEMORY = "fumehood:files"
 _MOST_NAMED = 20
 _MOST_REMEMBERED = 500
+_MOST_CARRIED = 3 << 20  # characters of contents that a compaction takes along
 
 
 class _Remembered(msgspec.Struct):
@@ -108,13 +109,33 @@ async def _filename(uploads: Files | None, caller: Caller, file_id: str) -> str:
     return (await uploads.file(caller, file_id)).filename
 
 
-def memory_of(files: Sequence[Known]) -> bytes | None:
-    """What has to be remembered of them once their items are compacted; for `files_of`."""
+async def memory_of(files: Sequence[Known], kept: Sequence[Entry]) -> bytes | None:
+    """What has to be remembered of them once their items are compacted, all but those that are kept; for `files_of`."""
+    contents = await _lost_otherwise(files, kept)
     remembered = [
-        _Remembered(replace(one.file, text=None, left_out=0, data=None), sorted(one.containers))
+        _Remembered(
+            replace(one.file, text=None, left_out=0, data=contents.get(one.file.name)), sorted(one.containers)
+        )
         for one in files[-_MOST_REMEMBERED:]
     ]
     return msgspec.json.encode(_Memory(remembered)) if remembered else None
+
+
+async def _lost_otherwise(files: Sequence[Known], kept: Sequence[Entry]) -> dict[str, str]:
+    """Contents that are nowhere but in items which are going, by the names of the files: the latest that there is room
+    for, since whoever carries the conversation carries them as well.
+    """
+    found: dict[str, str] = {}
+    room = _MOST_CARRIED
+    staying = {id(entry) for entry in kept}
+    for one in reversed(files):
+        if one.containers or one.file.file_id or id(one.entry) in staying:
+            continue
+        data = await _data(one)
+        if data is not None and len(data) <= room:
+            found[one.file.name] = data
+            room -= len(data)
+    return found
 
 
 def _recalled(entry: Entry) -> list[Known]:
@@ -195,17 +216,20 @@ class Carried:
 
 async def _content(one: Known) -> bytes | None:
     """What the conversation itself holds; None if it only refers to it."""
-    if one.file.file_id:
-        return None
-    if one.file.data is not None:
-        return await aside(len(one.file.data), _decoded, one.file.data)
-    return None if one.entry is None else await aside(len(one.entry.raw), _inline, one.entry, one.place)
+    data = None if one.file.file_id else await _data(one)
+    return None if data is None else await aside(len(data), _decoded, data)
 
 
-def _inline(entry: Entry, place: int) -> bytes | None:
+async def _data(one: Known) -> str | None:
+    """The same as it is written there."""
+    if one.file.data is not None or one.entry is None:
+        return one.file.data
+    return await aside(len(one.entry.raw), _inline, one.entry, one.place)
+
+
+def _inline(entry: Entry, place: int) -> str | None:
     parts = file_parts(entry.type, entry.raw)
-    inline = parts[place].part.inline if place < len(parts) else None
-    return None if inline is None else _decoded(inline)
+    return parts[place].part.inline if place < len(parts) else None
 
 
 def _decoded(data: str) -> bytes | None:

@@ -11,7 +11,7 @@ from msgspec import Raw
 
 from fumehood.interfaces import CallContext, Caller, Clock, Containers, Files, Memory, OfferedTool
 from fumehood.protocol.containers import DATA_DIRECTORY
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.errors import NotFound
 from fumehood.protocol.items import ProducedFile
 from fumehood.protocol.names import clean_name
@@ -104,13 +104,13 @@ class CodeInterpreter:
     def echo(self, spec: ToolSpec) -> bytes:
         return echoed(spec)
 
-    def recall(self, entry: Entry) -> Exchange | None:
+    def recall(self, entry: Entry) -> ToolExchange | None:
         try:
             item = _replayed.decode(entry.raw)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
             return None
         urls = [output.url for output in item.outputs or () if output.url is not None]
-        return Exchange(
+        return ToolExchange(
             call_id=item.id or f"call_{hashlib.sha256(entry.raw).hexdigest()[:24]}",
             name=NAME,
             arguments=msgspec.json.encode({"code": item.code or ""}).decode(),
@@ -118,14 +118,16 @@ class CodeInterpreter:
             images=tuple(url for url in urls if url.startswith("data:image/")),
         )
 
-    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:
-        """The containers that were used, by any tool, the latest last, each with its files."""
+    async def remember(
+        self, caller: Caller, past: Sequence[Segment], kept: Sequence[Entry] = ()
+    ) -> Memory | None:
+        """The containers that were used, by any tool, the latest last, each with its files; and files that wait."""
         ids = used_containers(past)[-_MOST_REMEMBERED:]
         remembered = [await self._remembered(caller, container_id) for container_id in ids]
         items = [msgspec.json.encode(one) for one in remembered]
         files = files_of(past, container_of)
-        if (kept := memory_of(files)) is not None:
-            items.append(kept)
+        if (waiting := await memory_of(files, kept)) is not None:
+            items.append(waiting)
         if not items:
             return None
         notes = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from fumehood.interfaces import CallContext, Clock, Container, ToolResult, ToolStep
-from fumehood.protocol.conversation import Exchange
+from fumehood.protocol.conversation import ToolExchange
 from fumehood.protocol.errors import ApiError
 from fumehood.protocol.events import (
     CodeDelta,
@@ -182,7 +182,7 @@ class CodeSession:
             ),
         )
         done = ItemDone(output_index=self._index, item=item)
-        exchange = Exchange(
+        exchange = ToolExchange(
             call_id=self._context.call_id,
             name=NAME,
             arguments=replayable(self._field.text, {"code": self._field.value or ""}),

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Raw
 
 from fumehood.interfaces import CallContext, Caller, Clock, Containers, Files, Memory, OfferedTool
-from fumehood.protocol.conversation import Entry, Exchange, Segment
+from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
 from fumehood.tools.container_config import echoed_shell, read_environment
@@ -114,7 +114,7 @@ class Shell:
     def echo(self, spec: ToolSpec) -> bytes:
         return echoed_shell(spec)
 
-    def recall(self, entry: Entry) -> Exchange | None:
+    def recall(self, entry: Entry) -> ToolExchange | None:
         """Of a call in a container, and of any result: whoever shows it knows whether its call was shown."""
         try:
             item = _replayed.decode(entry.raw)
@@ -122,14 +122,17 @@ class Shell:
             return None
         if entry.type == _OUTPUT:
             told = _as_text(item.output or ())
-            return Exchange(call_id=item.call_id, name=NAME, arguments="", output=told, tells="result")
+            return ToolExchange(call_id=item.call_id, name=NAME, arguments="", output=told, tells="result")
         if container_of(entry) is None:
             return None
         arguments = msgspec.json.encode(item.action or _Action()).decode()
-        return Exchange(call_id=item.call_id, name=NAME, arguments=arguments, output="", tells="call")
+        return ToolExchange(call_id=item.call_id, name=NAME, arguments=arguments, output="", tells="call")
 
-    async def remember(self, caller: Caller, past: Sequence[Segment]) -> Memory | None:  # noqa: ARG002
+    async def remember(
+        self, caller: Caller, past: Sequence[Segment], kept: Sequence[Entry] = ()
+    ) -> Memory | None:
         """Nothing of its own: the code interpreter remembers the containers of both."""
+        del caller, past, kept
         return None
 
 

@@ -4,7 +4,7 @@ A call is two items. The first, the commands, is done when the model has written
 then, and grows while they run, one after another.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -14,7 +14,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from fumehood.interfaces import CallContext, Clock, Container, FurtherItem, ToolResult, ToolStep
-from fumehood.protocol.conversation import Exchange
+from fumehood.protocol.conversation import ToolExchange
 from fumehood.protocol.errors import ApiError
 from fumehood.protocol.events import (
     CommandAdded,
@@ -30,6 +30,7 @@ from fumehood.protocol.events import (
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.items import (
     ContainerReference,
+    Execution,
     ItemStatus,
     ProducedFile,
     ShellAction,
@@ -223,7 +224,7 @@ class ShellSession:
         answer = self._answer
         if answer is None:
             raise AssertionError("a result without commands that ran")
-        item, done = answer.done()
+        item, done = answer.done(produced.files)
         images = tuple(produced.urls) if self._context.takes_images else ()
         exchange = self._exchange(self._told(answer, produced.files), images)
         return ToolResult(
@@ -240,8 +241,8 @@ class ShellSession:
             files=produced.files,
         )
 
-    def _exchange(self, output: str, images: tuple[str, ...]) -> Exchange:
-        return Exchange(
+    def _exchange(self, output: str, images: tuple[str, ...]) -> ToolExchange:
+        return ToolExchange(
             call_id=self._context.call_id,
             name=NAME,
             arguments=replayable(self._field.text, {"commands": self._field.values}),
@@ -323,10 +324,20 @@ class _Answer:
             events += self.take(ended("lost", reason))
         return events
 
-    def done(self) -> tuple[ShellCallOutput, StreamEvent]:
-        whole = all(one.end is not None and one.end.status in _WENT_ON for one in self.said)
+    def done(self, files: Sequence[ProducedFile]) -> tuple[ShellCallOutput, StreamEvent]:
+        ends = [one.end or ended("lost", "") for one in self.said]
+        whole = all(end.status in _WENT_ON for end in ends)
         status: ItemStatus = "completed" if whole else "incomplete"
-        item = replace(self._item, output=[_output(one) for one in self.said], status=status)
+        output = [_output(one) for one in self.said]
+        execution = Execution(
+            stdout=_in_a_row(one.stdout for one in output),
+            stderr=_in_a_row(one.stderr for one in output),
+            exit_code=ends[-1].exit_code,
+            duration_ms=sum(end.duration_ms for end in ends),
+            files=list(files),
+            truncated=any(one.truncated for one in self.said),
+        )
+        item = replace(self._item, output=output, status=status, execution=execution)
         return item, ItemDone(output_index=self.index, item=item)
 
     def told(self) -> list[str]:
@@ -355,6 +366,14 @@ def _output(said: CodeOutput) -> ShellOutput:
         stderr=said.stderr.text(),
         outcome=ShellTimeout() if end.status == "timeout" else ShellExit(exit_code=end.exit_code),
     )
+
+
+def _in_a_row(texts: Iterable[str]) -> str:
+    """Each beginning with a line of its own."""
+    whole = ""
+    for text in texts:
+        whole += f"\n{text}" if text and whole and whole[-1] != "\n" else text
+    return whole
 
 
 def _heading(command: str) -> str:

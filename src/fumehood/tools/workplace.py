@@ -50,6 +50,7 @@ class Workplace:
     had: frozenset[str] = frozenset()
     names: list[str] = field(default_factory=list[str])
     carried: Carried = field(init=False)
+    _opened: list[Container] = field(default_factory=list[Container])
 
     def __post_init__(self) -> None:
         self.carried = Carried(self.containers, self.caller, self.container_id)
@@ -61,9 +62,15 @@ class Workplace:
     async def open(self) -> Container:
         """The container, with the files that belong there. Raises ApiError."""
         container = await self.containers.open(self.caller, self.container_id, self.spec, self.heir_of)
+        self._opened.append(container)
         told = await self.carried.bring()
         self.news = "\n".join(filter(None, [self.news, told]))
         return container
+
+    def leave(self) -> None:
+        """There will be no further call."""
+        while self._opened:
+            self._opened.pop().leave()
 
     async def give(self, uploads: Files | None, choice: ContainerChoice) -> None:
         """Have the uploads brought that a tool names; raises InvalidRequest for one that is not there."""
@@ -111,6 +118,9 @@ class OfferedInContainer[Settings]:
     async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
         wanted = frozenset(paths)
         return [file for file in await self.place.files() if file.path in wanted]
+
+    def close(self) -> None:
+        self.place.leave()
 
 
 async def find_workplace(

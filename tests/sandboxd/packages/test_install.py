@@ -85,6 +85,7 @@ async def test_in_a_running_sandbox_one_after_another(supervisor: Supervisor) ->
     outcome = await _with(sandbox, "needs-hello", code="import needs_hello, hello; hello.version")
     assert outcome.result == "1"
     assert outcome.notes == ["installing needs-hello", "installed hello 1.0, needs-hello 1.0"]
+    assert outcome.end.packages_ms > 0
     outcome = await _with(
         sandbox, "needs-numpy>=1", code="import needs_numpy, needs_hello; needs_numpy.numpy.__name__"
     )

@@ -1,6 +1,7 @@
-"""Running function tools the way every adapter does; imports `prompt`, `runtime`, `serde` and `errors`."""
+"""Running tools the way every adapter does; imports `prompt`, `runtime`, `serde` and `errors`."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from fumehood.client.errors import (
 )
 from fumehood.client.prompt.tool import AnyTool, ProviderTool, Tool, ToolContext, ToolPolicy, ToolResult
 from fumehood.client.runtime.events import ToolInvoked
+from fumehood.client.runtime.observer import NOBODY, Observer, ToolCalled
 
 _log = logging.getLogger(__name__)
 
@@ -23,12 +25,7 @@ def tool_to_spec(tool: AnyTool) -> dict[str, Any]:
         raise PromptValidationError(
             f"The tool {tool.name!r} is the provider's own; it has no function specification."
         )
-    try:
-        schema = tool.parameters
-    except TypeError as error:
-        raise PromptValidationError(
-            f"The parameters of the tool {tool.name!r} have no schema: {error}"
-        ) from error
+    schema = tool.parameters
     return {
         "type": "function",
         "function": {
@@ -70,51 +67,86 @@ def _encodable(text: str) -> str:
 
 @dataclass(frozen=True)
 class ToolExecutor:
-    """Runs one call: read the arguments, ask the policies, call the handler, tell the bus.
+    """Runs what a tool brings along, and tells the bus.
 
     A handler that raises leaves the session as it was before. Whatever happens, one ToolInvoked is published; only a
-    passed deadline and an empty budget end the evaluation, anything else is a result for the model.
+    passed deadline and an empty budget end the evaluation, anything else is a result.
     """
 
     context: ToolContext
     policies: tuple[ToolPolicy, ...] = ()
+    observer: Observer = NOBODY
 
-    def run(
-        self, tool: AnyTool | None, name: str, arguments: str | None, call_id: str | None
-    ) -> ToolResult[Any]:
-        """tool: None if the model has called one that does not exist."""
-        params: object = arguments
+    def run(self, tool: AnyTool | None, name: str, arguments: str | None, call_id: str | None) -> str:
+        """A function that the model has called: what the model reads of it. tool: None if there is no such tool."""
+
+        def read() -> object:
+            if tool is None:
+                raise PromptEvaluationError(f"There is no tool {name!r}.", phase="tool")
+            return parse_tool_arguments(tool, arguments)
+
+        def act(params: object) -> object:
+            for policy in self.policies:
+                if reason := policy(cast(AnyTool, tool), params, self.context):
+                    return ToolResult.error(f"{name!r} may not be called now: {reason}")
+            return self.handled(cast(AnyTool, tool), params)
+
+        with self.observer.running(ToolCalled(name=name, call_id=call_id, exists=tool is not None)):
+            return self.tell(name, call_id, arguments, read, act, serialize_tool_message)
+
+    def handled(self, tool: AnyTool, params: object) -> object:
+        if tool.handler is None:
+            return ToolResult.error(f"{tool.name!r} has no handler.")
+        return tool.handler(params, context=self.context)
+
+    def tell(
+        self,
+        name: str,
+        call_id: str | None,
+        raw: object,
+        read: Callable[[], object],
+        act: Callable[[Any], object],
+        show: Callable[[ToolResult[Any]], str],
+    ) -> str:
+        """Call `act` with what `read` makes of the raw parameters, publish it, and give what `show` shows of it."""
+        params = raw
         snapshot = self.context.session.snapshot()
         limit: PromptEvaluationError | None = None
         try:
-            if tool is None:
-                raise PromptEvaluationError(f"There is no tool {name!r}.", phase="tool")
-            params = parse_tool_arguments(tool, arguments)
-            result = self._allowed(tool, params)
+            params = read()
+            result = checked_result(name, act(params))
+            shown = show(result)
         except Exception as error:
             self.context.session.restore(snapshot)
-            result = ToolResult.error(_told(name, error))
+            result = ToolResult[Any].error(_told(name, error))
+            shown = show(result)
             if isinstance(error, DeadlineExceededError | BudgetExceededError):
                 limit = error
-        publish_invocation(self.context, name, params, result, call_id, serialize_tool_message(result))
+        self.context.event_bus.publish(
+            ToolInvoked(
+                prompt_name=self.context.prompt.name,
+                adapter=self.context.adapter.provider,
+                name=name,
+                params=params,
+                result=result,
+                session_id=self.context.session.session_id,
+                call_id=call_id,
+                rendered_output=shown,
+            )
+        )
         if limit is not None:
             raise limit
-        return result
-
-    def _allowed(self, tool: AnyTool, params: object) -> ToolResult[Any]:
-        for policy in self.policies:
-            if reason := policy(tool, params, self.context):
-                return ToolResult.error(f"{tool.name!r} may not be called now: {reason}")
-        if tool.handler is None:
-            return ToolResult.error(f"{tool.name!r} has no handler.")
-        return checked_result(tool.name, tool.handler(params, context=self.context))
+        return shown
 
 
 def checked_result(name: str, result: object) -> ToolResult[Any]:
     """What a handler gave, if it is what handlers give."""
     if not isinstance(result, ToolResult):
         raise TypeError(f"the handler of {name!r} returned {type(result).__name__}, not a ToolResult")
-    return cast(ToolResult[Any], result)
+    found = cast(ToolResult[Any], result)
+    if not isinstance(cast(object, found.message), str):
+        raise TypeError(f"the handler of {name!r} returned a message that is no text: {found.message!r}")
+    return found
 
 
 def _told(name: str, error: Exception) -> str:
@@ -123,25 +155,3 @@ def _told(name: str, error: Exception) -> str:
         return error.message
     _log.warning("The tool %s failed.", name, exc_info=error)
     return f"The tool {name!r} failed: {type(error).__name__}: {error}"
-
-
-def publish_invocation(
-    context: ToolContext,
-    name: str,
-    params: object,
-    result: ToolResult[Any],
-    call_id: str | None,
-    rendered_output: str,
-) -> None:
-    context.event_bus.publish(
-        ToolInvoked(
-            prompt_name=context.prompt.name,
-            adapter=context.adapter.provider,
-            name=name,
-            params=params,
-            result=result,
-            session_id=context.session.session_id,
-            call_id=call_id,
-            rendered_output=rendered_output,
-        )
-    )

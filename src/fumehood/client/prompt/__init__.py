@@ -6,7 +6,15 @@ from fumehood.client.prompt._types import NoParams, SupportsDataclass
 from fumehood.client.prompt.prompt import Prompt, PromptTemplate, RenderedPrompt, ToolChoice
 from fumehood.client.prompt.section import MarkdownSection, PromptSection, Section
 from fumehood.client.prompt.structured_output import parse_structured_output
-from fumehood.client.prompt.tool import AnyTool, ProviderTool, Tool, ToolContext, ToolPolicy, ToolResult
+from fumehood.client.prompt.tool import (
+    AnyTool,
+    ProviderTool,
+    ProviderToolCallData,
+    Tool,
+    ToolContext,
+    ToolPolicy,
+    ToolResult,
+)
 
 if TYPE_CHECKING:
     from fumehood.client.prompt.vfs import VfsToolsSection
@@ -28,6 +36,7 @@ __all__ = [
     "PromptSection",
     "PromptTemplate",
     "ProviderTool",
+    "ProviderToolCallData",
     "RenderedPrompt",
     "Section",
     "SupportsDataclass",

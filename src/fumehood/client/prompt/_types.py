@@ -3,7 +3,7 @@ but the standard library.
 """
 
 from dataclasses import Field, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, get_args, get_origin
 
 if (
     TYPE_CHECKING
@@ -39,10 +39,28 @@ class Specialised:
     """A generic class that knows at run time what it was subscripted with.
 
     `Tool[Query, Rows]` is a subclass of `Tool` whose `type_arguments` are `(Query, Rows)`; as are those of a class that
-    derives from it. To type checkers it is an ordinary generic class.
+    derives from it, and of `Mine[Rows]` after `class Mine[R](Tool[Query, R])`. To type checkers it is an ordinary
+    generic class.
     """
 
-    type_arguments: ClassVar[tuple[Any, ...]] = ()
+    type_arguments: ClassVar[
+        tuple[Any, ...]
+    ] = ()  # those of the first generic class; what is open is a TypeVar
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        for base in cls.__dict__.get("__orig_bases__", ()):
+            origin = get_origin(base)
+            if isinstance(origin, type) and issubclass(origin, Specialised):
+                cls.type_arguments = origin._filled(get_args(base))
+
+    @classmethod
+    def _filled(cls, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of the first generic class, if these are this one's."""
+        if not cls.type_arguments:
+            return arguments
+        given = dict(zip(cast(Any, cls).__parameters__, arguments, strict=False))
+        return tuple(given.get(one, one) for one in cls.type_arguments)
 
     @classmethod
     def __class_getitem__(cls, item: Any) -> Any:
@@ -52,11 +70,16 @@ class Specialised:
         key = (cls, *arguments)
         if key not in _made:
             names = ", ".join(getattr(argument, "__name__", str(argument)) for argument in arguments)
-            body = {"type_arguments": arguments, "__module__": cls.__module__, "__doc__": cls.__doc__}
+            body = {
+                "type_arguments": cls._filled(arguments),
+                "__module__": cls.__module__,
+                "__doc__": cls.__doc__,
+            }
             _made[key] = type(cls)(f"{cls.__name__}[{names}]", (cls,), body)
         return _made[key]
 
     @classmethod
     def type_argument(cls, place: int) -> Any:
         """The one at this place, or None if it was not given."""
-        return cls.type_arguments[place] if place < len(cls.type_arguments) else None
+        found = cls.type_arguments[place] if place < len(cls.type_arguments) else None
+        return None if isinstance(found, TypeVar) else found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, cast, overload
 
 from fumehood.client.dbc import require
 from fumehood.client.prompt._types import OutputT_co, Specialised, SupportsDataclass
-from fumehood.client.prompt.section import MarkdownSection, PromptSection, placeholders
+from fumehood.client.prompt.section import MarkdownSection, PromptSection, Section, placeholders
 from fumehood.client.prompt.structured_output import StructuredOutput, structured_output
 from fumehood.client.prompt.tool import AnyTool, ProviderTool, ToolPolicy, by_name
 from fumehood.client.resources import Resources
@@ -130,6 +130,9 @@ class Prompt(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has
         **built: Any,
     ) -> None:
         """overrides: texts instead of the sections' own, by key (`parent/child` below the top)."""
+        require(
+            template is None or not built, f"The template has its own {min(built, default='')!r} already."
+        )
         if template is None:
             made: Any = PromptTemplate if not self.type_arguments else PromptTemplate[self.type_argument(0)]
             template = cast(PromptTemplate[OutputT_co], made(**built))
@@ -297,6 +300,7 @@ def walk(
 ) -> Iterator[tuple[tuple[str, ...], PromptSection]]:
     """Every section with the keys that lead to it, parents first."""
     for section in sections:
+        require(isinstance(cast(object, section), Section), f"{section!r} is no section.")
         here = (*path, section.key)
         yield here, section
         yield from walk(section.children, here)

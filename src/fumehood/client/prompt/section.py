@@ -35,6 +35,15 @@ class Section(Specialised, ABC, Generic[ParamsT_co]):  # noqa: UP046 - its TypeV
     ) -> None:
         """enabled: called with the parameters; a section that is not, and all below it, is left out."""
         require(_KEY.match(key), f"The section key {key!r} is not 1 to 64 of a-z, 0-9, '.', '_' and '-'.")
+        kind: Any = self.type_argument(0)
+        require(
+            kind is None or hasattr(kind, "__dataclass_fields__"),
+            f"The section {key!r} has {kind!r} for its parameters, which is no dataclass.",
+        )
+        require(
+            default_params is None or isinstance(default_params, kind or object),
+            f"The section {key!r} takes {kind}; default_params is {default_params!r}.",
+        )
         self.title = title
         self.key = key
         self.children = tuple(children)

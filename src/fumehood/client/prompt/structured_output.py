@@ -1,5 +1,6 @@
 """Answers that have a type; imports `serde` and `errors`."""
 
+import re
 import typing
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,7 +27,8 @@ class StructuredOutput:
 
     @property
     def name(self) -> str:
-        return self.item_type.__name__.lower()
+        """As providers want names: 1 to 64 letters, digits, _ and -."""
+        return re.sub(r"[^a-z0-9_-]", "_", self.item_type.__name__.lower())[:64]
 
 
 def structured_output(kind: Any) -> StructuredOutput | None:

@@ -1,9 +1,10 @@
 """What a model can call: tools that we run, and tools that the provider runs; imports `serde`, `dbc` and siblings."""
 
+import inspect
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Never, Protocol, TypeVar, cast, overload
 
 from fumehood.client.dbc import require
@@ -26,6 +27,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 _NAME = re.compile(r"[a-z0-9_-]{1,64}\Z")
 MAX_DESCRIPTION = 1024
+_SIGNATURE = "a function (params, *, context) that blocks"
 
 
 # --- results ------------------------------------------------------------------------------------------
@@ -116,10 +118,32 @@ class ToolHandler(Protocol[P_contra, R_co]):
     def __call__(self, params: P_contra, /, *, context: ToolContext) -> ToolResult[R_co]: ...
 
 
+@dataclass(frozen=True)
+class ProviderToolCallData:
+    """A call that the provider has run, as it reports it; `raw` is the item itself.
+
+    annotations: those of messages that came after the call.
+    """
+
+    type: str
+    name: str
+    id: str | None = None
+    call_id: str | None = None
+    arguments: str | None = None
+    code: str | None = None
+    container_id: str | None = None
+    outputs: tuple[Mapping[str, Any], ...] = ()
+    status: str | None = None
+    annotations: tuple[Mapping[str, Any], ...] = ()
+    raw: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+
+
 class ProviderOutputHandler(Protocol[R]):
     """Turns what the provider reports of a call that it ran into a result; `result_type` is the tool's own."""
 
-    def __call__(self, data: Any, context: ToolContext, result_type: type[R], /) -> ToolResult[R]: ...
+    def __call__(
+        self, data: ProviderToolCallData, context: ToolContext, result_type: type[R], /
+    ) -> ToolResult[R]: ...
 
 
 class Tool[P, R](Specialised):
@@ -143,6 +167,7 @@ class Tool[P, R](Specialised):
             0 < len(words) <= MAX_DESCRIPTION,
             f"The description of the tool {name!r} has {len(words)} characters, not 1 to {MAX_DESCRIPTION}.",
         )
+        require(handler is None or _fits(handler), f"The handler of the tool {name!r} is not {_SIGNATURE}.")
         self.name = name
         self.description = words
         self.handler = handler
@@ -176,6 +201,15 @@ class Tool[P, R](Specialised):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(name={self.name!r})"
+
+
+def _fits(handler: Callable[..., object]) -> bool:
+    """Whether it can be called as handlers are."""
+    try:
+        inspect.signature(handler).bind(None, context=None)
+    except (TypeError, ValueError):
+        return False
+    return not inspect.iscoroutinefunction(handler)
 
 
 def _hints(handler: object) -> tuple[Any, Any]:
@@ -228,7 +262,12 @@ class ProviderTool[P, R, C](Tool[P, R]):
         """How `RenderedPrompt.native_tools` lists it; checks its settings."""
         from fumehood.client import serde
 
-        return {"type": "built_in", "name": self.native_type, **serde.builtins(self.config)}
+        settings: Any = serde.builtins(self.config)
+        require(
+            isinstance(settings, dict),
+            f"The config of the tool {self.name!r} is {self.config!r}; it has to be a dataclass or a mapping.",
+        )
+        return {"type": "built_in", "name": self.native_type, **settings}
 
 
 type AnyTool = Tool[Any, Any]
@@ -243,9 +282,10 @@ def provider_tools(tools: Sequence[AnyTool]) -> list[ProviderTool[Any, Any, Any]
 
 
 def by_name(tools: Sequence[AnyTool]) -> dict[str, AnyTool]:
-    """Raises PromptValidationError if two different tools share a name."""
+    """Raises PromptValidationError if two different tools share a name, or one is no tool at all."""
     found: dict[str, AnyTool] = {}
     for tool in tools:
+        require(isinstance(cast(object, tool), Tool), f"{tool!r} is no tool; write Tool[Params, Result](…).")
         known = found.setdefault(tool.name, tool)
         require(known is tool, f"Two tools are called {tool.name!r}.")
     return found

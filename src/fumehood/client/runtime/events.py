@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
@@ -73,13 +73,16 @@ class PromptExecuted:
 EVENTS = (PromptRendered, ToolInvoked, PromptExecuted)
 
 
-class EventBus(Protocol):
+class Publisher(Protocol):
+    def publish(self, event: object, /) -> None: ...
+
+
+class EventBus(Publisher, Protocol):
     def subscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
         """The handler is called with every event of exactly this type, in the thread that publishes it."""
         ...
 
     def unsubscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None: ...
-    def publish(self, event: object) -> None: ...
 
 
 class InProcessDispatcher:
@@ -125,20 +128,21 @@ class NullEventBus:
 
 
 class JoinedBus:
-    """Several buses as one; each is told once, however often it is given."""
+    """A bus and others that are told the same; each once, however often it is given."""
 
-    def __init__(self, buses: Sequence[EventBus]) -> None:
-        self._buses: list[EventBus] = []
-        for bus in buses:
-            if not any(bus is known for known in self._buses):
-                self._buses.append(bus)
+    def __init__(self, bus: EventBus, *others: Publisher | None) -> None:
+        self._bus = bus
+        self._told: list[Publisher] = [bus]
+        for other in others:
+            if other is not None and not any(other is known for known in self._told):
+                self._told.append(other)
 
     def subscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
-        self._buses[0].subscribe(event_type, handler)
+        self._bus.subscribe(event_type, handler)
 
     def unsubscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
-        self._buses[0].unsubscribe(event_type, handler)
+        self._bus.unsubscribe(event_type, handler)
 
     def publish(self, event: object) -> None:
-        for bus in self._buses:
-            bus.publish(event)
+        for each in self._told:
+            each.publish(event)

@@ -69,7 +69,8 @@ class SessionProtocol(Protocol):
 
 
 class Session:
-    """Typed values in slices: `session[Plan].latest()`. Threads may share one.
+    """Typed values in slices: `session[Plan].latest()`. Threads may share one; whoever restores it, as a tool that
+    fails does, takes back what others did meanwhile.
 
     bus (or dispatcher): where events of evaluations in this session are published.
     """

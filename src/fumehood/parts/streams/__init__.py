@@ -7,6 +7,7 @@ from fumehood.parts.canonical import Json, JsonObject
 from fumehood.parts.streams.blocks import ConverseStream, MessageStream
 from fumehood.parts.streams.entries import ConversationStream, ItemStream, RunStepStream
 from fumehood.parts.streams.google import ChunkStream, StepStream
+from fumehood.parts.streams.grok import GrokStream
 from fumehood.parts.streams.openai import ResponseStream
 from fumehood.parts.streams.pieces import Pieces
 
@@ -14,7 +15,8 @@ from fumehood.parts.streams.pieces import Pieces
 class Stream(Protocol):
     """What came of a stream so far. `pieces` knows which items have not ended, where the vendor tells."""
 
-    pieces: Pieces
+    @property
+    def pieces(self) -> Pieces: ...
 
     def feed(self, event: JsonObject) -> None: ...
 
@@ -30,5 +32,5 @@ STREAMS: dict[str, Callable[[], Stream]] = {
     "bedrock": ConverseStream,
     "bedrock-agents": ItemStream,
     "mistral": ConversationStream,
-    "xai": ResponseStream,
+    "xai": GrokStream,
 }

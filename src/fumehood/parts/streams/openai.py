@@ -45,7 +45,7 @@ class ResponseStream:
             self.pieces.extend(place, path, [event.get("annotation")])
         elif stem == "shell_call_output_content":
             self._print(place, step, event)
-        elif kind in ("completed", "incomplete"):
+        elif kind in ("completed", "incomplete", "failed", "cancelled"):
             self._finish(member(event, "response").get("output"))
         elif stem.endswith("_call") and step != "partial_image":
             self.pieces.put(place, ("status",), step)

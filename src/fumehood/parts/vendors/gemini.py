@@ -83,6 +83,7 @@ _INNER = (
         type="functionResponse",
         kind="function",
         result=fields(result="response"),
+        name=("name",),
         status=(),
         execution="client",
         begins={"functionResponse": {"name": "", "response": {}}},

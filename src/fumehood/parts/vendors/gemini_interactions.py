@@ -50,7 +50,10 @@ SHAPES = (
     _result("retrieval", "retrieval", results="result"),
     _call("processing", "processing", arguments=""),
     _result("processing", "processing", result=""),
-    _named(_call("mcp_server_tool", "mcp", arguments="", server_label="server_name")),
+    msgspec.structs.replace(
+        _named(_call("mcp_server_tool", "mcp", arguments="", server_label="server_name")),
+        begins={"type": "mcp_server_tool_call", "id": "", "name": "", "server_name": "", "arguments": {}},
+    ),
     _named(_result("mcp_server_tool", "mcp", output="result")),
     _named(_call("function", "function", arguments=""), "client"),
     _named(_result("function", "function", result=""), "client"),

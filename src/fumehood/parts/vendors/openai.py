@@ -119,10 +119,10 @@ SHAPES = (
     Shape(
         type="shell_call_output",
         kind="shell",
-        result=fields(outputs="output"),
+        result=fields(outputs="output|ran") + fields(outputs="output"),
         call_id=_CALL_ID,
         execution="client",
-        begins={"type": "shell_call_output", "output": []},
+        begins={"type": "shell_call_output", "status": "completed", "max_output_length": None, "output": []},
     ),
     Shape(
         type="local_shell_call",

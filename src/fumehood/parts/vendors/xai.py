@@ -71,8 +71,9 @@ def _message(item: JsonObject, prefix: Path) -> list[Claim]:
     tool = text_at(item, (*prefix, "role")) == "ROLE_TOOL"
     made: list[Claim] = []
     if not tool:
-        for member, part in (("reasoning_content", Reasoning(content="")), ("content", Text(content=""))):
+        for member in ("reasoning_content", "reasoningContent", "content"):
             if text_at(item, (*prefix, member)):
+                part = Text(content="") if member == "content" else Reasoning(content="")
                 made.append(Claim(part, (Field("content", (*prefix, member)),)))
     for key in ("tool_calls", "toolCalls"):
         calls = at(item, (*prefix, key))

@@ -1,4 +1,4 @@
-"""From a name to a connected socket, over addresses that were checked; imports only siblings."""
+"""From a name to a connected socket, over addresses that were checked; imports `serving` and siblings."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""One connection of a sandbox to its proxy, from the first byte to the last; imports only siblings."""
+"""One connection of a sandbox to its proxy, from the first byte to the last; imports h11 and siblings."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""First program in the jail: lays out the sandbox's files, becomes the warden; imports only the standard library.
+"""First program in the jail: lays out the sandbox's files, becomes the warden; imports only siblings.
 
 bubblewrap has laid the host's trees out under their own names in a private root. They reach the sandbox as
 read-only overlays instead of plain binds, for two reasons: a mask in front hides what does not belong there

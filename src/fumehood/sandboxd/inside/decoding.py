@@ -1,4 +1,4 @@
-"""Compressed streams of untrusted authors, decoded in bounded pieces; imports only the standard library."""
+"""Compressed streams of untrusted authors, decoded in bounded pieces; imports only siblings."""
 
 import contextlib
 import importlib

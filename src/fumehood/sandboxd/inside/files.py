@@ -1,4 +1,4 @@
-"""Work on a sandbox's files that trusts neither names nor types nor timing; imports only the standard library.
+"""Work on a sandbox's files that trusts neither names nor types nor timing; imports only siblings.
 
 The same functions serve the supervisor, for reading, and the short-lived helper that runs as the sandbox's
 user in its cgroup, for writing: root cannot create files on that tmpfs (its owner is not mapped there), and

@@ -1,4 +1,4 @@
-"""Mode `pod`: the zygote as the main program of the container that runs the code; imports only the standard library.
+"""Mode `pod`: the zygote as the main program of the container that runs the code; imports only siblings.
 
     python -m fumehood.sandboxd.inside.guest /run/fumehood/guest.sock
 

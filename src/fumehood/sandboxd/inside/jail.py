@@ -1,4 +1,4 @@
-"""Builds one sandbox around the calling process, step by step; imports only the standard library.
+"""Builds one sandbox around the calling process, step by step; imports only the standard library and siblings.
 
 The order matters and is told in docs/security.md: cgroup, mounts and namespaces while the zygote's
 privileges in its own user namespace last, then a nested user namespace in which the mounts are locked,

@@ -1,4 +1,4 @@
-"""Landlock, the second wall behind the mounts: which trees may be touched; imports only the standard library."""
+"""Landlock, the second wall behind the mounts: which trees may be touched; imports only siblings."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""What a member of an archive may be called, and who takes it; imports only the standard library."""
+"""What a member of an archive may be called, and who takes it; imports only the standard library and siblings."""
 
 import os
 import re

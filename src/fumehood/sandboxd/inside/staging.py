@@ -1,4 +1,4 @@
-"""Puts files into a sandbox's data directory whole or not at all; imports only the standard library.
+"""Puts files into a sandbox's data directory whole or not at all; imports only the standard library and siblings.
 
 What is not finished lies at the top of the data directory under a name of ours that the supervisor chose: should
 the helper be killed, somebody else can still take it away.

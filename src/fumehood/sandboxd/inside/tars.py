@@ -1,4 +1,4 @@
-"""Reads tar archives of untrusted authors from a stream, once and in order; imports only the standard library.
+"""Reads tar archives of untrusted authors from a stream, once and in order; imports only siblings.
 
 The standard library's reader keeps whole headers in memory and has been led astray by forged ones. This one knows
 ustar, GNU long names and pax paths and sizes, bounds all of them, and refuses what it does not understand.

@@ -1,4 +1,4 @@
-"""Reads zip archives of untrusted authors from a file; imports only the standard library.
+"""Reads zip archives of untrusted authors from a file; imports only the standard library and siblings.
 
 Only what is unambiguous: the table of contents and the members' own headers must agree, members must not overlap,
 nothing may follow the archive, and what comes out must have the size and checksum that were declared.

@@ -1,4 +1,4 @@
-"""The packages of one sandbox: installs more while it lives, one request at a time; imports only siblings."""
+"""The packages of one sandbox: installs more while it lives, one request at a time; imports siblings and `protocol`."""
 
 import asyncio
 import contextlib

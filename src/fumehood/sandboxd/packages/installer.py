@@ -85,6 +85,7 @@ class Installer:
         self.base = resolver.base
         self._resolver = resolver
         self._builds: dict[str, _Build] = {}
+        self.installed = self.failed = 0  # requests for what was not there already
         self._turns = Turns(_AT_ONCE, _OF_ONE_TENANT)
 
     async def close(self) -> None:
@@ -117,7 +118,13 @@ class Installer:
             task = asyncio.create_task(work)
             build = self._builds[key] = _Build(task)
             task.add_done_callback(lambda _: self._builds.pop(key, None))
-        return await build.share()
+        try:
+            provision = await build.share()
+        except InstallFailed:
+            self.failed += 1
+            raise
+        self.installed += 1
+        return provision
 
     async def reach_index(self, seconds: float) -> None:
         """Ask the index for something small; raises InstallFailed that says why nothing new can be had.

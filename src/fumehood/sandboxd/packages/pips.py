@@ -1,4 +1,4 @@
-"""Answers `pip` inside a sandbox, over its loopback, by the rules of every request; imports only siblings and msgspec.
+"""Answers `pip` inside a sandbox, over its loopback, by the rules of every request; imports siblings and msgspec.
 
 Whoever connects is code of the sandbox: one line is read, bounded in size and time, answered in lines, and that is all.
 """

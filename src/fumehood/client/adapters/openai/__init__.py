@@ -24,8 +24,8 @@ from fumehood.client.adapters.openai.native_tools import (
     OpenAIFileSearchSection,
     OpenAIWebSearchSection,
 )
-from fumehood.client.adapters.openai.wire import ProviderToolCallData
 from fumehood.client.adapters.openai.workspace import OpenAIContainerWorkspaceSection
+from fumehood.client.prompt.tool import ProviderToolCallData
 
 __all__ = [
     "AutoContainerConfig",

@@ -1,35 +1,42 @@
 """Prompts to OpenAI's Responses API, or to our gateway: what is asked for, checked; imports its siblings."""
 
+import inspect
 import os
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from fumehood.client.adapters.core import PromptResponse
 from fumehood.client.adapters.openai.api import ContainerGoneError, ResponsesApi, is_fumehood
+from fumehood.client.adapters.openai.code_interpreter import container_spec
 from fumehood.client.adapters.openai.compaction import CompactionManager
 from fumehood.client.adapters.openai.config import (
+    WITHOUT_REASONING,
     CompactionConfig,
     OpenAIClientConfig,
     OpenAIHostedToolsConfig,
     OpenAIModelConfig,
 )
 from fumehood.client.adapters.openai.evaluation import Evaluation
-from fumehood.client.adapters.openai.native_tools.base import check_model
+from fumehood.client.adapters.openai.native_tools.base import check_model, native_tool_lists
 from fumehood.client.adapters.openai.wire import EXECUTION, responses_tool_choice, responses_tool_spec
 from fumehood.client.adapters.openai.workspace import OpenAIContainerWorkspaceSection
 from fumehood.client.adapters.shared import ToolExecutor, tool_to_spec
 from fumehood.client.budget import Budget, BudgetTracker
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
-from fumehood.client.errors import ContainerExpiredError
+from fumehood.client.errors import ContainerExpiredError, PromptValidationError
 from fumehood.client.filesystem import Filesystem
 from fumehood.client.prompt._types import SupportsDataclass
 from fumehood.client.prompt.prompt import Prompt, RenderedPrompt, ToolChoice, merge_native_tools
-from fumehood.client.prompt.tool import ProviderTool, ToolContext
+from fumehood.client.prompt.tool import ProviderTool, ToolContext, provider_tools
 from fumehood.client.resources import ResourceRegistry, Resources
 from fumehood.client.runtime.events import EventBus, JoinedBus
+from fumehood.client.runtime.observer import NOBODY, EvaluationBegun, Observer
 from fumehood.client.runtime.session import Session, SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
+from fumehood.client.workspace import WorkspaceSection
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -69,13 +76,22 @@ class OpenAIAdapter:
         strict: bool = False,
         throttle: ThrottlePolicy | None = None,
         max_turns: int = 100,
+        observer: Observer | None = None,
     ) -> None:
         """client: a client of the SDK; else one is made, of `client_config`, when it is first needed.
 
         openai_native_tools: which native tools a model has, where we do not know it; strict: a model of which nothing
-        is known has none. max_turns: how often the model may be asked in one evaluation.
+        is known has none. max_turns: how often the model may be asked in one evaluation. observer: sees every
+        evaluation, as `fumehood.telemetry.client.ClientTelemetry` does.
         """
-        require(model.strip(), "model is empty.")
+        require(
+            isinstance(cast(object, model), str) and model.strip(),
+            f"model is {model!r}; it has to be a name.",
+        )
+        require(
+            not inspect.iscoroutinefunction(getattr(client, "close", None)),
+            "client is an asynchronous one; evaluations are blocking, so pass an OpenAI(…).",
+        )
         require(
             client is None or client_config is None, "client and client_config exclude each other; give one."
         )
@@ -85,19 +101,22 @@ class OpenAIAdapter:
         self._client_config = client_config or OpenAIClientConfig()
         self._client = client
         self._owns_client = client is None
+        self._making = threading.Lock()
         self._hosted_tools = hosted_tools or OpenAIHostedToolsConfig()
         self._compaction = compaction
         self._tool_choice: ToolChoice = tool_choice
-        self._native_tools = openai_native_tools
+        self._native_tools = native_tool_lists(openai_native_tools)
         self._strict = strict
         self._throttle = throttle
         self._max_turns = max_turns
+        self._observer = observer or NOBODY
 
     @property
     def client(self) -> "OpenAI":
-        if self._client is None:
-            self._client = self._client_config.make()
-        return self._client
+        with self._making:
+            if self._client is None:
+                self._client = self._client_config.make()
+            return self._client
 
     def close(self) -> None:
         """Close the client, if it was made here."""
@@ -131,21 +150,54 @@ class OpenAIAdapter:
         What is wrong with the prompt or the settings raises PromptEvaluationError before anything is sent.
         """
         require(
+            isinstance(cast(object, prompt), Prompt),
+            f"{prompt!r} is no prompt; of a template, make Prompt(template).",
+        )
+        require(
+            isinstance(cast(object, deadline), Deadline | None),
+            f"deadline is {deadline!r}; in five seconds is Deadline.after(5).",
+        )
+        require(
+            isinstance(cast(object, budget), Budget | None),
+            f"budget is {budget!r}; so many tokens in all are Budget(max_total_tokens=…).",
+        )
+        require(
             budget is None or budget_tracker is None,
             "budget and budget_tracker exclude each other; give one.",
         )
         session = Session() if session is None else session
-        tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
+        begun = EvaluationBegun(
+            prompt_name=prompt.name, adapter=self.provider, model=self.model, session_id=session.session_id
+        )
+        with self._observer.evaluating(begun):
+            tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
+            return self._evaluated(prompt, params, session, bus, parse_output, deadline, tracker, resources)
+
+    def _evaluated(
+        self,
+        prompt: Prompt[Out],
+        params: Sequence[SupportsDataclass],
+        session: SessionProtocol,
+        bus: EventBus | None,
+        parse_output: bool,
+        deadline: Deadline | None,
+        tracker: BudgetTracker | None,
+        resources: Resources | None,
+    ) -> PromptResponse[Out]:
         deadline = _earliest(deadline, tracker.budget.deadline if tracker else None)
-        bound = prompt.bind(*params)
-        rendered = bound.render(session=session)
-        workspace = _workspace(rendered)
-        request = self._request(rendered, workspace)
+        try:
+            bound = prompt.bind(*params)
+            rendered = bound.render(session=session)
+            workspace = _workspace(rendered)
+            request = self._request(rendered, workspace)
+        except PromptValidationError as error:
+            error.prompt_name = error.prompt_name or prompt.name
+            raise
         if deadline is not None:
-            deadline.check("the first request", prompt_name=prompt.name)
-        api = ResponsesApi(self.client, self._throttle)
-        self._name_container(request, rendered, workspace, api)
-        if workspace is not None and workspace.filesystem.is_packed:
+            deadline.check("the first request", prompt_name=bound.name)
+        api = ResponsesApi(self.client, self._throttle, self._observer)
+        self._name_container(request, rendered, workspace, api, deadline)
+        if workspace is not None and (workspace.filesystem.archive or workspace.filesystem.moved):
             rendered = bound.render(session=session)  # it has something to add now
         request["include"] = self._include(request)
         manager = None
@@ -158,7 +210,7 @@ class OpenAIAdapter:
                 rendered_prompt=rendered,
                 adapter=self,
                 session=session,
-                event_bus=JoinedBus([session.bus] if bus is None else [session.bus, bus]),
+                event_bus=JoinedBus(session.bus, bus, self._observer),
                 resources=registry,
                 deadline=deadline,
                 budget_tracker=tracker,
@@ -169,9 +221,9 @@ class OpenAIAdapter:
                 rendered=rendered,
                 context=context,
                 request=request,
-                executor=ToolExecutor(context, bound.template.policies),
+                executor=ToolExecutor(context, bound.template.policies, self._observer),
                 manager=manager,
-                new_container=None if workspace is None else workspace.filesystem.renew_container,
+                new_container=None if workspace is None else partial(_renewed, workspace, bound, context),
                 memory_limit=None if workspace is None else workspace.container_config.memory_limit,
                 parse_output=parse_output,
                 max_turns=self._max_turns,
@@ -184,13 +236,19 @@ class OpenAIAdapter:
     ) -> dict[str, Any]:
         """All of it but input, container and include. Raises PromptValidationError; nothing is sent."""
         name = rendered.prompt_name
-        for tool in rendered.tools:
-            if isinstance(tool, ProviderTool):
-                require(
-                    tool.provider == self.provider,
-                    f"The tool {tool.name!r} is {tool.provider}'s; this adapter is {self.provider}'s.",
-                    prompt_name=name,
-                )
+        heard: dict[str, str] = {}
+        for tool in provider_tools(rendered.tools):
+            require(
+                tool.provider == self.provider,
+                f"The tool {tool.name!r} is {tool.provider}'s; this adapter is {self.provider}'s.",
+                prompt_name=name,
+            )
+            other = heard.setdefault(tool.native_type, tool.name)
+            require(
+                other == tool.name,
+                f"The tools {other!r} and {tool.name!r} are both {tool.native_type}; only one can get its results.",
+                prompt_name=name,
+            )
         native = self._native(rendered, workspace)
         functions = [tool_to_spec(tool) for tool in rendered.tools if not isinstance(tool, ProviderTool)]
         tools = [responses_tool_spec(spec, prompt_name=name) for spec in (*functions, *native)]
@@ -238,8 +296,11 @@ class OpenAIAdapter:
                 prompt_name=name,
             )
             found["file_search"] = {**search, "vector_store_ids": stores}
+        interpreter = found.get("code_interpreter")
+        if interpreter is not None and "container" in interpreter:
+            container = container_spec(interpreter["container"])
+            found["code_interpreter"] = {**interpreter, "container": container}
         if workspace is not None:
-            interpreter = found.get("code_interpreter")
             require(
                 interpreter is not None,
                 "A container workspace needs the code interpreter: pass hosted_tools="
@@ -259,38 +320,54 @@ class OpenAIAdapter:
         rendered: RenderedPrompt[Any],
         workspace: OpenAIContainerWorkspaceSection | None,
         api: ResponsesApi,
+        deadline: Deadline | None,
     ) -> None:
         """Every code interpreter gets a container; one that is named has to be alive."""
         for tool in request.get("tools", ()):
             if tool["type"] != "code_interpreter":
                 continue
             if workspace is not None:
-                workspace.bind_client(self.client)
-                tool["container"] = workspace.filesystem.ensure_container()
+                again = self._client_config.make if self._owns_client else None
+                workspace.bind_client(self.client, again=again, policy=self._throttle)
+                tool["container"] = workspace.filesystem.ensure_container(deadline=deadline)
                 continue
             container = tool.setdefault("container", {"type": "auto"})
             if isinstance(container, str):
-                _check_alive(container, api, rendered.prompt_name)
+                _check_alive(container, api, rendered.prompt_name, deadline)
 
     def _include(self, request: Mapping[str, Any]) -> list[str]:
         kinds = [tool["type"] for tool in request.get("tools", ())]
         wanted = [_OUTPUTS[kind] for kind in kinds if kind in _OUTPUTS]
         if "code_interpreter" in kinds and is_fumehood(self.client):
             wanted.append(EXECUTION)
-        if request.get("store") is False:
+        if request.get("store") is False and not self.model.startswith(WITHOUT_REASONING):
             wanted.append("reasoning.encrypted_content")
         return wanted
 
 
 def _workspace(rendered: RenderedPrompt[Any]) -> OpenAIContainerWorkspaceSection | None:
-    found = [section for section in rendered.sections if isinstance(section, OpenAIContainerWorkspaceSection)]
+    workspaces = [section for section in rendered.sections if isinstance(section, WorkspaceSection)]
+    require(
+        not any(section.is_closed for section in workspaces),
+        "The prompt's workspace was cleaned up, and its files are gone; make another one.",
+        prompt_name=rendered.prompt_name,
+    )
+    found = [section for section in workspaces if isinstance(section, OpenAIContainerWorkspaceSection)]
     require(len(found) < 2, "A prompt can have one container workspace.", prompt_name=rendered.prompt_name)
     return found[0] if found else None
 
 
-def _check_alive(container_id: str, api: ResponsesApi, prompt_name: str) -> None:
+def _renewed(
+    workspace: OpenAIContainerWorkspaceSection, prompt: Prompt[Any], context: ToolContext, gone: str
+) -> tuple[str, str]:
+    """Another container than the one that is gone, and what the prompt says now."""
+    made = workspace.filesystem.renew_container(gone, deadline=context.deadline)
+    return made, prompt.render(session=context.session).text
+
+
+def _check_alive(container_id: str, api: ResponsesApi, prompt_name: str, deadline: Deadline | None) -> None:
     try:
-        status = api.container_status(container_id, prompt_name=prompt_name)
+        status = api.container_status(container_id, prompt_name=prompt_name, deadline=deadline)
     except ContainerGoneError as error:
         raise ContainerExpiredError(container_id, error, _gone(container_id)) from error
     if status in ("expired", "deleted"):

@@ -1,29 +1,31 @@
 """Talking to the Responses API through the SDK: errors, patience, and who is at the other end; imports the SDK, once
-it is used, and `throttle`, `wire`, `errors`.
+it is used, and `throttle`, `observer`, `wire`, `errors`.
 """
 
 import logging
 import time
 from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import msgspec
 
-from fumehood.client.adapters.openai.wire import WireResponse
+from fumehood.client.adapters.openai.wire import WireResponse, answered
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import DeadlineExceededError, PromptEvaluationError
+from fumehood.client.runtime.observer import NOBODY, ModelAsked, Observer
 from fumehood.client.throttle import ThrottlePolicy, Transient, retry
 
 if TYPE_CHECKING:
-    from openai import OpenAI
+    from openai import APIStatusError, OpenAI
 
 _log = logging.getLogger(__name__)
 
 VERSION_HEADER = "fumehood-version"
 _BUSY = (408, 429)
+_PROBE_SECONDS = 10
 _fumehood: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
@@ -31,57 +33,105 @@ class ContainerGoneError(Exception):
     """The provider says that a container is expired or not there; never leaves the adapter."""
 
 
+def ask[T](
+    send: Callable[[dict[str, Any]], T],
+    policy: ThrottlePolicy,
+    *,
+    deadline: Deadline | None = None,
+    prompt_name: str = "",
+) -> T:
+    """Send a request with the SDK, and again while the policy allows it; send: called with what it is to add to it.
+
+    Raises PromptEvaluationError, and ContainerGoneError.
+    """
+
+    def once() -> T | Transient:
+        more = {} if deadline is None else {"timeout": max(deadline.remaining().total_seconds(), 0.001)}
+        started = time.monotonic()
+        try:
+            return send(more)
+        except Exception as error:
+            if deadline is not None and not deadline.remaining():
+                raise DeadlineExceededError(
+                    f"The deadline passed during a request of {time.monotonic() - started:.1f} s.",
+                    prompt_name=prompt_name,
+                    phase="deadline",
+                ) from error
+            return _read_error(error, prompt_name)
+
+    return retry(once, policy, deadline=deadline, prompt_name=prompt_name)
+
+
 class ResponsesApi:
     """The three endpoints that the adapter needs, with one policy for what may pass."""
 
-    def __init__(self, client: "OpenAI", policy: ThrottlePolicy | None = None) -> None:
+    def __init__(
+        self, client: "OpenAI", policy: ThrottlePolicy | None = None, observer: Observer | None = None
+    ) -> None:
         self.client = client
         self._policy = policy or ThrottlePolicy()
+        self._observer = observer or NOBODY
         # The SDK's own retries know no deadline.
         self._sdk: Any = client.with_options(max_retries=0)
 
     def create(
-        self, request: Mapping[str, Any], *, prompt_name: str = "", deadline: Deadline | None = None
+        self,
+        request: Mapping[str, Any],
+        *,
+        prompt_name: str = "",
+        deadline: Deadline | None = None,
+        memory_limit: str | None = None,
     ) -> WireResponse:
-        """Raises PromptEvaluationError, and ContainerGoneError."""
+        """Raises PromptEvaluationError, and ContainerGoneError. memory_limit: for whoever observes it."""
         # The same key with every attempt: code that has run does not run again because an answer was lost.
         headers = {"idempotency-key": str(uuid4())}
+        # As its body, since the SDK's own parameters are not all that servers know.
         send: Any = self._sdk.responses.with_raw_response.create
-        return self._ask(lambda more: send(**request, extra_headers=headers, **more), prompt_name, deadline)
+        with self._observer.asking(self._asked("chat", request, memory_limit)) as asking:
+            headers |= asking.headers
+            response = self._ask(
+                lambda more: send(extra_body=request, extra_headers=headers, **more), prompt_name, deadline
+            )
+            asking.answered(answered(response))
+        return response
 
-    def compact(self, request: Mapping[str, Any]) -> WireResponse:
+    def compact(self, request: Mapping[str, Any], *, deadline: Deadline | None = None) -> WireResponse:
         send: Any = self._sdk.responses.with_raw_response.compact
-        return self._ask(lambda more: send(**request, **more), "", None)
+        with self._observer.asking(self._asked("compact", request)) as asking:
+            headers = dict(asking.headers)
+            response = self._ask(lambda more: send(**request, extra_headers=headers, **more), "", deadline)
+            asking.answered(answered(response))
+        return response
 
-    def container_status(self, container_id: str, *, prompt_name: str = "") -> str:
+    def _asked(
+        self, operation: str, request: Mapping[str, Any], memory_limit: str | None = None
+    ) -> ModelAsked:
+        return ModelAsked(
+            operation=operation,
+            adapter="openai",
+            base_url=str(self.client.base_url),
+            request=request,
+            memory_limit=memory_limit,
+        )
+
+    def container_status(
+        self, container_id: str, *, prompt_name: str = "", deadline: Deadline | None = None
+    ) -> str:
         """ "running", "expired", … Raises ContainerGoneError if there is no such container."""
         read: Any = self._sdk.containers.with_raw_response.retrieve
-        answer = self._ask(lambda more: read(container_id, **more), prompt_name, None)
+        answer = self._ask(lambda more: read(container_id, **more), prompt_name, deadline)
         return answer.status or "running"
 
     def _ask(
         self, send: Callable[[dict[str, Any]], Any], prompt_name: str, deadline: Deadline | None
     ) -> WireResponse:
-        def once() -> WireResponse | Transient:
-            more = {} if deadline is None else {"timeout": max(deadline.remaining().total_seconds(), 0.001)}
-            started = time.monotonic()
-            try:
-                answer = send(more)
-            except Exception as error:
-                if deadline is not None and not deadline.remaining():
-                    raise DeadlineExceededError(
-                        f"The deadline passed during a request of {time.monotonic() - started:.1f} s.",
-                        prompt_name=prompt_name,
-                        phase="deadline",
-                    ) from error
-                return _read_error(error, prompt_name)
-            _fumehood[self.client] = VERSION_HEADER in answer.headers
-            response = _decoded(answer.content, prompt_name)
-            _log.debug("request %s took %.2f s", answer.request_id, time.monotonic() - started)
-            response.request_id = answer.request_id
-            return response
-
-        return retry(once, self._policy, deadline=deadline, prompt_name=prompt_name)
+        started = time.monotonic()
+        answer = ask(send, self._policy, deadline=deadline, prompt_name=prompt_name)
+        _fumehood[self.client] = VERSION_HEADER in answer.headers
+        response = _decoded(answer.content, prompt_name)
+        _log.debug("request %s took %.2f s", answer.request_id, time.monotonic() - started)
+        response.request_id = answer.request_id
+        return response
 
 
 def _decoded(content: bytes, prompt_name: str) -> WireResponse:
@@ -105,9 +155,8 @@ def is_fumehood(client: "OpenAI") -> bool:
             import openai
 
             try:
-                client.with_options(max_retries=0).get(
-                    "/fumehood", cast_to=object
-                )  # what it answers does not matter
+                # What it answers does not matter.
+                client.with_options(max_retries=0, timeout=_PROBE_SECONDS).get("/fumehood", cast_to=object)
                 _fumehood[client] = False
             except openai.APIStatusError as error:  # nobody has such a page
                 _fumehood[client] = VERSION_HEADER in error.response.headers
@@ -120,28 +169,49 @@ def _read_error(error: Exception, prompt_name: str) -> Transient:
     """What may pass as Transient; anything else is raised, as an error of ours."""
     import openai
 
-    if isinstance(error, openai.APIConnectionError):
-        return Transient(error)
+    # The SDK does not translate what breaks off while an answer is being read; which library reads is its affair.
+    broke_off = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+    if isinstance(error, openai.APIConnectionError) or broke_off:
+        return Transient(error, said=f"{error} ({_address(error)})")
     if not isinstance(error, openai.APIStatusError):
         if isinstance(error, openai.OpenAIError):
             raise PromptEvaluationError(str(error), prompt_name=prompt_name, phase="request") from error
         raise error
-    if error.status_code >= 500 or (error.status_code in _BUSY and error.code != "insufficient_quota"):
+    passes = error.status_code >= 500 or (error.status_code in _BUSY and error.code != "insufficient_quota")
+    if passes and error.response.headers.get("x-should-retry") != "false":
         return Transient(error, _retry_after(error.response.headers))
     if is_container_gone(error):
         raise ContainerGoneError(error.message) from error
     raise PromptEvaluationError(
-        f"The provider refused the request ({error.status_code}): {error.message}",
+        f"The provider refused the request ({error.status_code}): {_said(error)}",
         prompt_name=prompt_name,
         phase="request",
         provider_payload=error.body,
     ) from error
 
 
+def _address(error: Any) -> str:
+    """Whom it was sent to; without credentials, should the URL contain any."""
+    try:
+        url = error.request.url
+    except (AttributeError, RuntimeError):
+        return type(error).__name__
+    return f"{url.scheme}://{url.host}" + (f":{url.port}" if url.port else "")
+
+
+def _said(error: "APIStatusError") -> str:
+    """Its own words, without the SDK's."""
+    body: object = error.body
+    said = cast(Mapping[str, object], body).get("message") if isinstance(body, Mapping) else None
+    return str(said or error.message)
+
+
 def is_container_gone(error: Exception) -> bool:
     """Whether an error of the SDK says that a container is expired, or not there any more."""
     status = getattr(error, "status_code", None)
     words = str(error).lower()
+    if getattr(error, "code", None) == "model_not_found":  # whatever the model is called
+        return False
     return "container" in words and (status == 404 or (status == 400 and "expired" in words))
 
 

@@ -7,8 +7,9 @@ from typing import Any, Literal, cast
 
 from fumehood.client.adapters.core import FileCitation
 from fumehood.client.adapters.openai.config import check_tier
-from fumehood.client.adapters.openai.wire import EXECUTION, ProviderToolCallData, citations
-from fumehood.client.dbc import require
+from fumehood.client.adapters.openai.wire import CITATION, EXECUTION, ProviderToolCallData, citations, objects
+from fumehood.client.dbc import require, require_texts
+from fumehood.client.errors import PromptValidationError
 from fumehood.client.prompt._types import NoParams
 from fumehood.client.prompt.tool import (
     ProviderOutputHandler,
@@ -37,7 +38,9 @@ class AutoContainerConfig:
     file_ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        require(cast(object, self.type) == "auto", f"container.type is {self.type!r}; it has to be 'auto'.")
         check_tier(self.memory_limit, "container.memory_limit")
+        require_texts(self.file_ids, "container.file_ids")
 
     def attach(self, *file_ids: str) -> "AutoContainerConfig":
         """The same with further uploaded files."""
@@ -52,8 +55,12 @@ class ExistingContainerRef:
     memory_limit: str | None = None
 
     def __post_init__(self) -> None:
-        require(self.id.strip(), "container.id is empty: name the container, or use AutoContainerConfig.")
-        check_tier(self.memory_limit, "container.memory_limit")
+        require(
+            isinstance(cast(object, self.id), str) and self.id.strip(),
+            f"container.id is {self.id!r}: name the container, or use AutoContainerConfig.",
+        )
+        if self.memory_limit is not None:
+            check_tier(self.memory_limit, "container.memory_limit")
 
 
 @dataclass(frozen=True)
@@ -92,11 +99,7 @@ class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, Co
         if handler is None and handle_provider_output is None:
             handle_provider_output = code_interpreter_output
         found = config or CodeInterpreterConfig(container or AutoContainerConfig())
-        known = isinstance(cast(object, found.container), AutoContainerConfig | ExistingContainerRef)
-        require(
-            known,
-            f"container is {found.container!r}; it has to be AutoContainerConfig or ExistingContainerRef.",
-        )
+        container_spec(found.container)  # what is no container is found here
         super().__init__(
             name=name,
             description=description,
@@ -118,8 +121,9 @@ class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, Co
         """The same tool with further uploaded files in its container."""
         container = self.config.container
         if not isinstance(container, AutoContainerConfig):
-            require(False, f"The container {container.id!r} is there already; use ContainerManager.attach.")
-            raise AssertionError
+            raise PromptValidationError(
+                f"The container {container.id!r} is there already; use ContainerManager.attach."
+            )
         return OpenAICodeInterpreterTool(
             container=container.attach(*file_ids),
             name=self.name,
@@ -129,10 +133,26 @@ class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, Co
         )
 
 
-def container_spec(container: AutoContainerConfig | ExistingContainerRef) -> str | dict[str, Any]:
-    """The container as it is sent."""
+def container_spec(container: object) -> str | dict[str, Any]:
+    """The container as it is sent; also one that is written as on the wire, or as `{"id": …}`, already.
+
+    Raises PromptValidationError for a tier that there is not, a name that is none, and anything else.
+    """
+    if isinstance(container, str):
+        container = ExistingContainerRef(container)
+    elif isinstance(container, Mapping):
+        written = {str(name): value for name, value in cast(Mapping[Any, Any], container).items()}
+        if "id" not in written:
+            tier, files = written.get("memory_limit", "1g"), written.get("file_ids", ())
+            AutoContainerConfig(cast(Any, written.get("type")), tier, files)  # for its checks
+            return written
+        container = ExistingContainerRef(written["id"], written.get("memory_limit"))
     if isinstance(container, ExistingContainerRef):
         return container.id
+    if not isinstance(container, AutoContainerConfig):
+        raise PromptValidationError(
+            f"container is {container!r}; it has to be AutoContainerConfig or ExistingContainerRef."
+        )
     spec: dict[str, Any] = {"type": "auto", "memory_limit": container.memory_limit}
     return {**spec, "file_ids": [*container.file_ids]} if container.file_ids else spec
 
@@ -148,8 +168,9 @@ def code_interpreter_output(
     _ = context
     logs = "".join(str(output.get("logs") or "") for output in data.outputs if output.get("type") == "logs")
     images = tuple(str(output.get("url")) for output in data.outputs if output.get("type") == "image")
-    execution: Mapping[str, Any] = data.raw.get(EXECUTION) or {}
-    exit_code: int | None = execution.get("exit_code")
+    told = objects([data.raw.get(EXECUTION)])
+    execution: Mapping[str, Any] = told[0] if told else {}
+    exit_code: object = execution.get("exit_code")
     raised = _traceback(logs)
     failed = (
         data.status in ("failed", "incomplete") or bool(exit_code) or (exit_code is None and bool(raised))
@@ -157,7 +178,7 @@ def code_interpreter_output(
     value = result_type(
         stdout=str(execution.get("stdout", logs)),
         stderr=str(execution.get("stderr") or raised)[-_EXCERPT:],
-        exit_code=exit_code,
+        exit_code=exit_code if isinstance(exit_code, int) else None,
         images=images,
         files=_files(execution, data),
         container_id=data.container_id,
@@ -175,10 +196,7 @@ def _traceback(logs: str) -> str:
 
 
 def _files(execution: Mapping[str, Any], data: ProviderToolCallData) -> tuple[FileCitation, ...]:
-    cited = citations(data.annotations, data.container_id)
-    known = {file.file_id for file in cited}
-    listed = (
-        FileCitation(str(file.get("container_id")), str(file.get("file_id")), str(file.get("filename")))
-        for file in execution.get("files") or ()
-    )
-    return (*cited, *(file for file in listed if file.file_id not in known))
+    """Those that are cited, then those that are only listed; each once."""
+    listed = [{**file, "type": CITATION} for file in objects(execution.get("files"))]
+    cited = [note for note in data.annotations if data.container_id in (None, note.get("container_id"))]
+    return citations([*cited, *listed])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fumehood.client.adapters.openai.api import ResponsesApi
 from fumehood.client.adapters.openai.config import CompactionConfig
 from fumehood.client.adapters.openai.wire import normalize_input_messages
+from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import CompactionError
 from fumehood.client.runtime.session import SessionProtocol
 
@@ -70,7 +71,9 @@ class CompactionManager:
         self._tokens = current_tokens
         return self._config.enabled and current_tokens > self._config.threshold_tokens
 
-    def compact(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def compact(
+        self, messages: Sequence[Mapping[str, Any]], *, deadline: Deadline | None = None
+    ) -> list[dict[str, Any]]:
         """The window that takes the place of these messages. Raises CompactionError, and then nothing has changed."""
         used = self._session[ModelUsed].latest()
         model = self._model or (used.model if used else None)
@@ -80,7 +83,7 @@ class CompactionManager:
             )
         window = normalize_input_messages(self.inject_encrypted_items(messages))
         try:
-            response = self._api.compact({"model": model, "input": window})
+            response = self._api.compact({"model": model, "input": window}, deadline=deadline)
         except Exception as error:
             raise CompactionError(self._tokens, error) from error
         if not response.output:

@@ -2,33 +2,44 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from fumehood.client.dbc import require
+from fumehood.client.dbc import require, require_texts
 from fumehood.client.errors import PromptValidationError
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
+# What the adapter sets itself, and what a blocking request cannot have.
+_MANAGED = ("input", "tools", "tool_choice", "text", "include", "stream", "store", "model", "background")
+
 MEMORY_TIERS = ("1g", "4g", "16g", "64g")
 
 # Which native tools a model has; prefixes. Models that are not here are not restricted.
 NATIVE_TOOLS: Mapping[str, frozenset[str]] = {
-    prefix: frozenset({"code_interpreter", "file_search", "web_search"})
-    for prefix in ("gpt-4o", "gpt-4.1", "gpt-5", "o3", "o4-mini")
+    **dict.fromkeys(
+        ("gpt-4o", "gpt-4.1", "gpt-5", "o3", "o4-mini"),
+        frozenset({"code_interpreter", "file_search", "web_search"}),
+    ),
+    "gpt-4.1-nano": frozenset({"code_interpreter", "file_search"}),
 }
 
+# OpenAI refuses a request that asks these for encrypted reasoning: they have none.
+WITHOUT_REASONING = ("gpt-4o", "gpt-4.1")
 
-def check_tier(memory_limit: str | None, name: str = "memory_limit") -> None:
+
+def check_tier(memory_limit: str, name: str) -> None:
     require(
-        memory_limit is None or memory_limit in MEMORY_TIERS,
+        memory_limit in MEMORY_TIERS,
         f"{name} is {memory_limit!r}; it has to be one of {', '.join(MEMORY_TIERS)}.",
     )
 
 
 @dataclass(frozen=True)
 class OpenAIModelConfig:
-    """How the model generates; None leaves it to the provider. `extra` goes into every request as it is."""
+    """How the model generates; None leaves it to the provider. `extra` goes into every request as it is, also what
+    OpenAI does not know.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -38,22 +49,29 @@ class OpenAIModelConfig:
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
-        limit = self.max_output_tokens
-        require(limit is None or limit > 0, f"max_output_tokens is {limit}; it has to be positive.")
-        managed = {"input", "tools", "tool_choice", "text", "include", "stream", "store", "model"} & set(
-            self.extra
+        for name, most in (("temperature", 2), ("top_p", 1)):
+            value: object = getattr(self, name)
+            holds = value is None or (isinstance(value, int | float) and 0 <= value <= most)
+            require(holds, f"{name} is {value!r}; it has to be a number from 0 to {most}.")
+        limit = cast(object, self.max_output_tokens)
+        require(
+            limit is None or (isinstance(limit, int) and limit > 0),
+            f"max_output_tokens is {limit!r}; it has to be a positive whole number.",
         )
-        require(not managed, f"extra contains {min(managed, default='')!r}, which the adapter sets itself.")
+        reasoning = cast(object, self.reasoning)
+        require(
+            reasoning is None or isinstance(reasoning, Mapping),
+            f"reasoning is {reasoning!r}; it has to be a mapping, such as {{'effort': 'low'}}.",
+        )
+        twice = self.extra.keys() & {*_MANAGED, *self._given()}
+        require(not twice, f"extra contains {min(twice, default='')!r}, which is set elsewhere.")
 
     def request(self) -> dict[str, Any]:
-        given = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "max_output_tokens": self.max_output_tokens,
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "reasoning": self.reasoning,
-        }
-        return {**{name: value for name, value in given.items() if value is not None}, **self.extra}
+        return {**self._given(), **self.extra}
+
+    def _given(self) -> dict[str, Any]:
+        names = ("temperature", "top_p", "max_output_tokens", "parallel_tool_calls", "reasoning")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True)
@@ -65,6 +83,16 @@ class OpenAIClientConfig:
     organization: str | None = None
     project: str | None = None
     timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        url = self.base_url
+        require(
+            url is None or url.startswith(("http://", "https://")),
+            f"base_url is {url!r}; it has to begin with http:// or https://.",
+        )
+        require(
+            self.timeout is None or self.timeout > 0, f"timeout is {self.timeout}; it has to be positive."
+        )
 
     def make(self) -> "OpenAI":
         """A client of the SDK. Raises PromptValidationError if there is no SDK, or no key."""
@@ -92,11 +120,10 @@ class FileSearchConfig:
     max_results: int = 20
 
     def __post_init__(self) -> None:
-        check_max_results(self.max_results)
+        self.envelope()
 
-
-def check_max_results(value: int) -> None:
-    require(1 <= value <= 50, f"max_results is {value}; it has to be 1 to 50.")
+    def envelope(self) -> Mapping[str, object]:
+        return file_search_envelope(self.vector_store_ids, self.max_results)
 
 
 @dataclass(frozen=True)
@@ -113,15 +140,19 @@ class OpenAIHostedToolsConfig:
         if self.code_interpreter:
             found.append({"type": "built_in", "name": "code_interpreter"})
         if self.file_search is not None:
-            found.append(
-                file_search_envelope(self.file_search.vector_store_ids, self.file_search.max_results)
-            )
+            found.append(self.file_search.envelope())
         if self.web_search:
             found.append({"type": "built_in", "name": "web_search"})
         return found
 
 
 def file_search_envelope(vector_store_ids: tuple[str, ...], max_results: int) -> Mapping[str, object]:
+    """Raises PromptValidationError if the settings are malformed; that there is no store is found later."""
+    require_texts(vector_store_ids, "vector_store_ids")
+    require(
+        isinstance(cast(object, max_results), int) and 1 <= max_results <= 50,
+        f"max_results is {max_results!r}; it has to be a whole number from 1 to 50.",
+    )
     return {
         "type": "built_in",
         "name": "file_search",
@@ -134,8 +165,8 @@ def file_search_envelope(vector_store_ids: tuple[str, ...], max_results: int) ->
 class ContainerConfig:
     """The container of a workspace.
 
-    mode: "explicit" makes one of its own; "auto" takes over the one that an earlier workspace of the same session has
-    made, while that is alive and of the same size.
+    mode: "explicit" makes one of its own; "auto" takes over the one that an earlier workspace of this mode has made in
+    the same session, while that is alive and of the same size.
     """
 
     memory_limit: str = "4g"

@@ -1,21 +1,26 @@
-"""Containers of the provider and the files in them; imports `api`, `config` and `errors`."""
+"""Containers of the provider and the files in them; imports `api`, `config`, the limits and `errors`."""
 
 import io
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
-from fumehood.client.adapters.openai.api import is_container_gone, is_fumehood
+from fumehood.client.adapters.openai.api import ContainerGoneError, ask, is_fumehood
 from fumehood.client.adapters.openai.config import ContainerConfig
 from fumehood.client.dbc import require
+from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import ContainerExpiredError, PromptEvaluationError
+from fumehood.client.throttle import ThrottlePolicy
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
 MOUNT = "/mnt/data/"
 ARCHIVE_NAME = "workspace.tar"
+_REMOVAL_SECONDS = 5
 
 # What OpenAI's documentation lists as files for the code interpreter.
 _CODE = ("c", "cpp", "cs", "css", "go", "html", "ipynb", "java", "js", "php", "py", "rb", "sh", "tex", "ts")
@@ -45,7 +50,7 @@ def check_upload(name: str, content: bytes) -> None:
         f"Files such as {name!r} cannot be uploaded; the code interpreter takes: {' '.join(sorted(UPLOAD_TYPES))}.",
     )
     require(
-        not content.startswith(_PROGRAMS),
+        not content.startswith(_PROGRAMS) or _is_text(content),
         f"{name!r} is a program, whatever its name says; it cannot be uploaded.",
     )
 
@@ -61,32 +66,52 @@ class ContainerManager:
     """Makes containers, and moves files in and out.
 
     Raises ContainerExpiredError if the container is gone, FileNotFoundError if only the file is, and
-    PromptEvaluationError for whatever else the provider refuses.
+    PromptEvaluationError for whatever else the provider refuses. policy: how patient it is with a busy provider;
+    deadline: when all of it has to be over.
     """
 
-    def __init__(self, client: "OpenAI", config: ContainerConfig | None = None) -> None:
+    def __init__(
+        self,
+        client: "OpenAI",
+        config: ContainerConfig | None = None,
+        *,
+        policy: ThrottlePolicy | None = None,
+        deadline: Deadline | None = None,
+    ) -> None:
         self.client = client
         self.config = config or ContainerConfig()
-        self._sdk: Any = client
+        self._policy = policy or ThrottlePolicy()
+        self._deadline = deadline
+        self._sdk: Any = client.with_options(max_retries=0)  # the policy retries
 
     def create(self, name: str = "fumehood-workspace") -> str:
-        """A new container's id."""
-        import openai
-
+        """A new container's id. That there can be none is a matter of configuration."""
+        make = self._sdk.containers.create
+        size = self.config.memory_limit
         try:
-            return self._sdk.containers.create(name=name, memory_limit=self.config.memory_limit).id
-        except openai.OpenAIError as error:
-            raise _refused(error) from error
+            return self._patiently(lambda more: make(name=name, memory_limit=size, **more)).id
+        except PromptEvaluationError as error:
+            error.phase = "configuration"
+            raise
 
     def is_alive(self, container_id: str) -> bool:
         import openai
 
-        try:
-            return self._sdk.containers.retrieve(container_id).status not in ("expired", "deleted")
-        except openai.NotFoundError:
-            return False
-        except openai.OpenAIError as error:
-            raise _refused(error) from error
+        def look(more: dict[str, Any]) -> bool:
+            try:
+                found = self._sdk.containers.retrieve(container_id, **more)
+            except openai.NotFoundError:
+                return False
+            return found.status not in ("expired", "deleted")
+
+        return self._patiently(look)
+
+    def remove(self, container_id: str) -> None:
+        """Delete a container, if that can be done at once."""
+        import openai
+
+        with suppress(openai.OpenAIError):
+            self._sdk.containers.delete(container_id, timeout=_REMOVAL_SECONDS)
 
     def upload(self, container_id: str, path: str, content: bytes) -> ContainerFile:
         """Put a file there. Its type is checked first."""
@@ -94,61 +119,78 @@ class ContainerManager:
         return self.put(container_id, path, content)
 
     def put(self, container_id: str, path: str, content: bytes) -> ContainerFile:
-        """The same for what is not the user's choice: files that code writes, members of a workspace."""
-        with self._using(container_id):
-            return _file(self._sdk.containers.files.create(container_id, file=(path, io.BytesIO(content))))
+        """The same for what is not the user's choice: files that code writes, members of a workspace.
+
+        Where it lies then is the server's choice: OpenAI's puts something before the name.
+        """
+        make = self._sdk.containers.files.create
+        return self._in(
+            container_id, lambda more: _file(make(container_id, file=(path, io.BytesIO(content)), **more))
+        )
 
     def attach(self, container_id: str, file_id: str) -> ContainerFile:
         """Put a file there that was uploaded to the provider before."""
-        with self._using(container_id):
-            return _file(self._sdk.containers.files.create(container_id, file_id=file_id))
+        make = self._sdk.containers.files.create
+        return self._in(container_id, lambda more: _file(make(container_id, file_id=file_id, **more)))
 
-    def unpack(self, container_id: str, archive: bytes) -> bool:
-        """Put the files of a tar archive there. False if the server cannot unpack: then the archive itself is there,
-        as ARCHIVE_NAME, and code has to.
+    def unpack(self, container_id: str, archive: Path) -> ContainerFile | None:
+        """Put the files of a tar archive there. Where the server cannot unpack it, the archive itself is there, and
+        code has to.
         """
         unpacks = is_fumehood(self.client)
-        more = {"extra_body": {"unpack": "true"}} if unpacks else {}
-        with self._using(container_id):
-            self._sdk.containers.files.create(container_id, file=(ARCHIVE_NAME, io.BytesIO(archive)), **more)
-        return unpacks
+        fields: dict[str, Any] = {"extra_body": {"unpack": "true"}} if unpacks else {}
+
+        def send(more: dict[str, Any]) -> ContainerFile:
+            with archive.open("rb") as file:
+                make = self._sdk.containers.files.create
+                return _file(make(container_id, file=(ARCHIVE_NAME, file), **fields, **more))
+
+        made = self._in(container_id, send)
+        return None if unpacks else made
 
     def files(self, container_id: str) -> list[ContainerFile]:
         """All of them, oldest first."""
-        with self._using(container_id):
-            listed = self._sdk.containers.files.list(container_id, limit=100, order="asc")
-            return [_file(found) for found in listed]
+        listed = self._sdk.containers.files.list
+        return self._in(
+            container_id,
+            lambda more: [_file(one) for one in listed(container_id, limit=100, order="asc", **more)],
+        )
 
     def read(self, container_id: str, file_id: str) -> bytes:
-        with self._using(container_id):
-            return self._sdk.containers.files.content.retrieve(file_id, container_id=container_id).read()
+        load = self._sdk.containers.files.content.retrieve
+        return self._in(container_id, lambda more: load(file_id, container_id=container_id, **more).read())
 
-    def delete(self, container_id: str, file_id: str) -> None:
-        with self._using(container_id):
-            self._sdk.containers.files.delete(file_id, container_id=container_id)
+    def fetch(self, container_id: str, file_id: str, into: Path) -> None:
+        """Read a file of any size into one of this machine."""
+        load = self._sdk.containers.files.content.with_streaming_response.retrieve
 
-    @contextmanager
-    def _using(self, container_id: str) -> Generator[None]:
-        """Errors of the SDK as ours."""
-        import openai
+        part = into.with_name(f".{uuid4().hex}.part")  # half of a file is worse than none
+
+        def send(more: dict[str, Any]) -> None:
+            with load(file_id, container_id=container_id, **more) as answer:
+                answer.stream_to_file(part)
 
         try:
-            yield
-        except openai.OpenAIError as error:
-            if not is_container_gone(error):
-                raise _refused(error) from error
+            self._in(container_id, send)
+            part.replace(into)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def delete(self, container_id: str, file_id: str) -> None:
+        drop = self._sdk.containers.files.delete
+        self._in(container_id, lambda more: drop(file_id, container_id=container_id, **more))
+
+    def _patiently[T](self, send: Callable[[dict[str, Any]], T]) -> T:
+        return ask(send, self._policy, deadline=self._deadline)
+
+    def _in[T](self, container_id: str, send: Callable[[dict[str, Any]], T]) -> T:
+        try:
+            return self._patiently(send)
+        except ContainerGoneError as error:
             if self.is_alive(container_id):
                 raise FileNotFoundError(str(error)) from error
             message = f"The container {container_id!r} has expired, and its files are gone."
             raise ContainerExpiredError(container_id, error, message) from error
-
-
-def _refused(error: Exception) -> PromptEvaluationError:
-    return PromptEvaluationError(
-        f"The container could not be used: {error}",
-        phase="request",
-        provider_payload=getattr(error, "body", None),
-    )
 
 
 def _file(found: Any) -> ContainerFile:

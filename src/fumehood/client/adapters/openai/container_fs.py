@@ -1,24 +1,35 @@
-"""The files of a container as a filesystem; imports `container`, `config`, `filesystem` and `errors`."""
+"""The files of a container as a filesystem; imports `container`, `config`, `filesystem`, the limits and `errors`."""
 
+import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fumehood.client.adapters.openai.config import ContainerConfig
-from fumehood.client.adapters.openai.container import ARCHIVE_NAME, ContainerManager
-from fumehood.client.errors import ContainerExpiredError, WorkspaceSecurityError
+from fumehood.client.adapters.openai.container import ContainerFile, ContainerManager
+from fumehood.client.dbc import require
+from fumehood.client.deadlines import Deadline
+from fumehood.client.errors import (
+    ContainerExpiredError,
+    DeadlineExceededError,
+    PromptEvaluationError,
+    WorkspaceSecurityError,
+)
 from fumehood.client.filesystem import HostFilesystem, ListedFilesystem, normalised, readable, writable
 from fumehood.client.runtime.session import SessionProtocol
+from fumehood.client.throttle import ThrottlePolicy
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class ActiveContainer:
-    """The container that a session's workspaces have used last."""
+    """The container that a session's workspaces of mode "auto" share."""
 
     container_id: str
     memory_limit: str
@@ -43,6 +54,7 @@ class ContainerFilesystem(ListedFilesystem):
         session: SessionProtocol | None = None,
     ) -> None:
         """client may be a function that gives one; session: where mode "auto" looks for a container to take over."""
+        self.policy: ThrottlePolicy | None = None
         self._client = client
         self._config = container_config
         self._tarball = tarball_path
@@ -50,7 +62,11 @@ class ContainerFilesystem(ListedFilesystem):
         self._session = session
         self._container_id: str | None = None
         self._changes: dict[str, bytes | None] = {}
-        self._unpacked = True
+        self._archive: str | None = None
+        # What we have put there by its id, since a server may call it otherwise; and where it lies if it does.
+        self._put: dict[str, str] = {}
+        self._moved: dict[str, str] = {}
+        self._closed = False
         self._lock = threading.RLock()
 
     @property
@@ -58,69 +74,104 @@ class ContainerFilesystem(ListedFilesystem):
         return self._container_id
 
     @property
-    def is_packed(self) -> bool:
-        """Whether the files came as an archive that code has to unpack."""
-        return not self._unpacked
+    def archive(self) -> str | None:
+        """The file in the container that holds all others, if code has to unpack it."""
+        return self._archive
 
-    def ensure_container(self) -> str:
+    @property
+    def moved(self) -> Mapping[str, str]:
+        """Where in the container those files are that the server calls otherwise."""
+        return self._moved
+
+    def ensure_container(self, *, deadline: Deadline | None = None) -> str:
         """The id of a container that is alive and filled. Raises ContainerExpiredError if it cannot be made again."""
         with self._lock:
+            self._check_open()
             if self._container_id is None:
-                return self._fill(self._found_or_made())
-            return self._container_id if self.is_alive() else self.renew_container()
+                return self._found_or_made(self._manager(deadline))
+            if self._manager(deadline).is_alive(self._container_id):
+                return self._container_id
+            return self.renew_container(deadline=deadline)
 
     def is_alive(self) -> bool:
         """Whether the container is there, without making one."""
-        return self._container_id is not None and self._manager.is_alive(self._container_id)
+        return self._container_id is not None and self._manager().is_alive(self._container_id)
 
-    def renew_container(self) -> str:
-        """Another container instead of one that has expired, filled as that was."""
+    def renew_container(self, gone: str | None = None, *, deadline: Deadline | None = None) -> str:
+        """Another container instead of one that has expired, filled as that was.
+
+        gone: the one that has, if somebody else may have been faster.
+        """
         with self._lock:
-            gone = self._container_id or "(none)"
+            self._check_open()
+            known = self._container_id
+            if known is not None and gone not in (None, known):
+                return known
             try:
-                return self._fill(self._manager.create())
+                return self._made(self._manager(deadline))
+            except DeadlineExceededError:
+                raise
             except Exception as error:
-                raise ContainerExpiredError(gone, error) from error
+                raise ContainerExpiredError(known or "(none)", error) from error
 
     def paths(self) -> Collection[str]:
-        return self._ids().keys() | self._mirrored()
+        return self._on_container(self._listed).keys() | self._mirrored()
 
     def read(self, path: str) -> bytes:
-        ids = self._ids()
-        place = readable(path, ids.keys() | self._mirrored())
-        file_id = ids.get(place)
-        if file_id is None and self._mirror is not None:
-            return self._mirror.read(place)
-        return self._on_container(lambda container: self._manager.read(container, file_id or ""))
+        def act(container: str) -> bytes:
+            place, file_id = self._found(container, path)
+            if file_id is None and self._mirror is not None:
+                return self._mirror.read(place)
+            return self._manager().read(container, file_id or "")
+
+        return self._on_container(act)
 
     def write(self, path: str, content: bytes) -> None:
-        ids = self._ids()
-        place = writable(path, ids.keys() | self._mirrored())
-        before = ids.get(place)
-        made = self._on_container(lambda container: self._manager.put(container, place, content))
-        if before not in (None, made.id):
-            self._forget(before or "")
+        def act(container: str) -> str:
+            ids = self._listed(container)
+            place = writable(path, ids.keys() | self._mirrored())
+            made, before = self._place(container, place, content, self._manager()), ids.get(place)
+            # What code has unpacked stays beside one that lies elsewhere; else it would be unpacked again, as the newer.
+            replaced = before in self._put or place not in self._moved
+            if before not in (None, made) and replaced:
+                self._manager().delete(container, before)
+            return place
+
+        place = self._on_container(act)
         self._changes[place] = bytes(content)
         if self._mirror is not None:
             self._mirror.write(place, content)
 
     def delete(self, path: str) -> None:
-        ids = self._ids()
-        place = readable(path, ids.keys() | self._mirrored())
-        if file_id := ids.get(place):
-            self._forget(file_id)
+        def act(container: str) -> str:
+            place, file_id = self._found(container, path)
+            if file_id is not None:
+                self._manager().delete(container, file_id)
+            return place
+
+        place = self._on_container(act)
+        self._moved.pop(place, None)
         self._changes[place] = None
         if self._mirror is not None and self._mirror.is_file(place):
             self._mirror.delete(place)
 
     def download_all(self, dest: Path) -> None:
-        """Put all files into a directory of this machine. Names that would lead out of it are refused."""
-        target = HostFilesystem(dest)
-        for path in sorted(self.paths()):
-            target.write(path, self.read(path))
+        """Put all files into a directory of this machine. Names that would lead out of it are left out.
+
+        Raises OSError if there are files that this machine cannot have; all others are there then.
+        """
+        dest.mkdir(parents=True, exist_ok=True)
+        failed = self._on_container(lambda container: self._download(container, HostFilesystem(dest)))
+        if failed:
+            path, error = failed[0]
+            raise OSError(
+                f"{len(failed)} file(s) could not be brought back, among them {path[:200]!r}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def cleanup(self) -> None:
         """Let go of the container, which expires by itself."""
+        self._closed = True
         self._container_id = None
         self._changes.clear()
 
@@ -130,35 +181,57 @@ class ContainerFilesystem(ListedFilesystem):
     def client(self) -> "OpenAI":
         return self._client() if callable(self._client) else self._client
 
-    @property
-    def _manager(self) -> ContainerManager:
-        return ContainerManager(self.client, self._config)
+    def _manager(self, deadline: Deadline | None = None) -> ContainerManager:
+        return ContainerManager(self.client, self._config, policy=self.policy, deadline=deadline)
 
-    def _found_or_made(self) -> str:
-        size = self._config.memory_limit
+    def _check_open(self) -> None:
+        require(not self._closed, "The workspace was cleaned up, and its files are gone; make another one.")
+
+    def _found_or_made(self, manager: ContainerManager) -> str:
         if self._config.mode == "auto" and self._session is not None:
             last = self._session[ActiveContainer].latest()
-            if last and last.memory_limit == size and self._manager.is_alive(last.container_id):
-                return last.container_id
-        return self._manager.create()
+            same_size = last is not None and last.memory_limit == self._config.memory_limit
+            if last is not None and same_size and manager.is_alive(last.container_id):
+                return self._fill(last.container_id, manager)
+        return self._made(manager)
 
-    def _fill(self, container_id: str) -> str:
+    def _made(self, manager: ContainerManager) -> str:
+        container_id = manager.create()
+        try:
+            return self._fill(container_id, manager)
+        except Exception:
+            manager.remove(container_id)  # nobody would ever know of it
+            raise
+
+    def _fill(self, container_id: str, manager: ContainerManager) -> str:
         """Put everything there that belongs there; only then is it ours."""
-        manager = self._manager
+        self._put.clear()
+        self._moved.clear()
         if self._tarball is not None:
-            self._unpacked = manager.unpack(container_id, self._tarball.read_bytes())
-        for path, content in self._changes.items():
-            if content is not None:
-                manager.put(container_id, path, content)
+            archive = self._unpacked(container_id, self._tarball, manager)
+            self._archive = None if archive is None else archive.path
         deleted = {path for path, content in self._changes.items() if content is None}
-        if deleted:
+        if deleted:  # first, since something else may be in their place by now
             for file in manager.files(container_id):
                 if file.path in deleted:
                     manager.delete(container_id, file.id)
+        for path, content in self._changes.items():
+            if content is not None:
+                self._place(container_id, path, content, manager)
         self._container_id = container_id
-        if self._session is not None:
+        if self._session is not None and self._config.mode == "auto":
             self._session[ActiveContainer].seed(ActiveContainer(container_id, self._config.memory_limit))
         return container_id
+
+    def _unpacked(self, container_id: str, tarball: Path, manager: ContainerManager) -> ContainerFile | None:
+        try:
+            return manager.unpack(container_id, tarball)
+        except PromptEvaluationError as error:
+            if type(error) is PromptEvaluationError:  # it was refused, and not only late
+                error.message += (
+                    " (These are the files of a workspace: the exclude_glob of a mount leaves some out.)"
+                )
+            raise
 
     def _on_container[T](self, act: Callable[[str], T]) -> T:
         """Do it; and once more, on another container, if this one turns out to be gone."""
@@ -167,24 +240,51 @@ class ContainerFilesystem(ListedFilesystem):
         try:
             return act(container_id)
         except ContainerExpiredError:
-            return act(self.renew_container())
+            return act(self.renew_container(container_id))
 
-    def _ids(self) -> dict[str, str]:
+    # ---- its files ------------------------------------------------------------------------------------------
+
+    def _listed(self, container_id: str) -> dict[str, str]:
         """The ids of the container's files by path; of two with one path, the later."""
         found: dict[str, str] = {}
-        for file in self._on_container(self._manager.files):
-            if self.is_packed and file.path == ARCHIVE_NAME:
+        for file in self._manager().files(container_id):
+            if file.path == self._archive:
                 continue
             try:
-                found[normalised(file.path)] = file.id
+                found[self._put.get(file.id) or normalised(file.path)] = file.id
             except WorkspaceSecurityError:  # code can name files as it likes; such ones have no place here
                 continue
         return found
 
-    def _mirrored(self) -> set[str]:
-        if self._mirror is None or not self.is_packed:
-            return set()
-        return {*self._mirror.glob("**")}
+    def _found(self, container_id: str, path: str) -> tuple[str, str | None]:
+        """The normalised path of a file, and its id in the container, if it is there yet."""
+        ids = self._listed(container_id)
+        place = readable(path, ids.keys() | self._mirrored())
+        return place, ids.get(place)
 
-    def _forget(self, file_id: str) -> None:
-        self._on_container(lambda container: self._manager.delete(container, file_id))
+    def _place(self, container_id: str, path: str, content: bytes, manager: ContainerManager) -> str:
+        made = manager.put(container_id, path, content)
+        self._put[made.id] = path
+        self._moved.pop(path, None)
+        if made.path != path:
+            self._moved[path] = made.path
+        return made.id
+
+    def _mirrored(self) -> set[str]:
+        return {*self._mirror.glob("**")} if self._mirror is not None and self._archive else set()
+
+    def _download(self, container_id: str, target: HostFilesystem) -> list[tuple[str, OSError]]:
+        """What could not be done, after all that could."""
+        failed: list[tuple[str, OSError]] = []
+        ids, manager = self._listed(container_id), self._manager()
+        for path in sorted(ids.keys() | self._mirrored()):
+            try:
+                place = target.place_for(path)
+                if (file_id := ids.get(path)) is not None:
+                    manager.fetch(container_id, file_id, place)
+                elif self._mirror is not None:
+                    place.write_bytes(self._mirror.read(path))
+            except OSError as error:
+                _log.warning("The file %.200r could not be brought back: %r", path, error)
+                failed.append((path, error))
+        return failed

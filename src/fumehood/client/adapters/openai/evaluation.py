@@ -7,6 +7,7 @@ or when it is compacted on the way.
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fumehood.client import serde
@@ -20,22 +21,19 @@ from fumehood.client.adapters.openai.wire import (
     WireResponse,
     annotations,
     citations,
+    containers,
     function_calls,
     normalize_input_messages,
     provider_calls,
     text_of,
 )
-from fumehood.client.adapters.shared import (
-    ToolExecutor,
-    checked_result,
-    publish_invocation,
-    serialize_tool_message,
-)
+from fumehood.client.adapters.shared import ToolExecutor
 from fumehood.client.budget import TokenUsage
 from fumehood.client.dbc import ensure
 from fumehood.client.errors import (
     CompactionError,
     ContainerExpiredError,
+    DeadlineExceededError,
     FilteredOutputError,
     PromptEvaluationError,
 )
@@ -51,7 +49,8 @@ _log = logging.getLogger(__name__)
 class Evaluation[Out]:
     """request: what every request of it has in common, that is, everything but the input.
 
-    new_container: makes another container for the one that has expired, and gives its id; None if it is not ours.
+    new_container: makes another container for the one that has expired, and gives its id and the prompt's text, which
+    may say where in it the files are; None if it is not ours.
     memory_limit: of the workspace's container.
     manager: keeps the conversation of the session; without one, every evaluation starts afresh.
     """
@@ -62,10 +61,11 @@ class Evaluation[Out]:
     request: dict[str, Any]
     executor: ToolExecutor
     manager: CompactionManager | None
-    new_container: Callable[[], str] | None
+    new_container: Callable[[str], tuple[str, str]] | None
     memory_limit: str | None
     parse_output: bool
     max_turns: int
+    system: Item = field(default_factory=lambda: {"role": "system", "content": ""})
     usage: TokenUsage = field(default_factory=TokenUsage)
     transcript: list[Item] = field(default_factory=list[Item])
     history: list[Item] = field(default_factory=list[Item])  # of the session, since its last compaction
@@ -78,8 +78,8 @@ class Evaluation[Out]:
         )
         past = self.context.session[Transcript].latest() if self.manager else None
         self.history = [dict(item) for item in past.items] if past else []
-        system: Item = {"role": "system", "content": self.rendered.text}
-        self._keep([system])
+        self.system["content"] = self.rendered.text
+        self._keep([self.system])
         for _ in range(self.max_turns):
             response = self._ask()
             self._check_end(response)
@@ -90,8 +90,8 @@ class Evaluation[Out]:
                 return self._answer(response)
             self._keep([self._run(call) for call in calls])
             self._let_choose()
-            if self._compact(response):
-                self.history = [system]  # the task itself must not be a matter of summaries
+            if self._compacted(response):
+                self.history = [self.system]  # the task itself must not be a matter of summaries
         raise PromptEvaluationError(
             f"There was no answer after {self.max_turns} turns; raise max_turns, or look at what its tools say.",
             prompt_name=self.rendered.prompt_name,
@@ -102,6 +102,22 @@ class Evaluation[Out]:
 
     def _ask(self) -> WireResponse:
         self._check_limits("the next request")
+        try:
+            response = self._send()
+        except ContainerGoneError as gone:
+            self._replace_container(gone)
+            try:
+                response = self._send()
+            except ContainerGoneError as again:
+                raise ContainerExpiredError(_container_of(self.request) or "", again) from again
+        usage = response.usage.total() if response.usage else TokenUsage()
+        self.usage += usage
+        if self.context.budget_tracker is not None:
+            self.context.budget_tracker.record(usage)
+        self._log_response(response, usage)
+        return response
+
+    def _send(self) -> WireResponse:
         window = self.manager.inject_encrypted_items(self.history) if self.manager else self.history
         request = {**self.request, "input": normalize_input_messages(window)}
         ensure(
@@ -110,36 +126,23 @@ class Evaluation[Out]:
             ),
             "a code interpreter is sent without a container",
         )
-        try:
-            response = self._send(request)
-        except ContainerGoneError as gone:
-            request["tools"] = self._with_new_container(gone)
-            try:
-                response = self._send(request)
-            except ContainerGoneError as again:
-                raise ContainerExpiredError(_container_of(request) or "", again) from again
-        usage = response.usage.total() if response.usage else TokenUsage()
-        self.usage += usage
-        if self.context.budget_tracker is not None:
-            self.context.budget_tracker.record(usage)
-        self._log_response(response, usage)
-        return response
+        return self.api.create(
+            request,
+            prompt_name=self.rendered.prompt_name,
+            deadline=self.context.deadline,
+            memory_limit=self.memory_limit or _tier_of(request),
+        )
 
-    def _send(self, request: Mapping[str, Any]) -> WireResponse:
-        name, deadline = self.rendered.prompt_name, self.context.deadline
-        return self.api.create(request, prompt_name=name, deadline=deadline)
-
-    def _with_new_container(self, gone: ContainerGoneError) -> list[dict[str, Any]]:
+    def _replace_container(self, gone: ContainerGoneError) -> None:
         known = _container_of(self.request) or "(unknown)"
         if self.new_container is None:
             raise ContainerExpiredError(
                 known, gone, f"The container {known!r} has expired; make another one."
             ) from gone
-        made = self.new_container()
+        made, self.system["content"] = self.new_container(known)
         for tool in self.request["tools"]:
             if tool["type"] == "code_interpreter":
                 tool["container"] = made
-        return self.request["tools"]
 
     def _let_choose(self) -> None:
         """A forced choice is for the first call; forced for ever, there would be no answer."""
@@ -156,22 +159,23 @@ class Evaluation[Out]:
     def _check_end(self, response: WireResponse) -> None:
         """Raise if there will be no answer."""
         end = response.end
+        if end == "stop":
+            return
         required = self.rendered.output is not None or not text_of(response.output)
         if end in ("content_filter", "refusal") and required:
             raise FilteredOutputError(
                 f"The provider withheld the answer ({end}).",
                 **self._failure(response.incomplete_details or response.output),
             )
-        if end in ("failed", "cancelled"):
+        if response.status not in ("completed", "incomplete", None):
             said = (response.error or {}).get("message") or f"its status is {end}"
             raise PromptEvaluationError(f"The response failed: {said}", **self._failure(response.error))
-        if end not in ("stop", "refusal", "content_filter"):
-            if self.rendered.output is not None and not function_calls(response.output):
-                raise PromptEvaluationError(
-                    f"The answer was cut off ({end}) before it was whole.",
-                    **self._failure(response.incomplete_details),
-                )
-            _log.warning("The answer to %s was cut off: %s", self.rendered.prompt_name, end)
+        if required and not function_calls(response.output):
+            raise PromptEvaluationError(
+                f"The answer was cut off ({end}) before it was whole.",
+                **self._failure(response.incomplete_details),
+            )
+        _log.warning("The answer to %s was cut off: %s", self.rendered.prompt_name, end)
 
     def _failure(self, payload: object) -> dict[str, Any]:
         return {"prompt_name": self.rendered.prompt_name, "phase": "response", "provider_payload": payload}
@@ -183,45 +187,33 @@ class Evaluation[Out]:
         name, call_id = str(call.get("name")), call.get("call_id")
         self._check_limits(f"the tool {name!r}")
         tool = by_name(self.rendered.tools).get(name)
-        result = self.executor.run(
+        output = self.executor.run(
             None if isinstance(tool, ProviderTool) else tool, name, call.get("arguments"), call_id
         )
-        return {"type": "function_call_output", "call_id": call_id, "output": serialize_tool_message(result)}
+        return {"type": "function_call_output", "call_id": call_id, "output": output}
 
     def _tell_provider_calls(self, response: WireResponse) -> None:
         """One ToolInvoked for each call that the provider has run."""
         tools = {one.native_type: one for one in provider_tools(self.rendered.tools)}
         for data in provider_calls(response.output):
             tool = tools.get(data.name)
-            params, result = self._provider_result(tool, data)
             name = tool.name if tool is not None else data.name
-            publish_invocation(self.context, name, params, result, data.call_id or data.id, result.message)
+            self.executor.tell(
+                name,
+                data.call_id,
+                data,
+                partial(_report, tool, data),
+                partial(self._result, tool),
+                lambda result: result.message,
+            )
 
-    def _provider_result(
-        self, tool: ProviderTool[Any, Any, Any] | None, data: ProviderToolCallData
-    ) -> tuple[object, ToolResult[Any]]:
-        """What the tool's own handlers make of it; and what they are called with."""
+    def _result(self, tool: ProviderTool[Any, Any, Any] | None, report: Any) -> object:
+        """What the tool's own handlers make of a report."""
         if tool is None:
-            return data, _plain_result(data, self.context)
-        params: object = data
-        snapshot = self.context.session.snapshot()
-        try:
-            if tool.handle_provider_output is not None:
-                made = tool.handle_provider_output(data, self.context, tool.result_type)
-                return data, checked_result(tool.name, made)
-            params = serde.convert(
-                serde.decode(data.arguments, dict[str, Any]) if data.arguments else dict(data.raw),
-                tool.params_type,
-            )
-            if tool.handler is None:
-                return params, ToolResult.error(f"{tool.name!r} has no handler.")
-            return params, checked_result(tool.name, tool.handler(params, context=self.context))
-        except Exception as error:
-            _log.warning("The handler of %s failed.", tool.name, exc_info=True)
-            self.context.session.restore(snapshot)
-            return params, ToolResult.error(
-                f"The handler of {tool.name!r} failed: {type(error).__name__}: {error}"
-            )
+            return _plain_result(report, self.context)
+        if tool.handle_provider_output is not None:
+            return tool.handle_provider_output(report, self.context, tool.result_type)
+        return self.executor.handled(tool, report)
 
     # ---- the end --------------------------------------------------------------------------------------------
 
@@ -245,16 +237,29 @@ class Evaluation[Out]:
         try:
             self._compact(response)
         except CompactionError as error:
+            if isinstance(error.original_error, DeadlineExceededError):
+                # There is an answer, and in time; the next evaluation compacts.
+                _log.warning("There was no time left to compact the conversation of %s.", answer.prompt_name)
+                return answer
             error.response = answer
             raise
         return answer
+
+    def _compacted(self, response: WireResponse) -> bool:
+        """The same on the way to an answer, which is over when time is."""
+        try:
+            return self._compact(response)
+        except CompactionError as error:
+            if isinstance(error.original_error, DeadlineExceededError):
+                raise error.original_error from error
+            raise
 
     def _compact(self, response: WireResponse) -> bool:
         """Compact if it is time to; whether it was."""
         tokens = response.usage.total_tokens if response.usage else 0
         if self.manager is None or not self.manager.should_compact(tokens):
             return False
-        self.manager.compact(self.history)
+        self.manager.compact(self.history, deadline=self.context.deadline)
         self.context.session[Transcript].clear()
         return True
 
@@ -274,14 +279,13 @@ class Evaluation[Out]:
 
     def _log_response(self, response: WireResponse, usage: TokenUsage) -> None:
         """Names, ids and sizes; never contents, never keys."""
-        containers = {data.container_id for data in provider_calls(response.output) if data.container_id}
         fields = {
             "prompt": self.rendered.prompt_name,
             "request_id": response.request_id,
             "response_id": response.id,
             "model": response.model or self.request["model"],
             "max_output_tokens": self.request.get("max_output_tokens"),
-            "container_ids": sorted(containers) or [_container_of(self.request)],
+            "container_ids": containers(response.output) or [_container_of(self.request)],
             "memory_limit": self.memory_limit or _tier_of(self.request),
             "input_tokens": usage.input_tokens,
             "output_tokens": usage.output_tokens,
@@ -291,6 +295,14 @@ class Evaluation[Out]:
             " ".join(f"{name}={value}" for name, value in fields.items()),
             extra={"fumehood": fields},
         )
+
+
+def _report(tool: ProviderTool[Any, Any, Any] | None, data: ProviderToolCallData) -> object:
+    """What the tool gets to see of a call: all of it, or, if it has an ordinary handler alone, the parameters."""
+    if tool is None or tool.handle_provider_output is not None:
+        return data
+    said: object = serde.decode(data.arguments, object) if data.arguments else dict(data.raw)
+    return serde.convert(said, tool.params_type)
 
 
 def _plain_result(data: ProviderToolCallData, context: ToolContext) -> ToolResult[Any]:

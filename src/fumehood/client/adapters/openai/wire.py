@@ -1,11 +1,11 @@
-"""Between our types and the JSON of the Responses API, without talking to anybody; imports `dbc`, `serde`, `core`.
+"""Between our types and the JSON of the Responses API, without talking to anybody; imports `dbc`, `serde`, `core`,
+`observer`.
 
 `_responses_tool_spec`, `_responses_tool_choice` and `_normalize_input_messages` are other names of the functions
 without the underscore, for those who know them by the specification.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
@@ -14,6 +14,8 @@ from fumehood.client import serde
 from fumehood.client.adapters.core import FileCitation, ToolChoice
 from fumehood.client.budget import TokenUsage
 from fumehood.client.dbc import require
+from fumehood.client.prompt.tool import ProviderToolCallData
+from fumehood.client.runtime.observer import ModelAnswered
 
 type Item = dict[str, Any]
 
@@ -76,6 +78,7 @@ def responses_tool_choice(
         )
         check(choice != "required" or tools, "the prompt has no tools that could be required.")
         return choice if tools else None
+    check(isinstance(cast(object, choice), Mapping), "it has to be a word or a mapping.")
     kind = choice.get("type")
     if kind == "function":
         nested = choice.get("function")
@@ -84,7 +87,7 @@ def responses_tool_choice(
             if isinstance(nested, Mapping)
             else choice.get("name")
         )
-        check(name, "a function is chosen by its name.")
+        check(name and isinstance(name, str), "a function is chosen by its name.")
         known = {tool.get("name") for tool in tools if tool["type"] == "function"}
         check(name in known, f"the prompt has no function {name!r}.")
         return {"type": "function", "name": name}
@@ -146,7 +149,7 @@ class WireUsage(msgspec.Struct):
     input_tokens_details: dict[str, Any] | None = None
 
     def total(self) -> TokenUsage:
-        cached = (self.input_tokens_details or {}).get("cached_tokens") or 0
+        cached = _whole((self.input_tokens_details or {}).get("cached_tokens"))
         return TokenUsage(self.input_tokens, self.output_tokens, cached, self.total_tokens)
 
 
@@ -169,27 +172,22 @@ class WireResponse(msgspec.Struct):
             return str(self.incomplete_details.get("reason") or "incomplete")
         if self.status not in ("completed", None):
             return str(self.status)
+        if self.status is None and not self.output:
+            return "empty"
         return "refusal" if any(part.get("type") == "refusal" for part in _parts(self.output)) else "stop"
 
 
-@dataclass(frozen=True)
-class ProviderToolCallData:
-    """A call that the provider has run, as it reports it; `raw` is the item itself.
-
-    annotations: those of messages that came after the call.
-    """
-
-    type: str
-    name: str
-    id: str | None = None
-    call_id: str | None = None
-    arguments: str | None = None
-    code: str | None = None
-    container_id: str | None = None
-    outputs: tuple[Mapping[str, Any], ...] = ()
-    status: str | None = None
-    annotations: tuple[Mapping[str, Any], ...] = ()
-    raw: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+def answered(response: WireResponse) -> ModelAnswered:
+    """A response as observers are told of it."""
+    return ModelAnswered(
+        id=response.id,
+        model=response.model,
+        request_id=response.request_id,
+        end=response.end,
+        usage=response.usage.total() if response.usage else None,
+        output=response.output,
+        container_ids=containers(response.output),
+    )
 
 
 def provider_calls(output: Sequence[Item]) -> list[ProviderToolCallData]:
@@ -204,10 +202,15 @@ def provider_calls(output: Sequence[Item]) -> list[ProviderToolCallData]:
             found.append(_call_data(item, later))
             continue
         for part in _parts([item]):
-            nested = cast(Sequence[Item], part.get("tool_calls") or ())
-            here = tuple(cast(Sequence[Item], part.get("annotations") or ()))
+            here = tuple(objects(part.get("annotations")))
+            nested = objects(part.get("tool_calls"))
             found += [_call_data(call, (*here, *later)) for call in nested if _native_name(call)]
     return found
+
+
+def containers(output: Sequence[Item]) -> list[str]:
+    """Those in which the provider has run calls."""
+    return sorted({data.container_id for data in provider_calls(output) if data.container_id})
 
 
 def function_calls(output: Sequence[Item]) -> list[Item]:
@@ -225,7 +228,7 @@ def text_of(output: Sequence[Item]) -> str:
 def annotations(output: Sequence[Item]) -> Iterator[Mapping[str, Any]]:
     """All annotations of the messages among these items."""
     for part in _parts(output):
-        yield from cast(Sequence[Item], part.get("annotations") or ())
+        yield from objects(part.get("annotations"))
 
 
 def citations(
@@ -234,20 +237,34 @@ def citations(
     """The produced files among annotations, each once; with a container's id, those of that container."""
     files: dict[str, FileCitation] = {}
     for note in found:
-        if note.get("type") != CITATION or container_id not in (None, note.get("container_id")):
+        container, name = _text(note.get("container_id")), _text(note.get("file_id"))
+        if note.get("type") != CITATION or not (container and name) or container_id not in (None, container):
             continue
-        start, end = (int(note.get(name) or 0) for name in ("start_index", "end_index"))
-        name = str(note.get("filename") or "")
-        file = FileCitation(str(note.get("container_id")), str(note.get("file_id")), name, start, end)
-        files.setdefault(file.file_id, file)
+        start, end = (_whole(note.get(name)) for name in ("start_index", "end_index"))
+        files.setdefault(name, FileCitation(container, name, _text(note.get("filename")) or "", start, end))
     return tuple(files.values())
+
+
+# What a provider sends is not ours to trust: whatever is not of its kind counts as not there.
+
+
+def objects(value: object) -> list[Item]:
+    """The objects of an array."""
+    return [one for one in cast(list[Any], value) if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _parts(output: Sequence[Item]) -> Iterator[Item]:
     for item in output:
-        content = item.get("content")
-        if item.get("type") == "message" and isinstance(content, list):
-            yield from (part for part in cast(list[Any], content) if isinstance(part, dict))
+        if item.get("type") == "message":
+            yield from objects(item.get("content"))
 
 
 def _native_name(item: Mapping[str, Any]) -> str | None:
@@ -266,13 +283,13 @@ def _call_data(item: Item, later: tuple[Mapping[str, Any], ...]) -> ProviderTool
     return ProviderToolCallData(
         type=str(item.get("type")),
         name=name,
-        id=item.get("id"),
-        call_id=item.get("call_id") or item.get("id"),
+        id=_text(item.get("id")),
+        call_id=_text(item.get("call_id")) or _text(item.get("id")),
         arguments=arguments if isinstance(arguments, str | None) else serde.encode(arguments),
-        code=inner.get("code") or inner.get("input"),
-        container_id=inner.get("container_id"),
-        outputs=tuple(cast(Sequence[Item], inner.get("outputs") or inner.get("results") or ())),
-        status=inner.get("status"),
+        code=_text(inner.get("code")) or _text(inner.get("input")),
+        container_id=_text(inner.get("container_id")),
+        outputs=tuple(objects(inner.get("outputs")) or objects(inner.get("results"))),
+        status=_text(inner.get("status")),
         annotations=later,
         raw=item,
     )

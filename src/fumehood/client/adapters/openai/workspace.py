@@ -6,16 +6,17 @@ import shutil
 import tarfile
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fumehood.client.adapters.openai.config import ContainerConfig, OpenAIClientConfig
-from fumehood.client.adapters.openai.container import ARCHIVE_NAME, MOUNT
+from fumehood.client.adapters.openai.container import MOUNT
 from fumehood.client.adapters.openai.container_fs import ContainerFilesystem
 from fumehood.client.dbc import require
 from fumehood.client.runtime.session import SessionProtocol
-from fumehood.client.workspace import HostMount, WorkspaceSection
+from fumehood.client.throttle import ThrottlePolicy
+from fumehood.client.workspace import HostMount, WorkspaceSection, shown
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -24,10 +25,15 @@ _log = logging.getLogger(__name__)
 
 _TEXT = f"""Python runs in a container whose working directory, `{MOUNT}`, is the workspace. Read and change the files
 there with Python; paths below are relative to it."""
-_UNPACK = (
-    f"The files are still packed. Unpack them first: "
-    f"`import tarfile; tarfile.open('{MOUNT}{ARCHIVE_NAME}').extractall('{MOUNT}', filter='data')`."
-)
+# What is there already is not touched: it may be newer, and this is said in every prompt.
+_UNPACK = """The files may still be packed. Unpack what is missing first:
+```python
+import os, tarfile
+with tarfile.open({archive!r}) as packed:
+    missing = [one for one in packed if not os.path.lexists(os.path.join({mount!r}, one.name))]
+    packed.extractall({mount!r}, missing, filter="data")
+```"""
+_SHOWN_MOVES = 20
 
 
 class OpenAIContainerWorkspaceSection(WorkspaceSection):
@@ -64,6 +70,8 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         )
         self.container_config = container_config or ContainerConfig()
         self._client = client
+        self._own_client: OpenAI | None = None
+        self._make_client: Callable[[], OpenAI] | None = None
         holds_files = any(preview.file_count for preview in self.mount_previews)
         tarball = _packed(self.temp_dir) if holds_files else None
         self._tarball_removal = weakref.finalize(self, tarball.unlink, missing_ok=True) if tarball else None
@@ -84,14 +92,28 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         """None before the first use."""
         return self._filesystem.container_id
 
-    def bind_client(self, client: "OpenAI") -> None:
-        """Use this client. Raises PromptValidationError if another one is in use."""
+    def bind_client(
+        self,
+        client: "OpenAI",
+        *,
+        again: "Callable[[], OpenAI] | None" = None,
+        policy: ThrottlePolicy | None = None,
+    ) -> None:
+        """Use this client. Raises PromptValidationError if another one is in use.
+
+        again: makes one like it, for the time after it was closed.
+        """
+        bound = self._client
+        own = bound is not None and bound is self._own_client and _of_one_account(bound, client)
         require(
-            self._client is None or self._client is client,
+            bound is None or bound is client or own or bound.is_closed(),
             "The workspace and the adapter have different clients, and a container belongs to one: pass the same "
             "client= to both.",
         )
-        self._client = client
+        if not own:
+            self._client = client
+        self._make_client = again
+        self._filesystem.policy = policy
 
     def download_all(self, dest: Path) -> None:
         """If there is no container yet, or it has expired, the local copies are all there is."""
@@ -105,15 +127,28 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         shutil.copytree(self.temp_dir, dest, dirs_exist_ok=True)
 
     def cleanup(self) -> None:
+        """If files could not be brought back, `filesystem.download_all` can try again while there is a container."""
         try:
             super().cleanup()
-        finally:
+        except Exception as error:
+            if self.container_id is not None:
+                error.add_note("The container is still there: workspace.filesystem.download_all tries again.")
+            raise
+        else:
             self._filesystem.cleanup()
+            if self._own_client is not None:
+                self._own_client.close()
+        finally:
             if self._tarball_removal is not None:
                 self._tarball_removal()
 
     def notes(self) -> list[str]:
-        return [*([_UNPACK] if self._filesystem.is_packed else []), *super().notes()]
+        archive, moved = self._filesystem.archive, [*self._filesystem.moved.items()]
+        told = [_UNPACK.format(archive=MOUNT + archive, mount=MOUNT)] if archive else []
+        if moved:
+            names = [f"- `{shown(path)}` is `{shown(MOUNT + place)}`" for path, place in moved[:_SHOWN_MOVES]]
+            told.append("\n".join(["Some files lie elsewhere than their names say:", *names]))
+        return [*told, *super().notes()]
 
     def clone(self, **kwargs: object) -> "OpenAIContainerWorkspaceSection":
         settings = self._settings()
@@ -126,17 +161,27 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         return OpenAIContainerWorkspaceSection(**settings)
 
     def _bound_client(self) -> "OpenAI":
-        if self._client is None:
-            self._client = OpenAIClientConfig().make()
+        if self._client is None or (self._make_client and self._client.is_closed()):
+            make = self._make_client or OpenAIClientConfig().make
+            self._client = self._own_client = make()
         return self._client
+
+
+def _of_one_account(one: "OpenAI", other: "OpenAI") -> bool:
+    names = ("base_url", "api_key", "organization", "project")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def _packed(directory: Path) -> Path:
     """A tar archive of all that is in a directory; it tells nothing of the host but names, modes and times."""
     descriptor, name = tempfile.mkstemp(prefix="fumehood-workspace-", suffix=".tar")
-    with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
-        for path in sorted(directory.iterdir()):
-            archive.add(path, arcname=path.name, filter=_anonymous)
+    try:
+        with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
+            for path in sorted(directory.iterdir()):
+                archive.add(path, arcname=path.name, filter=_anonymous)
+    except BaseException:
+        os.unlink(name)
+        raise
     return Path(name)
 
 

@@ -1,11 +1,13 @@
-"""What sections of native tools have in common; imports `config`, `dbc` and `prompt`."""
+"""What sections of native tools have in common; imports `config`, `wire`, `dbc` and `prompt`."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from fumehood.client.adapters.openai.config import NATIVE_TOOLS
-from fumehood.client.dbc import require
+from fumehood.client.adapters.openai.wire import NATIVE_NAMES
+from fumehood.client.dbc import require, require_texts
+from fumehood.client.errors import PromptValidationError
 from fumehood.client.prompt._types import ParamsT_co, SupportsDataclass
 from fumehood.client.prompt.section import Section
 
@@ -15,19 +17,25 @@ class NativeToolSection(Section[ParamsT_co]):
 
     native_name: str
 
-    def __init__(self, *, title: str, default_params: ParamsT_co, model: str | None = None) -> None:
-        """model: if it is known here already, it is checked here already."""
+    def __init__(
+        self,
+        *,
+        default_params: ParamsT_co | None = None,
+        model: str | None = None,
+        openai_native_tools: Mapping[str, Collection[str]] | None = None,
+    ) -> None:
+        """model: if it is known here already, it is checked here already, as the adapter does it later."""
         super().__init__(
-            title=title,
+            title=self.native_name.replace("_", " ").capitalize(),
             key=f"openai_{self.native_name}",
-            default_params=default_params,
+            default_params=default_params or self.type_argument(0)(),
             tools=(),
             accepts_overrides=False,
         )
         self.model = model
-        self.native_tools(default_params)  # malformed settings are found here
+        self.native_tools(self.default_params)  # malformed settings are found here
         if model is not None:
-            check_model(model, [self.native_name])
+            check_model(model, [self.native_name], native_tool_lists(openai_native_tools))
 
     @abstractmethod
     def settings(self, params: Any) -> Mapping[str, object]:
@@ -46,20 +54,34 @@ class NativeToolSection(Section[ParamsT_co]):
         return type(self)(**settings)
 
 
+def native_tool_lists(added: object) -> Mapping[str, Collection[str]]:
+    """Which native tools models have: what we know, and what is added. Raises PromptValidationError."""
+    if added is None:
+        return NATIVE_TOOLS
+    lists = cast(Mapping[str, Collection[str]], added) if isinstance(added, Mapping) else None
+    if lists is None:
+        raise PromptValidationError(f"openai_native_tools is {added!r}; it has to map models to their tools.")
+    for model, names in lists.items():
+        where = f"openai_native_tools[{model!r}]"
+        require_texts(names, where)
+        unknown = sorted({*names} - {*NATIVE_NAMES})
+        require(not unknown, f"{where} has {', '.join(unknown)}; there is: {', '.join(NATIVE_NAMES)}.")
+    return {**NATIVE_TOOLS, **lists}
+
+
 def check_model(
     model: str,
     names: Collection[str],
-    allowed: Mapping[str, Collection[str]] | None = None,
+    lists: Mapping[str, Collection[str]],
     *,
     strict: bool = False,
     prompt_name: str = "",
 ) -> None:
     """Raise PromptValidationError if the model does not have one of these native tools.
 
-    allowed: tools by the names of models, or beginnings of them, the longest of which counts; strict: a model that is
-    not in there has none.
+    lists: tools by the names of models, or beginnings of them, the longest of which counts; strict: a model that is not
+    in there has none.
     """
-    lists = {**NATIVE_TOOLS, **(allowed or {})}
     found = max((prefix for prefix in lists if model.startswith(prefix)), key=len, default=None)
     if found is None and not strict:
         return

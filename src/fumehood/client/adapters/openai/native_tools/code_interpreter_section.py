@@ -19,11 +19,5 @@ class CodeInterpreterParams:
 class OpenAICodeInterpreterSection(NativeToolSection[CodeInterpreterParams]):
     native_name = "code_interpreter"
 
-    def __init__(
-        self, *, default_params: CodeInterpreterParams | None = None, model: str | None = None
-    ) -> None:
-        params = default_params or CodeInterpreterParams()
-        super().__init__(title="Code interpreter", default_params=params, model=model)
-
     def settings(self, params: CodeInterpreterParams) -> Mapping[str, object]:
         return {"container": container_spec(params.container)}

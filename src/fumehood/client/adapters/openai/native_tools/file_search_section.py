@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fumehood.client.adapters.openai.config import check_max_results, file_search_envelope
+from fumehood.client.adapters.openai.config import file_search_envelope
 from fumehood.client.adapters.openai.native_tools.base import NativeToolSection
 from fumehood.client.dbc import require
 
@@ -20,13 +20,7 @@ class FileSearchParams:
 class OpenAIFileSearchSection(NativeToolSection[FileSearchParams]):
     native_name = "file_search"
 
-    def __init__(self, *, default_params: FileSearchParams | None = None, model: str | None = None) -> None:
-        super().__init__(
-            title="File search", default_params=default_params or FileSearchParams(), model=model
-        )
-
     def settings(self, params: FileSearchParams) -> Mapping[str, object]:
-        check_max_results(params.max_results)
         require(
             not (params.corpus_ids and params.vector_store_ids),
             "corpus_ids and vector_store_ids are two names for the same; give one of them.",

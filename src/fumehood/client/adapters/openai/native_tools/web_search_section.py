@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fumehood.client.adapters.openai.native_tools.base import NativeToolSection
-from fumehood.client.dbc import require
+from fumehood.client.dbc import require, require_texts
 
 _SIZES = ("low", "medium", "high")
 
@@ -21,17 +21,15 @@ class WebSearchParams:
 class OpenAIWebSearchSection(NativeToolSection[WebSearchParams]):
     native_name = "web_search"
 
-    def __init__(self, *, default_params: WebSearchParams | None = None, model: str | None = None) -> None:
-        super().__init__(title="Web search", default_params=default_params or WebSearchParams(), model=model)
-
     def settings(self, params: WebSearchParams) -> Mapping[str, object]:
         size = params.search_context_size
         require(
             size is None or size in _SIZES,
             f"search_context_size is {size!r}; it has to be low, medium or high.",
         )
+        require_texts(params.allowed_domains, "allowed_domains")
         for domain in params.allowed_domains:
-            require(domain and "/" not in domain, f"allowed_domains has {domain!r}; write example.com.")
+            require("/" not in domain, f"allowed_domains has {domain!r}; write example.com.")
         found: dict[str, object] = {} if size is None else {"search_context_size": size}
         if params.allowed_domains:
             found["filters"] = {"allowed_domains": [*params.allowed_domains]}

@@ -1,0 +1,253 @@
+"""Wrappers of the seams that tell an observer of runs, model turns and tool calls; imports `interfaces` and siblings.
+
+A run is a task of its own, and its turns and calls happen in it: the variable that names the run is set before the task
+is made and copied into it.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from contextvars import ContextVar
+
+from fumehood.interfaces import (
+    CallContext,
+    Caller,
+    CallSession,
+    HostedTool,
+    ModelBackend,
+    Models,
+    OfferedTool,
+    Run,
+    Runs,
+    Take,
+    TakeRoom,
+    ToolResult,
+    ToolStep,
+)
+from fumehood.phases import Phase, heard_by
+from fumehood.protocol.conversation import Segment
+from fumehood.protocol.errors import ApiError
+from fumehood.protocol.items import ProducedFile
+from fumehood.protocol.models import AnyModelEvent, ModelRequest
+from fumehood.protocol.responses import CreateResponse, Response
+from fumehood.protocol.tools import FunctionSpec, ToolSpec
+from fumehood.telemetry.seen import CallSeen, Observer, PhaseSeen, RunSeen, TurnSeen
+
+_CANCELLED = frozenset({"GeneratorExit", "CancelledError"})
+_run: ContextVar[RunSeen | None] = ContextVar("fumehood_observed_run", default=None)
+
+
+def kind_of(error: BaseException) -> str:
+    """Errors that clients see have codes; of others the type says enough, and their texts may hold anything."""
+    if isinstance(error, GeneratorExit | asyncio.CancelledError):
+        return "cancelled"
+    return (error.code or type(error).__name__) if isinstance(error, ApiError) else type(error).__name__
+
+
+# --- runs ---------------------------------------------------------------------------------------------
+
+
+class ObservedRuns:
+    """`Runs`, each seen from the request until the response is durable."""
+
+    def __init__(self, runs: Runs, observer: Observer) -> None:
+        self._runs = runs
+        self._observer = observer
+        self._ending: set[asyncio.Task[None]] = set()
+        self.count = runs.count
+        self.compact = runs.compact
+
+    async def start(
+        self,
+        request: CreateResponse,
+        caller: Caller,
+        response_id: str | None = None,
+        *,
+        past: Sequence[Segment] | None = None,
+        take: TakeRoom | None = None,
+    ) -> Run:
+        seen = RunSeen(request=request)
+        self._observer.began(seen)
+        token = _run.set(seen)
+        try:
+            run = await self._runs.start(request, caller, response_id, past=past, take=take)
+        except BaseException as error:
+            seen.error = kind_of(error)
+            self._observer.ended(seen)
+            raise
+        finally:
+            _run.reset(token)
+        task = asyncio.create_task(self._end(run, seen))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return run
+
+    async def _end(self, run: Run, seen: RunSeen) -> None:
+        try:
+            seen.response = await run.wait()
+            seen.error = _trouble_of(seen.response)
+        except Exception as error:  # whoever asked for the run is told of it
+            seen.error = kind_of(error)
+        finally:
+            self._observer.ended(seen)
+
+    async def drain(self, grace_seconds: float) -> None:
+        await self._runs.drain(grace_seconds)
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+
+def _trouble_of(response: Response) -> str:
+    if response.error is not None:
+        return response.error.code
+    return response.status if response.status in ("failed", "cancelled") else ""
+
+
+# --- model turns --------------------------------------------------------------------------------------
+
+
+class ObservedModels:
+    """`Models`, of which every turn is seen."""
+
+    def __init__(self, models: Models, observer: Observer) -> None:
+        self._models = models
+        self._observer = observer
+        self._observed: dict[ModelBackend, ModelBackend] = {}
+        self.cards = models.cards
+        self.close = models.close
+
+    def backend(self, model: str) -> ModelBackend:
+        backend = self._models.backend(model)
+        observed = self._observed.get(backend)
+        if observed is None:
+            observed = self._observed[backend] = _ObservedBackend(backend, self._observer)
+        return observed
+
+
+class _ObservedBackend:
+    def __init__(self, backend: ModelBackend, observer: Observer) -> None:
+        self._backend = backend
+        self._observer = observer
+        self.check = backend.check
+        self.count = backend.count
+        self.profile = backend.profile
+        self.close = backend.close
+
+    async def stream(
+        self, request: ModelRequest, take: Take | None = None
+    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+        seen = TurnSeen(request=request, run=_run.get(), server=self._backend.profile(request.model).server)
+        if self._observer.records_content:
+            seen.pieces = []
+        self._observer.began(seen)
+        batches = self._backend.stream(seen.request, None if take is None else seen.noting(take))
+        try:
+            async with aclosing(batches):
+                async for batch in batches:
+                    seen.note(batch)
+                    yield batch
+        except BaseException as error:
+            if seen.end is None:
+                seen.error = kind_of(error)
+            raise
+        finally:
+            self._observer.ended(seen)
+            if seen.run is not None:
+                seen.run.turns += 1
+                seen.run.writing += seen.took - seen.first if seen.first else 0
+
+
+# --- tool calls ---------------------------------------------------------------------------------------
+
+
+class ObservedTool:
+    """A `HostedTool`, of which every call that it runs is seen."""
+
+    def __init__(self, tool: HostedTool, observer: Observer) -> None:
+        self._tool = tool
+        self._observer = observer
+        self.types = tool.types
+        self.item_types = tool.item_types
+        self.finds_files = tool.finds_files
+        self.echo = tool.echo
+        self.recall = tool.recall
+        self.remember = tool.remember
+
+    async def offer(
+        self, spec: ToolSpec, caller: Caller, past: Sequence[Segment], beside: Sequence[OfferedTool] = ()
+    ) -> OfferedTool | None:
+        # Tools know each other by what they are, not by what is put around them.
+        bare = [other.bare if isinstance(other, _ObservedOffer) else other for other in beside]
+        offered = await self._tool.offer(spec, caller, past, bare)
+        return None if offered is None else _ObservedOffer(offered, self._observer)
+
+
+class _ObservedOffer:
+    def __init__(self, offered: OfferedTool, observer: Observer) -> None:
+        self.bare = offered
+        self._observer = observer
+
+    @property
+    def function(self) -> FunctionSpec:
+        return self.bare.function
+
+    def begin(self, context: CallContext) -> CallSession:
+        return _ObservedSession(self.bare.begin(context), self._observer, self.function.name, context.call_id)
+
+    async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
+        return await self.bare.find_files(paths)
+
+    def close(self) -> None:
+        self.bare.close()
+
+
+class _ObservedSession:
+    def __init__(self, session: CallSession, observer: Observer, name: str, call_id: str) -> None:
+        self._session = session
+        self._observer = observer
+        self._name = name
+        self._call_id = call_id
+        self.open = session.open
+        self.feed = session.feed
+        self.abort = session.abort
+
+    async def run(self) -> AsyncGenerator[ToolStep]:
+        seen = CallSeen(name=self._name, call_id=self._call_id, run=_run.get())
+        self._observer.began(seen)
+        steps = self._session.run()
+        ended = False
+        try:
+            async with aclosing(steps):
+                while (step := await _next(steps, lambda phase: self._tell_phase(phase, seen))) is not None:
+                    if isinstance(step, ToolResult):
+                        ended = True
+                        _tell(seen, step)
+                    yield step
+        except BaseException as error:
+            if not ended:
+                seen.error = kind_of(error)
+            raise
+        finally:
+            self._observer.ended(seen)
+            if seen.run is not None:
+                seen.run.calls += 1
+
+    def _tell_phase(self, phase: Phase, call: CallSeen) -> None:
+        error = "cancelled" if phase.error in _CANCELLED else phase.error
+        seen = PhaseSeen(phase=phase, call=call, began_at=phase.began_at, took=phase.took, error=error)
+        self._observer.began(seen)
+        self._observer.ended(seen)
+
+
+def _tell(seen: CallSeen, result: ToolResult) -> None:
+    seen.error = "failed" if getattr(result.item, "status", "") == "failed" else ""
+    seen.arguments = result.exchange.arguments
+    seen.output = "".join([result.exchange.output, *(each.exchange.output for each in result.further)])
+
+
+async def _next(steps: AsyncGenerator[ToolStep], listener: Callable[[Phase], None]) -> ToolStep | None:
+    """The next step, with somebody listening while it is made, and only then: what a generator sets stays set for
+    whoever takes from it.
+    """
+    with heard_by(listener):
+        return await anext(steps, None)

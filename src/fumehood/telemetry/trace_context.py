@@ -1,0 +1,149 @@
+"""Whose trace a request is part of, and how a model server is told; imports OpenTelemetry's API, `serving`, `protocol`.
+
+As W3C Trace Context has it. A header that is malformed, too long or there twice is as good as none; what a request said
+is nobody's business but the trace's, so it is not refused for that, and the log says nothing of it.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
+
+import msgspec
+from opentelemetry.context import Context
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    TraceFlags,
+    TraceState,
+    format_span_id,
+    format_trace_id,
+    set_span_in_context,
+)
+
+from fumehood.protocol.models import ModelRequest, TraceContext
+from fumehood.protocol.responses import CreateResponse
+from fumehood.serving.exchange import Application, Receive, Scope, Send
+
+PROPAGATORS = "OTEL_PROPAGATORS"
+_USUAL = "tracecontext,baggage"
+
+_LONGEST = 512  # characters of either header
+_MOST_MEMBERS = 32
+_PARENT = re.compile(
+    r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
+)
+_MEMBER = re.compile(
+    r"([a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
+    r"=([ !-+\--<>-~]{0,255}[!-+\--<>-~])"
+)
+_KNOWN_FLAGS = TraceFlags.SAMPLED | TraceFlags.RANDOM_TRACE_ID
+
+_NOBODYS = Context()
+_callers: ContextVar[Context] = ContextVar("fumehood_callers_trace", default=_NOBODYS)
+
+
+class _Metadata(msgspec.Struct):
+    """What clients write into a message, where a WebSocket leaves no place for headers."""
+
+    ws_request_header_traceparent: str = ""
+    ws_request_header_tracestate: str = ""
+
+
+_metadata = msgspec.json.Decoder(_Metadata | None)
+
+
+def callers_trace() -> Context:
+    """That of the request, or of the connection, that is being served; an empty one if it came with none."""
+    return _callers.get()
+
+
+class Propagation:
+    """Takes the trace of a caller, and tells a model's server of the turn's, unless the operator wants neither."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        wanted = environ.get(PROPAGATORS) or _USUAL
+        self._on = "tracecontext" in (name.strip() for name in wanted.split(","))
+
+    def at_the_edge(self, app: Application) -> Application:
+        """The application, with whatever it begins knowing the trace of its caller."""
+        return _Edge(app) if self._on else app
+
+    def parent_of(self, request: CreateResponse) -> Context:
+        """What the message itself says goes before what its connection does."""
+        return (_in_metadata(request.client_metadata) if self._on else None) or callers_trace()
+
+    def told(self, request: ModelRequest, span: Span) -> ModelRequest:
+        """The request of a turn, with the turn's span as the parent of whatever comes of it."""
+        context = span.get_span_context()
+        if not self._on or not context.is_valid:
+            return request
+        return msgspec.structs.replace(request, trace=_written(context))
+
+
+class _Edge:
+    def __init__(self, app: Application) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Also where there is none: a request may be served in what another has left.
+        _callers.set(_in_headers(scope["headers"]))
+        await self._app(scope, receive, send)
+
+
+def _in_headers(headers: Iterable[tuple[bytes, bytes]]) -> Context:
+    parents: list[str] = []
+    states: list[str] = []
+    for name, value in headers:
+        if name == b"traceparent":
+            parents.append(value.decode("latin-1"))
+        elif name == b"tracestate":
+            states.append(value.decode("latin-1"))
+    return (_read(parents[0], states) if len(parents) == 1 else None) or _NOBODYS
+
+
+def _in_metadata(written: msgspec.Raw) -> Context | None:
+    try:
+        told = _metadata.decode(written)
+    except (ValueError, RecursionError):
+        return None
+    return (
+        None
+        if told is None
+        else _read(told.ws_request_header_traceparent, [told.ws_request_header_tracestate])
+    )
+
+
+def _read(parent: str, states: Sequence[str]) -> Context | None:
+    found = None if len(parent) > _LONGEST else _PARENT.fullmatch(parent.strip(" \t"))
+    if found is None or (found[1] == "00" and found[5]):
+        return None
+    context = SpanContext(
+        int(found[2], 16),
+        int(found[3], 16),
+        is_remote=True,
+        trace_flags=TraceFlags(int(found[4], 16) & _KNOWN_FLAGS),
+        trace_state=TraceState(_members(states)),
+    )
+    return set_span_in_context(NonRecordingSpan(context), Context())
+
+
+def _members(states: Sequence[str]) -> list[tuple[str, str]]:
+    """Of all headers together; none if one of them is malformed or there twice, or if they are too many."""
+    written = ",".join(states)
+    if len(written) > _LONGEST:
+        return []
+    members: dict[str, str] = {}
+    for member in written.split(","):
+        if not (member := member.strip(" \t")):
+            continue
+        found = _MEMBER.fullmatch(member)
+        if found is None or found[1] in members:
+            return []
+        members[found[1]] = found[2]
+    return list(members.items()) if len(members) <= _MOST_MEMBERS else []
+
+
+def _written(context: SpanContext) -> TraceContext:
+    ids = f"{format_trace_id(context.trace_id)}-{format_span_id(context.span_id)}"
+    return TraceContext(f"00-{ids}-{context.trace_flags:02x}", context.trace_state.to_header())

@@ -1,0 +1,253 @@
+"""What is recorded of what was said, in every profile, whole or cut; imports `telemetry`, `parts` and hypothesis."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import jsonschema_rs
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Raw
+
+from fumehood.parts.schemas import published
+from fumehood.parts.validate import validate
+from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.items import CodeInterpreterCall, Logs
+from fumehood.protocol.models import (
+    AnyModelEvent,
+    CallArguments,
+    CallStarted,
+    ItemPassed,
+    ModelRequest,
+    Text,
+    Thought,
+    TurnEnded,
+)
+from fumehood.protocol.responses import CreateResponse, IncompleteDetails, Response
+from fumehood.protocol.tools import FunctionSpec, ToolSpec
+from fumehood.telemetry.contents import (
+    DEFINITIONS,
+    INPUT,
+    INSTRUCTIONS,
+    OUTPUT,
+    PROFILES,
+    Contents,
+    ProfileName,
+)
+from fumehood.telemetry.seen import CallSeen, RunSeen, Seen, TurnSeen
+
+OTEL = Path(__file__).parents[3] / "shared" / "reference" / "otel"
+NAMES: list[ProfileName] = [*get_args(ProfileName.__value__)]
+CALL = CodeInterpreterCall(
+    id="ci_1", status="completed", code="print(1)", container_id="cntr_1", outputs=[Logs(logs="1\n")]
+)
+SECRETS: Any = {
+    "type": "code_interpreter",
+    "container": {
+        "type": "auto",
+        "network_policy": {
+            "type": "allowlist",
+            "allowed_domains": ["a.example"],
+            "domain_secrets": [{"domain": "a.example", "name": "KEY", "value": "a-secret"}],
+        },
+    },
+}
+
+
+def entry(item: dict[str, Any]) -> Entry:
+    return Entry(type=item["type"], id=None, turn=0, raw=msgspec.json.encode(item))
+
+
+def message(role: str, text: str) -> dict[str, Any]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+
+
+def run(**more: Any) -> RunSeen:
+    request = {"model": "m", "input": "Hi", "instructions": "Be brief.", "tools": [SECRETS]}
+    written = msgspec.json.encode(request | more)
+    response = Response(id="resp_1", created_at=1, model="m", status="completed", output=[CALL])
+    return RunSeen(request=msgspec.json.decode(written, type=CreateResponse), response=response)
+
+
+def turn(pieces: list[AnyModelEvent], *entries: Entry, **more: Any) -> TurnSeen:
+    function = FunctionSpec(name="f", description="What f does.", parameters=Raw(b'{"type": "object"}'))
+    request = ModelRequest(
+        model="m",
+        instructions="Be brief.",
+        segments=[Segment(tuple(entries))],
+        functions=[function],
+        others=[ToolSpec("web_search", None, b"{}")],
+        **more,
+    )
+    seen = TurnSeen(request=request, pieces=[])
+    seen.note(pieces)
+    return seen
+
+
+def told(seen: Seen, profile: ProfileName = "option2", **settings: Any) -> dict[str, Any]:
+    Contents(profile, in_events=True, **settings).ended(seen)
+    assert json.loads(json.dumps(seen.content)) == seen.content
+    return seen.content
+
+
+def without(word: str) -> Callable[[str], str]:
+    return lambda text: text.replace(word, "…")
+
+
+@cache
+def schema_of(view: str) -> jsonschema_rs.Validator:
+    return jsonschema_rs.validator_for(json.loads(published(view)))
+
+
+def check(content: dict[str, Any], profile: ProfileName) -> None:
+    """By our own schema of the view, and by OpenTelemetry's where it is at hand."""
+    schema = schema_of(PROFILES[profile].view)
+    for name, file in (
+        (INPUT, "gen-ai-input-messages.json"),
+        (OUTPUT, "gen-ai-output-messages.json"),
+        (DEFINITIONS, "gen-ai-tool-definitions.json"),
+        (INSTRUCTIONS, "gen-ai-system-instructions.json"),
+    ):
+        if name in (INPUT, OUTPUT):
+            assert validate(content[name]) == []
+            for part in (part for each in content[name] for part in each["parts"]):
+                schema.validate(part)
+        if (OTEL / file).exists() and name in content:
+            jsonschema_rs.validate(json.loads((OTEL / file).read_text()), content[name])
+
+
+@pytest.mark.parametrize("profile", NAMES)
+def test_what_is_recorded_of_a_run_is_valid_in_every_profile(profile: ProfileName) -> None:
+    content = told(run(), profile)
+    check(content, profile)
+    assert content[INPUT] == [{"role": "user", "parts": [{"type": "text", "content": "Hi"}]}]
+    assert content[INSTRUCTIONS] == [{"type": "text", "content": "Be brief."}]
+    assert content[DEFINITIONS] == [{"type": "code_interpreter", "name": "code_interpreter"}]
+    assert "a-secret" not in json.dumps(content)
+    kinds = [part["type"] for each in content[OUTPUT] for part in each["parts"]]
+    assert (
+        kinds
+        == {
+            "option1": ["tool_call", "tool_call_response"],
+            "option2": ["server_tool_call", "server_tool_call_response"],
+            "option3": ["server_tool"],
+            "option3-alt": ["server_tool_execution"],
+            "phoenix": ["tool_call", "tool_call_response"],
+        }[profile]
+    )
+    assert ("fumehood.source" in json.dumps(content[OUTPUT])) is (profile != "phoenix")
+
+
+def test_phoenix_finds_arguments_roles_and_reasons() -> None:
+    output = told(run(), "phoenix")[OUTPUT]
+    assert [(each["role"], each["finish_reason"]) for each in output] == [
+        ("assistant", "stop"),
+        ("tool", "stop"),
+    ]
+    assert output[0]["parts"][0]["arguments"] == {"code": "print(1)", "container_id": "cntr_1"}
+
+
+@pytest.mark.parametrize("profile", NAMES)
+def test_what_is_recorded_of_a_turn_is_what_the_model_was_asked_and_said(profile: ProfileName) -> None:
+    item: Any = msgspec.json.decode(msgspec.json.encode(CALL))
+    passed = ItemPassed(
+        Raw(msgspec.json.encode({"type": "web_search_call", "id": "ws", "status": "completed"}))
+    )
+    pieces: list[AnyModelEvent] = [
+        *(Thought("Let me "), Thought("see."), passed, Text("I "), Text("try.")),
+        *(CallStarted(0, "call_1", "code_interpreter"), CallStarted(1, "call_2", "f")),
+        *(CallArguments(0, '{"code": '), CallArguments(1, "not "), CallArguments(0, '"x"}')),
+        *(CallArguments(1, "JSON"), TurnEnded("calls")),
+    ]
+    content = told(turn(pieces, entry(message("user", "Hi")), entry(item)), profile)
+    check(content, profile)
+    assert [each["role"] for each in content[INPUT]][:2] == ["user", "assistant"]
+    parts = [part for each in content[OUTPUT] for part in each["parts"]]
+    assert parts[0] == {"type": "reasoning", "content": "Let me see."}
+    assert parts[-3] == {"type": "text", "content": "I try."}
+    assert (parts[-2]["id"], parts[-2]["tool_call"]) == ("call_1", {"type": "code_interpreter", "code": "x"})
+    assert (parts[-1]["id"], parts[-1]["tool_call"]) == (
+        "call_2",
+        {"type": "function", "arguments": "not JSON"},
+    )
+    assert {each["finish_reason"] for each in content[OUTPUT]} == {"tool_call"}
+    assert [each["name"] for each in content[DEFINITIONS]] == ["f", "web_search"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"status": "failed"}, "error"),
+        ({"incomplete_details": IncompleteDetails(reason="max_output_tokens")}, "length"),
+        ({"incomplete_details": IncompleteDetails(reason="content_filter")}, "content_filter"),
+    ],
+)
+def test_why_it_ended_is_told(changes: dict[str, Any], reason: str) -> None:
+    seen = run()
+    assert seen.response is not None
+    seen.response = msgspec.structs.replace(seen.response, **changes)
+    assert told(seen)[OUTPUT][0]["finish_reason"] == reason
+
+
+def test_a_call_is_recorded_as_the_model_wrote_and_read_it() -> None:
+    call = CallSeen(name="f", call_id="c", arguments='{"code": "x"}', output="long" * 10_000)
+    content = told(call, longest=10_000, redact=without("x"))
+    assert content["gen_ai.tool.call.arguments"] == '{"code": "…"}'
+    assert len(content["gen_ai.tool.call.result"]) <= 5_000
+    assert told(CallSeen(name="f", call_id="c")) == {}
+
+
+def test_everything_that_is_recorded_was_redacted() -> None:
+    pieces: list[AnyModelEvent] = [Text("A secret."), TurnEnded("stop")]
+    seen = turn(pieces, entry(message("user", "My secret.")))
+    seen.request = msgspec.structs.replace(seen.request, instructions="Keep the secret.")
+    content = told(seen, redact=without("secret"))
+    check(content, "option2")
+    assert "secret" not in json.dumps(content)
+    assert json.dumps(content, ensure_ascii=False).count("…") == 3
+    assert content[DEFINITIONS] == [
+        {"type": "function", "name": "f"},
+        {"type": "web_search", "name": "web_search"},
+    ]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["user", "assistant", "call", "f"]), st.integers(0, 3000)), max_size=60
+    ),
+    st.sampled_from(NAMES),
+    st.integers(10_000, 40_000),
+)
+def test_however_much_was_said_what_is_recorded_is_bounded_and_valid(
+    said: list[tuple[str, int]], profile: ProfileName, longest: int
+) -> None:
+    entries: list[Entry] = []
+    for number, (kind, size) in enumerate(said):
+        if kind == "call":
+            item = msgspec.structs.replace(CALL, id=f"ci_{number}", code="c" * size)
+            entries.append(entry(msgspec.json.decode(msgspec.json.encode(item))))
+        elif kind == "f":
+            shared = {"call_id": f"call_{number}"}
+            entries += [
+                entry({"type": "function_call", "name": "f", "arguments": "{}", **shared}),
+                entry({"type": "function_call_output", "output": "o" * size, **shared}),
+            ]
+        else:
+            entries.append(entry(message(kind, "ü" * size)))
+    pieces: list[AnyModelEvent] = [Text("x" * 30_000), TurnEnded("stop")]
+    content = told(turn(pieces, *entries), profile, longest=longest)
+    check(content, profile)
+    assert len(json.dumps(content)) <= longest
+    kept = sum(len(each["parts"]) for each in content[INPUT])
+    assert kept or not entries
+
+
+def test_nothing_is_looked_at_for_a_span_that_is_not_recorded() -> None:
+    seen = run()
+    Contents().ended(seen)
+    assert seen.content == {}

@@ -1,0 +1,183 @@
+"""Metrics of runs, turns, calls and phases, as they are exported; imports `telemetry`, the SDK and the support."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.metrics.export import AggregationTemporality, Histogram, HistogramDataPoint, Metric
+
+from fumehood.phases import Phase
+from fumehood.protocol.models import ModelRequest, TurnEnded
+from fumehood.protocol.responses import Usage
+from fumehood.telemetry.metrics import OTHER, Metrics, ModelNames
+from fumehood.telemetry.points import Distributions
+from fumehood.telemetry.providers import provider_of
+from fumehood.telemetry.seen import CallSeen, Observer, PhaseSeen, TurnSeen
+from fumehood.testing import says
+from tests.telemetry.test_observing import observed
+
+CUMULATIVE, DELTA = AggregationTemporality.CUMULATIVE, AggregationTemporality.DELTA
+
+
+def points(metrics: Metrics, name: str) -> list[HistogramDataPoint]:
+    (metric,) = [each.read(CUMULATIVE) for each in metrics.instruments if each.name == name]
+    return [] if metric is None else list(_points(metric))
+
+
+def _points(metric: Metric | None) -> Sequence[HistogramDataPoint]:
+    assert metric is not None
+    assert isinstance(metric.data, Histogram)
+    return metric.data.data_points
+
+
+def numbers(metrics: Metrics, name: str) -> list[tuple[dict[str, Any], int, float]]:
+    return [(dict(each.attributes or {}), each.count, each.sum) for each in points(metrics, name)]
+
+
+CHAT = {
+    "gen_ai.operation.name": "chat",
+    "gen_ai.provider.name": "fumehood",
+    "gen_ai.request.model": "scripted",
+}
+RUN = {
+    "gen_ai.operation.name": "invoke_agent",
+    "gen_ai.provider.name": "fumehood",
+    "gen_ai.request.model": "scripted",
+    "gen_ai.response.model": "scripted",
+}
+
+
+async def test_a_streamed_run_with_a_call_is_counted_by_the_conventions() -> None:
+    metrics = Metrics(ModelNames())
+    assert await observed(Observer([metrics])) == "completed"
+    assert numbers(metrics, "gen_ai.client.token.usage") == [
+        (CHAT | {"gen_ai.token.type": "input"}, 2, 20),
+        (CHAT | {"gen_ai.token.type": "output"}, 2, 6),
+    ]
+    counted = {
+        each.name: [(dict(point.attributes or {}), point.count) for point in points(metrics, each.name)]
+        for each in metrics.instruments
+        if each.name != "gen_ai.client.token.usage"
+    }
+    pieces = counted.pop("gen_ai.client.operation.time_per_output_chunk")
+    assert counted == {
+        "gen_ai.client.operation.duration": [(CHAT, 2)],
+        "gen_ai.client.operation.time_to_first_chunk": [(CHAT, 2)],
+        "gen_ai.server.request.duration": [(RUN, 1)],
+        "gen_ai.server.time_to_first_token": [(RUN, 1)],
+        "gen_ai.server.time_per_output_token": [(RUN, 1)],
+        "gen_ai.invoke_agent.duration": [({"gen_ai.request.model": "scripted"}, 1)],
+        "gen_ai.invoke_agent.inference_calls": [({}, 1)],
+        "gen_ai.invoke_agent.tool_calls": [({}, 1)],
+        "gen_ai.execute_tool.duration": [({"gen_ai.tool.name": "echo", "gen_ai.tool.type": "extension"}, 1)],
+        "fumehood.sandbox.phase.duration": [],
+    }
+    assert [labels for labels, _ in pieces] == [CHAT]
+    (turns,) = points(metrics, "gen_ai.invoke_agent.inference_calls")
+    (calls,) = points(metrics, "gen_ai.invoke_agent.tool_calls")
+    assert (turns.sum, calls.sum) == (2, 1)
+
+
+async def test_what_is_not_streamed_has_no_first_pieces() -> None:
+    metrics = Metrics(ModelNames())
+    await observed(Observer([metrics]), stream=False)
+    found = {each.name for each in metrics.instruments if points(metrics, each.name)}
+    assert not found & {
+        "gen_ai.client.operation.time_to_first_chunk",
+        "gen_ai.client.operation.time_per_output_chunk",
+        "gen_ai.server.time_to_first_token",
+    }
+    assert "gen_ai.client.operation.duration" in found
+
+
+def turn(model: str = "m", *, error: str = "", **more: Any) -> TurnSeen:
+    seen = TurnSeen(request=ModelRequest(model=model), error=error, **more)
+    if not error:
+        seen.note(says("x"))
+        seen.note([TurnEnded("stop", Usage(input_tokens=1, output_tokens=2))])
+    seen.took = seen.so_far()
+    return seen
+
+
+def test_errors_and_servers_are_told() -> None:
+    metrics = Metrics(ModelNames(["m"]))
+    metrics.ended(turn(error="server_error", server=("api.openai.com", 443)))
+    ((labels, count, _),) = numbers(metrics, "gen_ai.client.operation.duration")
+    assert (labels, count) == (
+        {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": "openai",
+            "gen_ai.request.model": "m",
+            "server.address": "api.openai.com",
+            "server.port": 443,
+            "error.type": "server_error",
+        },
+        1,
+    )
+    assert points(metrics, "gen_ai.client.token.usage") == []
+
+
+@pytest.mark.parametrize("error", ["", "model_not_found"])
+def test_names_that_callers_invent_do_not_grow_the_metrics(error: str) -> None:
+    metrics = Metrics(ModelNames(["known"]))
+    for number in range(300):
+        metrics.ended(turn(f"invented-{number}", error=error))
+    metrics.ended(turn("known", error=error))
+    models = {
+        labels["gen_ai.request.model"]: count
+        for labels, count, _ in numbers(metrics, "gen_ai.client.operation.duration")
+    }
+    assert models["known"] == 1
+    assert models[OTHER] == (300 if error else 200)
+    assert len(models) == (2 if error else 102)
+
+
+def test_an_instrument_has_a_bound_of_its_own() -> None:
+    instrument = Distributions("x", "s", "", (1,))
+    for number in range(3000):
+        instrument.of((("label", number),)).add(1)
+    found = _points(instrument.read(CUMULATIVE))
+    assert len(found) == 2001
+    assert found[-1].attributes == {"otel.metric.overflow": True}
+    assert found[-1].count == 1000
+
+
+def test_deltas_and_sums() -> None:
+    instrument = Distributions("x", "s", "", (1, 2))
+    for temporality, expected in ((CUMULATIVE, [1, 2]), (DELTA, [1, 1])):
+        instrument = Distributions("x", "s", "", (1, 2))
+        instrument.of(()).add(1.5)
+        first = _points(instrument.read(temporality))[0]
+        instrument.of(()).add(5)
+        second = _points(instrument.read(temporality))[0]
+        assert [first.count, second.count] == expected
+        assert (first.bucket_counts, second.bucket_counts[2]) == ([0, 1, 0], 1)
+        assert (first.start_time_unix_nano == second.start_time_unix_nano) is (temporality is CUMULATIVE)
+    assert instrument.read(DELTA) is None
+
+
+def test_phases_and_starts_are_counted() -> None:
+    metrics = Metrics(ModelNames())
+    call = CallSeen(name="code_interpreter", call_id="c")
+    acquired, broken = Phase("acquire", None), Phase("run", None)
+    acquired.note("start", "warm")
+    metrics.ended(PhaseSeen(phase=acquired, call=call, took=1_000_000))
+    metrics.ended(PhaseSeen(phase=broken, call=call, took=2_000_000, error="cancelled"))
+    assert numbers(metrics, "fumehood.sandbox.phase.duration") == [
+        ({"fumehood.sandbox.phase": "acquire"}, 1, 0.001),
+        ({"fumehood.sandbox.phase": "run", "error.type": "cancelled"}, 1, 0.002),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("host", "provider"),
+    [
+        ("API.openai.com", "openai"),
+        ("mine.openai.azure.com", "azure.ai.openai"),
+        ("openai.com.example", "fumehood"),
+        ("127.0.0.1", "fumehood"),
+    ],
+)
+def test_vendors_are_known_by_their_servers(host: str, provider: str) -> None:
+    assert provider_of((host, 443)) == provider
+    assert provider_of(None) == "fumehood"

@@ -1,0 +1,134 @@
+"""What an observer is told of runs, turns and calls; imports the engine, its doubles and `telemetry`."""
+
+from array import array
+from itertools import accumulate
+from typing import Any, override
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fumehood.engine.runs import EngineRuns
+from fumehood.figures import Distribution
+from fumehood.interfaces import Caller
+from fumehood.protocol.models import AnyModelEvent, ModelRequest
+from fumehood.protocol.responses import CreateResponse
+from fumehood.telemetry.observing import ObservedModels, ObservedRuns, ObservedTool
+from fumehood.telemetry.seen import BOUNDS, CallSeen, Listener, Observer, RunSeen, Seen, TurnSeen
+from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModels, calls, says
+from tests.support.engines import ECHO, tokens
+from tests.support.tools import Echo
+
+
+class Notes(Listener):
+    def __init__(self) -> None:
+        self.begun: list[Seen] = []
+        self.over: list[Seen] = []
+
+    @override
+    def began(self, seen: Seen) -> None:
+        self.begun.append(seen)
+
+    @override
+    def ended(self, seen: Seen) -> None:
+        self.over.append(seen)
+
+
+class Broken(Listener):
+    @override
+    def began(self, seen: Seen) -> None:
+        raise RuntimeError("with a secret")
+
+    @override
+    def ended(self, seen: Seen) -> None:
+        raise RuntimeError("with a secret")
+
+
+async def observed(observer: Observer, **body: Any) -> str:
+    """The status of a response with a call and an answer."""
+    clock = FakeClock()
+    model = ScriptedModel([*calls("echo", {"text": "x"})], says("Done"), usage=tokens(3))
+    runs = ObservedRuns(
+        EngineRuns(
+            ObservedModels(ScriptedModels(model), observer),
+            [ObservedTool(Echo(), observer)],
+            MemoryStore(clock),
+            clock,
+            sealer=PlainSealer(),
+        ),
+        observer,
+    )
+    written = msgspec.json.encode(
+        {"model": "scripted", "input": "Hi", "stream": True, "tools": [ECHO]} | body
+    )
+    run = await runs.start(msgspec.json.decode(written, type=CreateResponse), Caller())
+    async for _ in run.subscribe():
+        pass
+    response = await run.wait()
+    await runs.drain(0)
+    return response.status
+
+
+async def test_everything_is_told_when_it_begins_and_when_it_has_ended() -> None:
+    notes = Notes()
+    assert await observed(Observer([notes])) == "completed"
+    assert [type(seen) for seen in notes.begun] == [RunSeen, TurnSeen, CallSeen, TurnSeen]
+    assert [type(seen) for seen in notes.over] == [TurnSeen, CallSeen, TurnSeen, RunSeen]
+    run = notes.begun[0]
+    assert isinstance(run, RunSeen)
+    assert run.response is not None
+    assert (run.turns, run.calls) == (2, 1)
+    first, second = _turns(notes)
+    assert first.first < run.first < run.took
+    assert run.writing == first.took - first.first + second.took - second.first
+    for turn in _turns(notes):
+        assert turn.run is run
+        assert 0 < turn.first < turn.took <= run.took
+        assert turn.end is not None
+        assert turn.pieces is None
+    assert all(not seen.error for seen in notes.over)
+
+
+async def test_what_models_say_is_kept_only_where_content_is_recorded() -> None:
+    notes = Notes()
+    await observed(Observer([notes], records_content=True))
+    said = [seen.pieces for seen in notes.over if isinstance(seen, TurnSeen)]
+    assert all(pieces and pieces[-1] == turn.end for pieces, turn in zip(said, _turns(notes), strict=True))
+
+
+def _turns(notes: Notes) -> list[TurnSeen]:
+    return [seen for seen in notes.over if isinstance(seen, TurnSeen)]
+
+
+async def test_a_listener_that_breaks_is_nobodys_trouble(caplog: pytest.LogCaptureFixture) -> None:
+    notes = Notes()
+    assert await observed(Observer([Broken(), notes])) == "completed"
+    assert len(notes.over) == 4
+    said = [record.getMessage() for record in caplog.records if record.name == "fumehood.telemetry.seen"]
+    assert len(said) == 8
+    assert all("RuntimeError at " in line and "secret" not in line for line in said)
+
+
+@pytest.mark.parametrize("pieces", [None, []])
+def test_pauses_between_pieces_are_counted(pieces: list[AnyModelEvent] | None) -> None:
+    turn = TurnSeen(request=ModelRequest(model="m"), pieces=pieces)
+    take = turn.noting(lambda events: events == [*says("x")])
+    turn.note(())
+    turn.note(says("x"))
+    assert take([*says("x")])
+    assert not take([*says("y")])
+    assert take([*says("x")])
+    assert len(turn.moments) == 3
+    assert (turn.gaps().number, turn.gaps().total > 0, turn.first > 0) == (2, True, True)
+    assert pieces is None or pieces == [*says("x")] * 3
+
+
+@given(st.lists(st.integers(0, 100_000_000_000)))
+def test_pauses_are_counted_as_one_by_one(pauses: list[int]) -> None:
+    turn = TurnSeen(request=ModelRequest(model="m"), moments=array("q", accumulate(pauses, initial=0)))
+    expected = Distribution(BOUNDS)
+    for pause in pauses:
+        expected.add(pause / 1e9)
+    assert turn.gaps().numbers == expected.numbers
+    assert turn.gaps().total == pytest.approx(expected.total)

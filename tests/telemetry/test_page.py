@@ -1,0 +1,46 @@
+"""docs/telemetry.md names every metric, event and span that is sent, and no other; imports `telemetry` and the SDK."""
+
+import re
+from pathlib import Path
+
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from fumehood.figures import Figures
+from fumehood.telemetry import events
+from fumehood.telemetry.contents import PROFILES
+from fumehood.telemetry.metrics import Metrics, ModelNames
+
+TEXT = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text(encoding="utf-8")
+
+
+def table(title: str) -> set[str]:
+    section = re.split(r"^#{2,3} ", TEXT.partition(f"\n### {title}\n")[2], flags=re.MULTILINE)[0]
+    return set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
+
+
+def test_every_metric_is_on_the_page() -> None:
+    metrics, figures, reader = Metrics(ModelNames()), Figures(), InMemoryMetricReader()
+    metrics.observe(MeterProvider([reader], shutdown_on_exit=False).get_meter("test"), figures)
+    metrics.starts["warm"] += 1
+    figures.containers.calls["ok"] += 1
+    figures.containers.ended["idle"] += 1
+    data = reader.get_metrics_data()
+    assert data is not None
+    observed = {
+        metric.name
+        for resource in data.resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+    }
+    assert table("Metrics of the gateway") == observed | {each.name for each in metrics.instruments}
+
+
+def test_every_event_is_on_the_page() -> None:
+    sent = {events.DETAILS, events.EXCEPTION, events.TOOL_FAILED, events.SANDBOX_LOST}
+    assert table("Events of the gateway") == sent
+
+
+def test_every_profile_is_on_the_page() -> None:
+    (line,) = [line for line in TEXT.splitlines() if line.startswith("| `telemetry.profile` |")]
+    assert set(PROFILES) <= set(re.findall(r"`([\w-]+)`", line))

@@ -1,0 +1,407 @@
+"""Writes deploy/grafana/fumehood.json from the short list here; imports the standard library.
+
+Run `python -m tools.build_dashboard` after a change; tests compare what is committed.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE = Path(__file__).resolve().parent.parent / "deploy" / "grafana" / "fumehood.json"
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_WIDTH, _HEIGHT, _COLUMNS = 8, 8, 3
+_QUANTILES = (0.5, 0.95, 0.99)
+_MINE = 'instance=~"$instance"'
+_BADLY = 'status=~"out_of_memory|timeout|lost|install_failed"'
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One graph: `queries` are pairs of an expression and the legend of its lines."""
+
+    title: str
+    about: str
+    unit: str
+    queries: Sequence[tuple[str, str]]
+
+
+def rate(metric: str, *by: str, where: str = "") -> str:
+    """Of a counter, by the second."""
+    return _sum(f"rate({_chosen(metric, where)}[$__rate_interval])", by)
+
+
+def last_hour(metric: str, *by: str, where: str = "") -> str:
+    """By how much a counter has grown."""
+    return _sum(f"increase({_chosen(metric, where)}[1h])", by)
+
+
+def gauge(metric: str, *by: str) -> str:
+    return _sum(_chosen(metric), by)
+
+
+def _chosen(metric: str, where: str = "") -> str:
+    return f"{metric}{{{_MINE},{where}}}" if where else f"{metric}{{{_MINE}}}"
+
+
+def _sum(expression: str, by: Sequence[str]) -> str:
+    return f"sum by ({', '.join(by)}) ({expression})" if by else f"sum({expression})"
+
+
+def quantiles(
+    metric: str, *by: str, where: str = "", of: Sequence[float] = _QUANTILES
+) -> list[tuple[str, str]]:
+    """Of a histogram."""
+    legend = " ".join(f"{{{{{label}}}}}" for label in by)
+    inner = rate(f"{metric}_bucket", *by, "le", where=where)
+    return [(f"histogram_quantile({q}, {inner})", f"{legend} p{q * 100:g}".strip()) for q in of]
+
+
+ROWS: dict[str, list[Panel]] = {
+    "Requests": [
+        Panel(
+            "Requests",
+            "Answered, by route.",
+            "reqps",
+            [(rate("fumehood_requests_total", "route"), "{{route}}")],
+        ),
+        Panel(
+            "Errors",
+            "Answers that are no success. 5xx are faults of ours or of model servers; 0 is a client that left.",
+            "reqps",
+            [(rate("fumehood_requests_total", "status", where='status=~"0|4..|5.."'), "{{status}}")],
+        ),
+        Panel(
+            "Time of requests",
+            "To the end of the answer, without WebSockets.",
+            "s",
+            quantiles("fumehood_request_seconds", where='route!~".*websocket.*"'),
+        ),
+        Panel(
+            "Streams",
+            "Answers being streamed, and open WebSockets.",
+            "short",
+            [(gauge("fumehood_streams"), "streams"), (gauge("fumehood_websockets"), "WebSockets")],
+        ),
+        Panel(
+            "Refused",
+            "Beyond a limit, without a key, or left because they read nothing.",
+            "reqps",
+            [
+                (rate("fumehood_limited_total", "limit"), "limit {{limit}}"),
+                (rate("fumehood_not_allowed_total", "reason"), "not allowed: {{reason}}"),
+                (rate("fumehood_readers_cut_total", "reason"), "reader {{reason}}"),
+            ],
+        ),
+        Panel(
+            "Responses",
+            "Ended, by status; and conversations made short.",
+            "ops",
+            [
+                (rate("fumehood_responses_total", "status"), "{{status}}"),
+                (rate("fumehood_compactions_total", "kind"), "compaction, {{kind}}"),
+            ],
+        ),
+    ],
+    "Models": [
+        Panel(
+            "Turns",
+            "By outcome, and how many run.",
+            "ops",
+            [
+                (rate("fumehood_turns_total", "model", "outcome"), "{{model}} {{outcome}}"),
+                (gauge("fumehood_turns_running", "model"), "{{model}} running now"),
+            ],
+        ),
+        Panel(
+            "First piece",
+            "From asking for a turn until something comes, retries included.",
+            "s",
+            quantiles("fumehood_turn_first_piece_seconds", "model", of=(0.5, 0.95)),
+        ),
+        Panel(
+            "Time of turns", "To their end.", "s", quantiles("fumehood_turn_seconds", "model", of=(0.5, 0.95))
+        ),
+        Panel(
+            "Tokens",
+            "That models read and wrote.",
+            "short",
+            [(rate("fumehood_tokens_total", "direction"), "{{direction}}/s")],
+        ),
+        Panel(
+            "Events",
+            "Streamed to clients.",
+            "short",
+            [(rate("fumehood_events_total"), "events/s")],
+        ),
+        Panel(
+            "Errors of model servers",
+            "By kind, also those that a retry made good.",
+            "ops",
+            [
+                (rate("fumehood_model_errors_total", "model", "kind"), "{{model}} {{kind}}"),
+                (rate("fumehood_turn_retries_total", "model"), "{{model}} retries"),
+            ],
+        ),
+    ],
+    "Tools and containers": [
+        Panel(
+            "Calls of tools",
+            "In responses that ended.",
+            "ops",
+            [(rate("fumehood_tool_calls_total", "type", "status"), "{{type}} {{status}}")],
+        ),
+        Panel(
+            "Ends of code",
+            "Of calls in containers: time-outs, lack of memory, losses.",
+            "ops",
+            [
+                (rate("fumehood_container_calls_total", "end"), "{{end}}"),
+                (gauge("fumehood_container_calls_running"), "running now"),
+            ],
+        ),
+        Panel(
+            "Phases of calls",
+            "Until a sandbox is had, of the code, of its files.",
+            "s",
+            quantiles("fumehood_container_phase_seconds", "phase", of=(0.5, 0.95)),
+        ),
+        Panel("Containers", "That run.", "short", [(gauge("fumehood_containers"), "containers")]),
+        Panel(
+            "Containers begin and end",
+            "And those that could not begin.",
+            "ops",
+            [
+                (rate("fumehood_containers_begun_total"), "begun"),
+                (rate("fumehood_containers_ended_total", "end"), "{{end}}"),
+                (rate("fumehood_containers_refused_total"), "refused"),
+                (rate("fumehood_containers_trimmed_total"), "files let go of"),
+            ],
+        ),
+        Panel(
+            "Sandboxes had by containers",
+            "Warm or cold.",
+            "ops",
+            [(rate("fumehood_container_starts_total", "start"), "{{start}}")],
+        ),
+    ],
+    "Sandboxes": [
+        Panel(
+            "Sandboxes",
+            "That exist, wait for a caller, may exist; and callers that wait for one.",
+            "short",
+            [
+                (gauge("fumehood_sandbox_live"), "live"),
+                (gauge("fumehood_sandbox_parked"), "parked"),
+                (gauge("fumehood_sandbox_pool_size"), "to be parked"),
+                (gauge("fumehood_sandbox_capacity"), "capacity"),
+                (gauge("fumehood_sandbox_waiting"), "callers waiting"),
+                (gauge("fumehood_sandbox_running"), "executions running"),
+            ],
+        ),
+        Panel(
+            "Warm and cold starts",
+            "Many cold ones: the pool is too small.",
+            "ops",
+            [(rate("fumehood_sandbox_starts_total", "kind"), "{{kind}}")],
+        ),
+        Panel(
+            "Time to get one",
+            "By how it was made.",
+            "s",
+            quantiles(
+                "fumehood_sandbox_phase_seconds", "phase", where='phase=~"create_.*|install"', of=(0.5, 0.95)
+            ),
+        ),
+        Panel(
+            "Executions",
+            "By end; the state is lost where the sandbox had to be killed, or died.",
+            "ops",
+            [(rate("fumehood_sandbox_executions_total", "status", "state"), "{{status}}, state {{state}}")],
+        ),
+        Panel(
+            "Out of memory, time-outs, losses",
+            "In the last hour.",
+            "short",
+            [
+                (last_hour("fumehood_sandbox_executions_total", "status", where=_BADLY), "{{status}}"),
+                (last_hour("fumehood_sandbox_lost_total"), "sandboxes lost"),
+            ],
+        ),
+        Panel(
+            "Time of executions",
+            "Of the code, and until its first output.",
+            "s",
+            quantiles(
+                "fumehood_sandbox_phase_seconds",
+                "phase",
+                where='phase=~"execute|first_output"',
+                of=(0.5, 0.95),
+            ),
+        ),
+        Panel(
+            "Pool and zygotes",
+            "Refills, and what goes wrong.",
+            "ops",
+            [
+                (rate("fumehood_sandbox_pool_refills_total"), "refills"),
+                (rate("fumehood_sandbox_pool_failures_total"), "failures"),
+                (rate("fumehood_sandbox_zygote_restarts_total"), "zygotes restarted"),
+                (rate("fumehood_sandbox_refusals_total", "code"), "refused: {{code}}"),
+            ],
+        ),
+        Panel(
+            "Memory of sandboxes",
+            "With what they were forked from.",
+            "bytes",
+            [(gauge("fumehood_sandbox_memory_bytes", "instance"), "{{instance}}")],
+        ),
+        Panel(
+            "Network and packages",
+            "Requests of code to the network, and installs.",
+            "ops",
+            [
+                (rate("fumehood_sandbox_egress_requests_total", "verdict"), "request {{verdict}}"),
+                (rate("fumehood_sandbox_installs_total", "outcome"), "package {{outcome}}"),
+            ],
+        ),
+    ],
+    "Files, disk and process": [
+        Panel(
+            "Files",
+            "Up- and downloads, and what goes in and out of sandboxes.",
+            "Bps",
+            [
+                (rate("fumehood_file_bytes_total", "direction"), "gateway {{direction}}"),
+                (rate("fumehood_sandbox_file_bytes_total", "direction"), "sandboxes {{direction}}"),
+            ],
+        ),
+        Panel("Uploads", "Files.", "ops", [(rate("fumehood_uploads_total"), "uploads")]),
+        Panel(
+            "Disk left",
+            "Where the database and the blobs are.",
+            "percentunit",
+            [
+                (
+                    f"{_chosen('fumehood_disk_free_bytes')} / {_chosen('fumehood_disk_size_bytes')}",
+                    "{{instance}} {{place}}",
+                )
+            ],
+        ),
+        Panel(
+            "Writes to the database",
+            "Until they are on the disk.",
+            "s",
+            quantiles("fumehood_store_write_seconds"),
+        ),
+        Panel(
+            "Writes that share one",
+            "Grows with load.",
+            "short",
+            quantiles("fumehood_store_group_size", of=(0.5, 0.95)),
+        ),
+        Panel(
+            "Event loop",
+            "How late it is; and whether the sandbox server answers (1).",
+            "s",
+            [
+                *quantiles("fumehood_loop_lag_seconds", "instance", of=(0.5, 0.99)),
+                (_chosen("fumehood_sandboxd_up"), "{{instance}} sandbox server up"),
+            ],
+        ),
+    ],
+}
+
+
+def dashboard() -> dict[str, object]:
+    panels: list[dict[str, object]] = []
+    top = 0
+    for title, row in ROWS.items():
+        panels.append(
+            {
+                "id": len(panels) + 1,
+                "type": "row",
+                "title": title,
+                "collapsed": False,
+                "gridPos": {"h": 1, "w": 24, "x": 0, "y": top},
+                "panels": [],
+            }
+        )
+        top += 1
+        for number, panel in enumerate(row):
+            column, line = number % _COLUMNS, number // _COLUMNS
+            panels.append(_graph(panel, len(panels) + 1, column * _WIDTH, top + line * _HEIGHT))
+        top += -(-len(row) // _COLUMNS) * _HEIGHT
+    return {
+        "title": "Fumehood",
+        "uid": "fumehood",
+        "description": "docs/metrics.md says what the figures mean.",
+        "tags": ["fumehood"],
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": True,
+        "graphTooltip": 1,
+        "timezone": "browser",
+        "refresh": "30s",
+        "time": {"from": "now-3h", "to": "now"},
+        "annotations": {"list": []},
+        "templating": {"list": [_datasource(), _instances()]},
+        "panels": panels,
+    }
+
+
+def _graph(panel: Panel, number: int, x: int, y: int) -> dict[str, object]:
+    return {
+        "id": number,
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.about,
+        "datasource": _SOURCE,
+        "gridPos": {"h": _HEIGHT, "w": _WIDTH, "x": x, "y": y},
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "options": {
+            "legend": {"displayMode": "list", "placement": "bottom"},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        },
+        "targets": [
+            {"refId": chr(ord("A") + place), "datasource": _SOURCE, "expr": expr, "legendFormat": legend}
+            for place, (expr, legend) in enumerate(panel.queries)
+        ],
+    }
+
+
+def _datasource() -> dict[str, object]:
+    return {
+        "name": "datasource",
+        "label": "Prometheus",
+        "type": "datasource",
+        "query": "prometheus",
+        "refresh": 1,
+    }
+
+
+def _instances() -> dict[str, object]:
+    """Gateways, and sandbox servers that are scraped by themselves."""
+    query = 'label_values({__name__=~"fumehood_streams|fumehood_sandbox_live"}, instance)'
+    return {
+        "name": "instance",
+        "label": "Instance",
+        "type": "query",
+        "datasource": _SOURCE,
+        "definition": query,
+        "query": {"query": query, "refId": "instances"},
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+        "sort": 1,
+    }
+
+
+def text() -> str:
+    return json.dumps(dashboard(), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text(), encoding="utf-8")
