@@ -12,7 +12,6 @@ import msgspec
 from fumehood.protocol.conversation import Entry, Segment, Stretch, pieces_of
 
 _MOST = 8  # of one segment or stretch
-_LARGEST = 1 << 20  # bytes of a stretch; what is larger is not worth a copy
 NOTHING = b""
 
 # The entries of a segment, after what the one before has left: what they are rendered to, and what is left of them.
@@ -29,7 +28,7 @@ def render_all(segments: Sequence[Segment], dialect: str, render: Render) -> tup
     for piece in pieces_of(segments):
         if isinstance(piece, Segment):
             rendered, left = _segment(piece, dialect, left, render)
-        elif piece.size <= _LARGEST:
+        elif piece.in_one:
             rendered, left = _stretch(piece, dialect, left, render)
         else:
             rendered = NOTHING
