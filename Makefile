@@ -109,7 +109,7 @@ bench: $(BENCH_STAMP) ## Run every benchmark
 bench-sandbox: $(BENCH_STAMP) ## Measure sandboxes (ARGS=--quick for half a minute)
 	@$(RUN) python -m benchmarks.sandbox $(ARGS)
 
-bench-gateway: $(STAMP) ## Measure the gateway (ARGS=--quick for a minute)
+bench-gateway: $(STAMP) ## Measure the gateway (ARGS=--quick for two minutes)
 	@$(RUN) python -m benchmarks.gateway $(ARGS)
 
 bench-check: $(BENCH_STAMP) ## Fail if ratios fell behind the best so far (ARGS=--update keeps better ones)

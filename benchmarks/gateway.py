@@ -1,7 +1,7 @@
 """The gateway against a bare relay, interleaved, before the same model server; imports benchmarks.harness.
 
     make bench-gateway                              everything, a few minutes
-    make bench-gateway ARGS=--quick                 less than a minute, as `make bench-check` runs it
+    make bench-gateway ARGS=--quick                 about two minutes, as `make bench-check` runs it
     make bench-gateway ARGS="--rows burst,paced"    only these
     make bench-gateway ARGS=--rehearse              the relay in both places, to try the benchmark itself
 
@@ -568,7 +568,7 @@ def chosen_groups(told: str, *, rehearse: bool) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the gateway against a bare relay.")
-    parser.add_argument("--quick", action="store_true", help="less than a minute instead of some minutes")
+    parser.add_argument("--quick", action="store_true", help="about two minutes instead of some minutes")
     parser.add_argument("--json", type=Path, help=f"where the result goes; default {RESULTS.name}")
     parser.add_argument("--rows", default="", metavar="NAMES", help=f"some of {','.join(GROUPS)}")
     parser.add_argument("--rehearse", action="store_true", help="the relay in the gateway's place")

@@ -6,6 +6,7 @@ Such cycles cost the search, and the memory of a request that nobody reuses whil
 import gc
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import cast
 
 from fumehood.engine.runs import EngineRuns
 from fumehood.models.registry import open_models
@@ -24,10 +25,10 @@ def collected_only() -> Generator[list[str]]:
     try:
         yield names
         gc.collect()
-        kinds = [type(found) for found in gc.garbage]
-        names += {
+        kinds = {cast("type[object]", type(found)) for found in gc.garbage}
+        names += [
             kind.__qualname__ for kind in kinds if kind.__module__.startswith(("fumehood.", "uvicorn."))
-        }
+        ]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

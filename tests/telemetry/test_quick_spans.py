@@ -1,7 +1,7 @@
 """Spans of ours against those of the SDK, which they are to equal; imports the SDK, its exporter and hypothesis."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, override
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,14 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, DEFAULT_ON, Sampler
+from opentelemetry.sdk.trace.sampling import (
+    ALWAYS_OFF,
+    DEFAULT_ON,
+    Decision,
+    Sampler,
+    SamplingResult,
+    StaticSampler,
+)
 from opentelemetry.trace import (
     NonRecordingSpan,
     Span,
@@ -131,3 +138,24 @@ def test_what_is_not_written_here_is_left_to_the_sdk(unusual: Callable[[Span], N
 @pytest.mark.parametrize("quick", [True, False])
 def test_what_is_not_sampled_is_not_recorded(quick: bool) -> None:
     assert made(quick, {}, Status(StatusCode.UNSET), Context(), ALWAYS_OFF) == ()
+
+
+def test_what_the_sampler_says_is_told() -> None:
+    class Saying(StaticSampler):
+        @override
+        def should_sample(self, *given: Any, **more: Any) -> SamplingResult:
+            return SamplingResult(Decision.RECORD_AND_SAMPLE, {"said": "yes"}, TraceState([("s", "1")]))
+
+    sampler = Saying(Decision.RECORD_AND_SAMPLE)
+    ours, theirs = (made(quick, {}, Status(StatusCode.UNSET), Context(), sampler) for quick in (True, False))
+    assert (ours[0].attributes or {})["said"] == "yes"
+    assert parsed(request_of(ours)) == encode_spans(theirs)
+
+
+def test_half_a_character_does_not_cost_the_batch() -> None:
+    spans = made(True, {"a": "\ud800"}, Status(StatusCode.UNSET), Context())
+    assert [each.value.string_value for each in _sent(spans)[0].attributes] == ["?"]
+
+
+def _sent(spans: Sequence[ReadableSpan]) -> Any:
+    return parsed(request_of(spans)).resource_spans[0].scope_spans[0].spans

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from time import time_ns
-from typing import Never, override
+from typing import Never, cast, override
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -68,9 +68,10 @@ class QuickTracer:
         )
         if not sampled.decision.is_recording():
             return NonRecordingSpan(own)
+        told = cast("Mapping[str, AttributeValue]", sampled.attributes)  # pyright: ignore[reportUnknownMemberType]
         return _QuickSpan(
             self._on_end,
-            dict(attributes or ()),
+            dict(told),
             name=name,
             context=own,
             parent=parent,
@@ -135,6 +136,9 @@ class _QuickSpan(Span, ReadableSpan):
 # --- sent -------------------------------------------------------------------------------------------------------
 
 
+_LARGEST = 64 << 20
+
+
 class QuickExporter(OTLPSpanExporter):
     """The SDK's exporter over OTLP/HTTP, which writes its requests itself."""
 
@@ -143,7 +147,10 @@ class QuickExporter(OTLPSpanExporter):
         client = getattr(self, "_client", None)  # its own affair: without it, its own way
         if client is None or self._shutdown:
             return super().export(spans)
-        sent = client.export(request_of(spans))
+        request = request_of(spans)
+        if len(request) > _LARGEST:
+            return super().export(spans)  # which knows what to do with it
+        sent = client.export(request)
         return SpanExportResult.SUCCESS if sent.success else SpanExportResult.FAILURE
 
 
@@ -223,7 +230,7 @@ def _value(value: AttributeValue) -> bytes:
 
 
 def _text(tag: bytes, text: str) -> bytes:
-    return _field(tag, text.encode())
+    return _field(tag, text.encode(errors="replace"))
 
 
 def _field(tag: bytes, body: bytes) -> bytes:

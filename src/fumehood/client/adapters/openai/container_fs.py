@@ -131,7 +131,7 @@ class ContainerFilesystem(ListedFilesystem):
             ids = self._listed(container)
             place = writable(path, ids.keys() | self._mirrored())
             made, before = self._place(container, place, content, self._manager()), ids.get(place)
-            # What code has unpacked stays beside one that lies elsewhere; else it would be unpacked again, as the newer.
+            # What code has unpacked stays beside one that lies elsewhere; else it would be unpacked again.
             replaced = before in self._put or place not in self._moved
             if before not in (None, made) and replaced:
                 self._manager().delete(container, before)
