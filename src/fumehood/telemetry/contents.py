@@ -28,7 +28,7 @@ INPUT, OUTPUT = "gen_ai.input.messages", "gen_ai.output.messages"
 INSTRUCTIONS, DEFINITIONS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
 ARGUMENTS, RESULT = "gen_ai.tool.call.arguments", "gen_ai.tool.call.result"
 
-type ProfileName = Literal["option1", "option2", "option3", "option3-alt", "phoenix"]
+type ProfileName = Literal["option1", "option2", "option3", "option3-alternative", "phoenix"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ PROFILES: dict[ProfileName, Profile] = {
     "option1": Profile("option1"),
     "option2": Profile("option2"),
     "option3": Profile("option3"),
-    "option3-alt": Profile("option3-alternative"),
+    "option3-alternative": Profile("option3-alternative"),
     "phoenix": Profile("option1", way_back=False),
 }
 
