@@ -36,7 +36,7 @@ from opentelemetry.trace import (
 )
 
 from fumehood.telemetry.quick_spans import QuickExporter, QuickTracer, Unusual, request_of
-from fumehood.telemetry.spans import Beginner
+from fumehood.telemetry.spans import Tracer
 from tests.support.otlp import Receiver
 
 RESOURCE = Resource({"service.name": "test", "service.version": "é" * 100})
@@ -85,7 +85,7 @@ def made(
     processor = SimpleSpanProcessor(exporter)
     provider.add_span_processor(processor)
     own = QuickTracer(provider, processor, "test", "1.0")
-    tracer: Beginner = own if quick else provider.get_tracer("test", "1.0")
+    tracer: Tracer = own if quick else provider.get_tracer("test", "1.0")
     outer = tracer.start_span("outer", parent, SpanKind.INTERNAL, {"x": 1}, start_time=5)
     inner = tracer.start_span("inner", set_span_in_context(outer, Context()), SpanKind.CLIENT, start_time=6)
     for name, value in attributes.items():
