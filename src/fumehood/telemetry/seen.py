@@ -29,6 +29,15 @@ logger = logging.getLogger(__name__)
 BOUNDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 
 
+# The conventions' words for why a turn has ended.
+_FINISH_REASONS = {
+    "stop": "stop",
+    "calls": "tool_call",
+    "length": "length",
+    "content_filter": "content_filter",
+}
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Seen:
     """Something that takes its time.
@@ -125,6 +134,10 @@ class TurnSeen(Seen):
             return taken
 
         return taking if self.pieces is None else keeping
+
+    @property
+    def finish_reason(self) -> str:
+        return "error" if self.end is None else _FINISH_REASONS[self.end.reason]
 
     def gaps(self) -> Distribution:
         """Seconds between its pieces."""

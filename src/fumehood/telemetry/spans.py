@@ -147,7 +147,7 @@ def answered_attributes(turn: TurnSeen) -> Attributes:
     if turn.first and turn.request.streamed:
         told["gen_ai.response.time_to_first_chunk"] = turn.first / 1e9
     if turn.end is not None:
-        told["gen_ai.response.finish_reasons"] = [turn.end.reason]
+        told["gen_ai.response.finish_reasons"] = [turn.finish_reason]
         if turn.end.usage is not None:
             told |= _usage(turn.end.usage)
     return told
