@@ -132,8 +132,8 @@ class Contents(Listener):
             {"type": each.type, "name": each.name or each.type} for each in request.others
         ]
         found = self._asked(_from_items(raws), left_out, instructions, [*functions, *others])
-        said = _said(turn.pieces or ())
-        found[OUTPUT] = self._messages(said, self._longest // 2, turn.finish_reason)
+        ending = turn.finish_reason or "error"
+        found[OUTPUT] = self._messages(_said(turn.pieces or ()), self._longest // 2, ending)
         return found
 
     def _of_call(self, call: CallSeen) -> JsonObject:

@@ -29,15 +29,6 @@ logger = logging.getLogger(__name__)
 BOUNDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 
 
-# The conventions' words for why a turn has ended.
-_FINISH_REASONS = {
-    "stop": "stop",
-    "calls": "tool_call",
-    "length": "length",
-    "content_filter": "content_filter",
-}
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class Seen:
     """Something that takes its time.
@@ -100,6 +91,13 @@ class TurnSeen(Seen):
     pieces: list[AnyModelEvent] | None = None
     end: TurnEnded | None = None
 
+    @property
+    def finish_reason(self) -> str:
+        """Why the model stopped, in the words of the conventions; nothing where it did not get that far."""
+        if self.end is None:
+            return ""
+        return "tool_call" if self.end.reason == "calls" else self.end.reason
+
     def note(self, events: Sequence[AnyModelEvent]) -> None:
         """A piece has come."""
         if not events:
@@ -134,10 +132,6 @@ class TurnSeen(Seen):
             return taken
 
         return taking if self.pieces is None else keeping
-
-    @property
-    def finish_reason(self) -> str:
-        return "error" if self.end is None else _FINISH_REASONS[self.end.reason]
 
     def gaps(self) -> Distribution:
         """Seconds between its pieces."""
