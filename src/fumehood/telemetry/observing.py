@@ -1,4 +1,5 @@
-"""Wrappers of the seams that tell an observer of runs, model turns and tool calls; imports `interfaces` and siblings.
+"""Wrappers of the seams that tell an observer of runs, model turns and tool calls; imports `interfaces`,
+`phases`, `protocol` and siblings.
 
 A run is a task of its own, and its turns and calls happen in it: the variable that names the run is set before the task
 is made and copied into it.

@@ -19,8 +19,8 @@ from fumehood.telemetry.trace_context import Propagation, callers_trace
 type Attributes = dict[str, AttributeValue]
 
 
-class Beginner(Protocol):
-    """Who makes spans: a tracer of the SDK, or one that costs less."""
+class Tracer(Protocol):
+    """One of the SDK's, or one that costs less."""
 
     def start_span(
         self,
@@ -36,7 +36,7 @@ class Beginner(Protocol):
 class Spans(Listener):
     """`invoke_agent` with `chat MODEL` and `execute_tool NAME` below it, and below that the phases of a sandbox."""
 
-    def __init__(self, tracer: Beginner, propagation: Propagation, *, with_content: bool = False) -> None:
+    def __init__(self, tracer: Tracer, propagation: Propagation, *, with_content: bool = False) -> None:
         self._tracer = tracer
         self._propagation = propagation
         self._with_content = with_content
@@ -147,7 +147,7 @@ def answered_attributes(turn: TurnSeen) -> Attributes:
     if turn.first and turn.request.streamed:
         told["gen_ai.response.time_to_first_chunk"] = turn.first / 1e9
     if turn.end is not None:
-        told["gen_ai.response.finish_reasons"] = [turn.end.reason]
+        told["gen_ai.response.finish_reasons"] = [turn.finish_reason]
         if turn.end.usage is not None:
             told |= _usage(turn.end.usage)
     return told
