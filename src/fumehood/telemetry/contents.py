@@ -49,7 +49,6 @@ PROFILES: dict[ProfileName, Profile] = {
 
 # Tools that models are offered as functions, and that are more than that to everybody else: the argument that matters.
 _HOSTED = {"code_interpreter": "code", "shell": "commands"}
-_ENDS = {"stop": "stop", "calls": "tool_call", "length": "length", "content_filter": "content_filter"}
 
 
 class Contents(Listener):
@@ -133,7 +132,7 @@ class Contents(Listener):
             {"type": each.type, "name": each.name or each.type} for each in request.others
         ]
         found = self._asked(_from_items(raws), left_out, instructions, [*functions, *others])
-        ending = "error" if turn.end is None else _ENDS[turn.end.reason]
+        ending = turn.finish_reason or "error"
         found[OUTPUT] = self._messages(_said(turn.pieces or ()), self._longest // 2, ending)
         return found
 

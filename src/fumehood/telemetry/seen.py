@@ -91,6 +91,13 @@ class TurnSeen(Seen):
     pieces: list[AnyModelEvent] | None = None
     end: TurnEnded | None = None
 
+    @property
+    def finish_reason(self) -> str:
+        """Why the model stopped, in the words of the conventions; nothing where it did not get that far."""
+        if self.end is None:
+            return ""
+        return "tool_call" if self.end.reason == "calls" else self.end.reason
+
     def note(self, events: Sequence[AnyModelEvent]) -> None:
         """A piece has come."""
         if not events:
