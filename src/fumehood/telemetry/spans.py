@@ -64,6 +64,8 @@ class Spans(Listener):
                     _tell_response(span, response)
                 case TurnSeen():
                     _tell_turn(span, seen)
+                case CallSeen(item_id=item_id) if item_id:
+                    span.set_attribute("fumehood.item.id", item_id)
                 case _:
                     pass
             if self._with_content:
