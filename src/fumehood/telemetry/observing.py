@@ -271,6 +271,7 @@ def _tell_phase(observer: Observer, of: _Link[CallSeen], phase: Phase) -> None:
 
 def _tell(seen: CallSeen, result: ToolResult) -> None:
     seen.error = "failed" if getattr(result.item, "status", "") == "failed" else ""
+    seen.item_id = getattr(result.item, "id", "")
     seen.arguments = result.exchange.arguments
     seen.output = "".join([result.exchange.output, *(each.exchange.output for each in result.further)])
 

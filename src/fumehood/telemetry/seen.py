@@ -145,11 +145,15 @@ class TurnSeen(Seen):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class CallSeen(Seen):
-    """A call of a tool that the gateway runs itself; arguments and output as the model wrote and read them."""
+    """A call of a tool that the gateway runs itself; arguments and output as the model wrote and read them.
+
+    item_id: of the item that clients see of it, once it has ended.
+    """
 
     name: str
     call_id: str
     run: RunSeen | None = None
+    item_id: str = ""
     arguments: str = ""
     output: str = ""
 
