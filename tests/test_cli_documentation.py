@@ -8,6 +8,7 @@ import pytest
 import typer
 from typer.core import TyperGroup, TyperOption
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from fumehood.cli import app
 
@@ -63,3 +64,11 @@ def test_the_page_has_no_option_that_is_not_there(command: str) -> None:
         for option in _OPTION.findall(row)
     }
     assert told <= known, f"there is no {sorted(told - known)}"
+
+
+@pytest.mark.parametrize("group", ["", "keys", "containers", "files", "parts"])
+def test_lists_of_commands_say_whole_sentences(group: str) -> None:
+    shown = CliRunner().invoke(app, [*group.split(), "--help"], env={"COLUMNS": "80"}).stdout
+    listed = shown.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(listed) > 2
+    assert [line for line in listed if not line.endswith(".") or line.endswith("...")] == []

@@ -120,6 +120,8 @@ def test_variables_of_others_are_left_alone() -> None:
         ("server: {port: 70000}", "server.port: expected int <= 65535."),
         ("server: {port: x}", "server.port: expected int, got str."),
         ("server: 3", "server: expected object, got int."),
+        ("telemetry: {log_format: xml}", "telemetry.log_format: 'xml' is not one of text, json."),
+        ("models: [{base_url: 'http://h', backend: x}]", "models[0].backend: 'x' is not one of chat_completions, "),
         ("limits: {body_bytes: 0}", "limits.body_bytes: expected int >= 1."),
         ("models: [{base_url: 'http://h', api_key: sk-s3cret}]", "models[0].api_key is not written down"),
         ("models: [{base_url: 'http://h', api_key_env: sk-s3cret}]", "models[0].api_key_env: give the name"),

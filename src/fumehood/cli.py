@@ -95,18 +95,25 @@ def fumehood(
     del version
 
 
-app.command("serve", epilog=cli_serve.EPILOG)(cli_serve.serve)
-app.add_typer(cli_keys.app, name="keys")
+# In a list of commands there is room for about sixty characters of each.
+app.command(
+    "serve",
+    epilog=cli_serve.EPILOG,
+    short_help="Serve the Responses API, with a code interpreter.",
+)(cli_serve.serve)
+app.add_typer(cli_keys.app, name="keys", short_help="API keys of the gateway.")
 app.add_typer(cli_containers.app, name="containers")
 app.add_typer(cli_uploads.app, name="files")
-app.add_typer(cli_parts.app, name="parts")
-app.command("sandbox", epilog=cli_sandbox.EPILOG)(cli_sandbox.sandbox)
+app.add_typer(cli_parts.app, name="parts", short_help="Tool calls as telemetry records them, of any vendor.")
+app.command("sandbox", epilog=cli_sandbox.EPILOG, short_help="Serve sandboxes to a gateway or any program.")(
+    cli_sandbox.sandbox
+)
 
 
 # ---- exec -----------------------------------------------------------------------------------------------------
 
 
-@app.command("exec", epilog=_EXEC_EPILOG)
+@app.command("exec", epilog=_EXEC_EPILOG, short_help="Run Python in a sandbox of its own.")
 def execute(
     context: typer.Context,
     source: Annotated[
@@ -287,7 +294,7 @@ def _there(context: typer.Context, url: str, timeout: float) -> "There":
 # ---- doctor ---------------------------------------------------------------------------------------------------
 
 
-@app.command("doctor", epilog=_DOCTOR_EPILOG)
+@app.command("doctor", epilog=_DOCTOR_EPILOG, short_help="Tell whether this machine can isolate code.")
 def doctor(
     context: typer.Context,
     config: ConfigOption = None,

@@ -111,7 +111,7 @@ def create(
         print(text_of(made, "id"))
 
 
-@app.command("rm")
+@app.command("rm", short_help="Delete containers with all their files.")
 def remove(
     containers: Annotated[
         list[str], typer.Argument(metavar="CONTAINER…", show_default=False, help="Their ids.")

@@ -41,10 +41,17 @@ def schema(
     _write(published(view).decode())
 
 
-@app.command("convert")
+@app.command("convert", short_help="Write items or parts as another vendor or view has them.")
 def convert(
     file: FileArgument,
-    source: Annotated[str, typer.Option("--from", metavar="NAME", help="The vendor or view that it is of.")],
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="NAME",
+            help="The vendor (openai, anthropic, …) or view (option2, …) that it is of.",
+        ),
+    ],
     target: Annotated[str, typer.Option("--to", metavar="NAME", help="The vendor or view to write.")],
 ) -> None:
     """Write one item, a list of items, a whole response or parts of a view as another vendor or view has them.
@@ -67,7 +74,7 @@ def convert(
     _write(f"{written}\n")
 
 
-@app.command("validate")
+@app.command("validate", short_help="Check parts or messages.")
 def validate(
     file: FileArgument,
     compat: Annotated[

@@ -257,7 +257,7 @@ class TelemetrySettings(_Section, frozen=True):
 
     metrics: bool = True
     otlp: str | None = None
-    profile: Literal["option1", "option2", "option3", "option3-alt", "phoenix"] = "option2"
+    profile: Literal["option1", "option2", "option3", "option3-alternative", "phoenix"] = "option2"
     content_bytes: Annotated[int, Meta(ge=10_000)] = 200_000
     redact: str | None = None
     log_format: Literal["text", "json"] = "text"
@@ -491,7 +491,9 @@ def _is_section(kind: Any) -> bool:
 
 
 def _check_names(tree: object, kind: Any, where: str, path: str) -> None:
-    """Refuse what no setting is called, with what was probably meant."""
+    """Refuse what no setting is called, with what was probably meant, and what no choice is called."""
+    if get_origin(kind) is Literal and isinstance(tree, str) and tree not in get_args(kind):
+        raise Misconfigured(f"{where}: {path}: {tree[:200]!r} is not one of {', '.join(get_args(kind))}.")
     if get_origin(kind) is tuple and isinstance(tree, list):
         for number, element in enumerate(cast("list[object]", tree)):
             _check_names(element, get_args(kind)[0], where, f"{path}[{number}]")

@@ -244,7 +244,7 @@ def open_signals(
         return None
     if not endpoint and not any(environ.get(variable) for variable in _ENDPOINTS):
         return None
-    _check_exporters(environ)
+    _check_variables(environ)
     try:
         from fumehood.telemetry.signals import Signals, SignalSettings
     except ModuleNotFoundError as error:
@@ -282,8 +282,12 @@ def find_redactor(named: str | None) -> Callable[[str], str] | None:
     return redact
 
 
-def _check_exporters(environ: Mapping[str, str]) -> None:
-    """Whoever chose another way of sending would wait for it in vain. Raises Misconfigured."""
+def _check_variables(environ: Mapping[str, str]) -> None:
+    """Whoever chose another way of sending, or no address, would wait for it in vain. Raises Misconfigured."""
+    for variable in _ENDPOINTS:
+        address = environ.get(variable, "").strip().lower()
+        if address and not address.startswith(("http://", "https://")):
+            raise Misconfigured(f"{variable}: an address is written as http://HOST:4318.")
     for signal in _SIGNALS:
         variable = f"OTEL_{signal}_EXPORTER"
         if environ.get(variable, "otlp").strip().lower() not in ("", "otlp", "none"):

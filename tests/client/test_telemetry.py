@@ -132,7 +132,7 @@ def test_an_evaluation_is_a_trace_of_its_requests_and_functions(elsewhere: Elsew
         "gen_ai.response.id": "resp_1",
         "gen_ai.response.model": "gpt-4.1",
         "fumehood.request.id": "req_1",
-        "gen_ai.response.finish_reasons": ("tool_calls",),
+        "gen_ai.response.finish_reasons": ("tool_call",),
         "gen_ai.usage.input_tokens": 10,
         "gen_ai.usage.output_tokens": 5,
     }

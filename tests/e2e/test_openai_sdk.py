@@ -311,12 +311,16 @@ def test_what_is_refused(house: House, body: dict[str, Any], param: str | None) 
         assert refused.value.param.startswith(param)
 
 
-def test_the_example_of_the_readme(house: House) -> None:
+def test_the_examples_of_the_readme(house: House, tmp_path: Path) -> None:
+    """In one program, as the second goes on with the client of the first."""
     page = (Path(__file__).parents[2] / "README.md").read_text()
-    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    first, second = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    example = first + second
     assert "http://127.0.0.1:8080/v1" in example
+    (tmp_path / "measured.csv").write_text("a,b\n1,2\n3,5\n")
     done = subprocess.run(
         [sys.executable, "-c", example.replace("http://127.0.0.1:8080/v1", house.served.url)],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=60,
@@ -326,3 +330,4 @@ def test_the_example_of_the_readme(house: House) -> None:
     ran, *said = done.stdout.splitlines()
     assert re.match(r"cntr_\w+ \[OutputLogs\(logs='6\\n', type='logs'\)\]", ran)
     assert "6" in said[0]
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

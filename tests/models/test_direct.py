@@ -198,6 +198,14 @@ async def test_messages_in_parts_and_other_roles() -> None:
     assert isinstance(events[0], CallStarted)
 
 
+async def test_a_prompt_without_a_user_is_the_systems() -> None:
+    prompt = message("## 1. Task\n\n```python\nprint(6 * 7)\n```", "system")
+    assert await called(request(prompt)) == ("code_interpreter", {"code": "print(6 * 7)"})
+    earlier = [message("```\n1\n```", "system"), hosted("a", "1\n")]
+    assert await called(request(*earlier, prompt)) == ("code_interpreter", {"code": "print(6 * 7)"})
+    assert await answer(request(*earlier, prompt, hosted("b", "42\n"))) == "42"
+
+
 @given(st.text())
 async def test_it_always_answers(text: str) -> None:
     assert isinstance((await turn(request(message(text))))[-1], TurnEnded)

@@ -155,7 +155,10 @@ async def test_why_it_cannot_start(tmp_path: Path) -> None:
 async def test_its_log_is_passed_on(local: LocalSandboxes, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "fumehood.sandbox.local")
     await local.create(SandboxSpec(), "logged")
-    while not any("sandbox_created" in message and "'logged'" in message for message in caplog.messages):
+    while not any(
+        record.msg == "sandbox_created" and getattr(record, "fields", {})["sandbox"] == "logged"
+        for record in caplog.records
+    ):
         await asyncio.sleep(0.01)
     assert all(record.name == "fumehood.sandbox.local" for record in caplog.records)
 

@@ -50,20 +50,25 @@ def test_requests_of_an_allow_list_keep_their_fields_in_the_log(
 ) -> None:
     for switch in ("logThreads", "logProcesses", "logMultiprocessing"):
         monkeypatch.setattr(logging, switch, True)  # put back afterwards
-    before = {name: list(logging.getLogger(name).handlers) for name in ("fumehood", "uvicorn")}
+    before = {
+        name: list(logging.getLogger(name).handlers) for name in ("fumehood", "uvicorn", "opentelemetry")
+    }
     try:
         logs.configure(form, logging.INFO)
         fields = {"sandbox": "0123", "domain": "example.org", "port": 443, "verdict": "allowed", "reason": ""}
         logging.getLogger("fumehood.sandboxd.egress.proxy").info("egress", extra={"egress": fields})
+        logging.getLogger("opentelemetry.exporter").error("not %s", "sent")
     finally:
         for name, handlers in before.items():
             logger = logging.getLogger(name)
             logger.handlers, logger.propagate = handlers, True
             logger.setLevel(logging.NOTSET)
-    line = capsys.readouterr().err
+    line, others = capsys.readouterr().err.splitlines()
     if form == "text":
+        assert others.endswith(" error   not sent")
         assert "egress_request instance=0123 domain=example.org port=443 verdict=allowed" in line
     else:
+        assert json.loads(others)["message"] == "not sent"
         found = json.loads(line)
         assert (found["event"], found["instance"], found["domain"]) == (
             "egress_request",

@@ -146,7 +146,7 @@ def test_what_is_recorded_of_a_run_is_valid_in_every_profile(profile: ProfileNam
             "option1": ["tool_call", "tool_call_response"],
             "option2": ["server_tool_call", "server_tool_call_response"],
             "option3": ["server_tool"],
-            "option3-alt": ["server_tool_execution"],
+            "option3-alternative": ["server_tool_execution"],
             "phoenix": ["tool_call", "tool_call_response"],
         }[profile]
     )

@@ -87,12 +87,21 @@ async def test_a_run_is_a_trace_of_its_turns_and_calls() -> None:
         assert run.context is not None
         assert (child.parent.trace_id, child.parent.span_id) == (run.context.trace_id, run.context.span_id)
     assert told(run)["gen_ai.usage.output_tokens"] == 6
-    assert [told(turn)["gen_ai.response.finish_reasons"] for turn in turns] == [("calls",), ("stop",)]
+    assert [told(turn)["gen_ai.response.finish_reasons"] for turn in turns] == [("tool_call",), ("stop",)]
     assert [told(turn)["gen_ai.usage.input_tokens"] for turn in turns] == [10, 10]
     assert (told(call)["gen_ai.tool.name"], told(call)["gen_ai.tool.call.id"]) == ("echo", "call_1")
     assert not any(span.status.is_ok is False for found in spans.values() for span in found)
     assert "Hi" not in str([told(span) for found in spans.values() for span in found])
     assert "gen_ai.output.messages" not in told(run)
+
+
+async def test_a_turn_tells_of_streams_and_formats_only_where_they_were_asked_for() -> None:
+    asked = {"text": {"format": {"type": "json_object"}}}
+    (streamed,) = (await Traced(ScriptedModel(says("{}"))).spans(**asked))["chat scripted"]
+    (plain,) = (await Traced(ScriptedModel(says("Hi"))).spans(stream=False))["chat scripted"]
+    names = ("gen_ai.request.stream", "gen_ai.output.type")
+    assert [told(streamed).get(name) for name in names] == [True, "json"]
+    assert [told(plain).get(name) for name in names] == [None, None]
 
 
 async def test_runs_side_by_side_are_traces_of_their_own() -> None:

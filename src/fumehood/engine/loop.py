@@ -1,4 +1,5 @@
-"""The loop: the model's turns and the calls between them, until it has answered; imports `interfaces` and siblings.
+"""The loop: the model's turns and the calls between them, until it has answered; imports `interfaces`,
+`protocol` and siblings.
 
 `Loop.drive` owns one response from `in_progress` to its end. It asks the model for a turn, lets a `Turn` make items
 and events of it, runs the hosted calls, and shows the model their results, until the model answers, calls something

@@ -150,19 +150,28 @@ def _next(calls: Sequence[_Wanted], exchanges: Sequence[ToolExchange]) -> _Wante
 
 
 def _latest(segments: Sequence[Segment]) -> tuple[str, list[ToolExchange]]:
-    """The last message of the user, and the calls since."""
+    """The last message of the user, and the calls since. The prompts of our client, and of some others, are messages
+    of the system with no user's beside them.
+    """
     exchanges: list[ToolExchange] = []
+    without_user: tuple[str, list[ToolExchange]] | None = None
     for entry in _backwards(segments):
-        if entry.exchange is not None:
-            if entry.exchange.name in (_PYTHON, _SHELL) and entry.exchange.tells != "call":
-                exchanges.append(entry.exchange)
-        elif entry.type == "function_call_output":
-            exchanges.append(_answered(entry))
+        if (result := _result(entry)) is not None:
+            exchanges.append(result)
         elif entry.type == "message":
-            text = _user_text(entry)
-            if text is not None:
-                return text, exchanges[::-1]
-    return "", exchanges[::-1]
+            message = _message(entry)
+            if message.role == "user":
+                return _text(message), exchanges[::-1]
+            if message.role in ("system", "developer") and without_user is None:
+                without_user = _text(message), exchanges[::-1]
+    return without_user or ("", exchanges[::-1])
+
+
+def _result(entry: Entry) -> ToolExchange | None:
+    if entry.exchange is None:
+        return _answered(entry) if entry.type == "function_call_output" else None
+    told = entry.exchange.name in (_PYTHON, _SHELL) and entry.exchange.tells != "call"
+    return entry.exchange if told else None
 
 
 def _answered(entry: Entry) -> ToolExchange:
@@ -180,13 +189,14 @@ def _backwards(segments: Sequence[Segment]) -> Iterator[Entry]:
         yield from reversed(segment.entries)
 
 
-def _user_text(entry: Entry) -> str | None:
+def _message(entry: Entry) -> _Message:
     try:
-        message = msgspec.json.decode(entry.raw, type=_Message)
+        return msgspec.json.decode(entry.raw, type=_Message)
     except msgspec.DecodeError:
-        return None
-    if message.role != "user":
-        return None
+        return _Message(role="")
+
+
+def _text(message: _Message) -> str:
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     return "\n".join(part.text for part in message.content if part.text)

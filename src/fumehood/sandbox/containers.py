@@ -1,4 +1,5 @@
-"""Containers over sandboxes: who owns them, how long they live, which files they have; imports `interfaces`, siblings.
+"""Containers over sandboxes: who owns them, how long they live, which files they have; imports `interfaces`,
+`figures`, `protocol` and siblings.
 
 docs/containers.md tells what users may expect of them.
 """

@@ -289,10 +289,11 @@ def _log(text: str) -> bool:
     fields = {str(key): value for key, value in cast("dict[Any, Any]", line).items()}
     level = logging.getLevelNamesMapping().get(str(fields.pop("level", "")).upper(), logging.INFO)
     fields.pop("time", None)
-    event = fields.pop("event")
-    said = fields.pop("message") if event == "message" and "message" in fields else event
-    details = " ".join(f"{key}={value!r}" for key, value in fields.items())
-    logger.log(level, "%s", f"{said} {details}".rstrip())
+    event = str(fields.pop("event"))
+    if event == "message":
+        logger.log(level, "%s", "\n".join(map(str, fields.values())))
+    else:
+        logger.log(level, event, extra={"fields": fields})
     return True
 
 

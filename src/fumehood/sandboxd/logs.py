@@ -28,12 +28,12 @@ def event(name: str, *, level: int = logging.INFO, **fields: Field) -> None:
 
 
 def configure(form: LogFormat, level: int) -> None:
-    """Send the logs of this package and of its web server to standard error."""
+    """Send the logs of this package, of its web server and of OpenTelemetry to standard error."""
     # Nothing of this is in a line, and finding it out costs more than writing it.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if form == "json" else _Text())
-    for name in ("fumehood", "uvicorn"):
+    for name in ("fumehood", "uvicorn", "opentelemetry"):
         chosen = logging.getLogger(name)
         chosen.handlers = [handler]
         chosen.propagate = False

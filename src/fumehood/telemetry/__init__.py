@@ -1,1 +1,1 @@
-"""What the gateway tells of itself through OpenTelemetry; imports nothing."""
+"""What the gateway and the client tell of themselves through OpenTelemetry; imports nothing."""

@@ -355,7 +355,7 @@ class _Asking:
 
 def _finish_reason(answer: ModelAnswered) -> str:
     asks = any(item.get("type") == "function_call" for item in answer.output)
-    return "tool_calls" if asks and answer.end == "stop" else answer.end
+    return "tool_call" if asks and answer.end == "stop" else answer.end
 
 
 # --- content ------------------------------------------------------------------------------------------

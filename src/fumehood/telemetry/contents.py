@@ -28,7 +28,7 @@ INPUT, OUTPUT = "gen_ai.input.messages", "gen_ai.output.messages"
 INSTRUCTIONS, DEFINITIONS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
 ARGUMENTS, RESULT = "gen_ai.tool.call.arguments", "gen_ai.tool.call.result"
 
-type ProfileName = Literal["option1", "option2", "option3", "option3-alt", "phoenix"]
+type ProfileName = Literal["option1", "option2", "option3", "option3-alternative", "phoenix"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,12 @@ PROFILES: dict[ProfileName, Profile] = {
     "option1": Profile("option1"),
     "option2": Profile("option2"),
     "option3": Profile("option3"),
-    "option3-alt": Profile("option3-alternative"),
+    "option3-alternative": Profile("option3-alternative"),
     "phoenix": Profile("option1", way_back=False),
 }
 
 # Tools that models are offered as functions, and that are more than that to everybody else: the argument that matters.
 _HOSTED = {"code_interpreter": "code", "shell": "commands"}
-_ENDS = {"stop": "stop", "calls": "tool_call", "length": "length", "content_filter": "content_filter"}
 
 
 class Contents(Listener):
@@ -133,7 +132,7 @@ class Contents(Listener):
             {"type": each.type, "name": each.name or each.type} for each in request.others
         ]
         found = self._asked(_from_items(raws), left_out, instructions, [*functions, *others])
-        ending = "error" if turn.end is None else _ENDS[turn.end.reason]
+        ending = turn.finish_reason or "error"
         found[OUTPUT] = self._messages(_said(turn.pieces or ()), self._longest // 2, ending)
         return found
 

@@ -1,4 +1,5 @@
-"""Metrics of what was seen, by the conventions, and of sandboxes by our own; imports the API, `figures` and siblings.
+"""Metrics of what was seen, by the conventions, and of sandboxes by our own; imports the API, `figures`,
+`protocol` and siblings.
 
 What is counted for a turn or a response is a handful of additions; nothing is done for a streamed event.
 """

@@ -1,4 +1,5 @@
-"""Wrappers of the seams that tell an observer of runs, model turns and tool calls; imports `interfaces` and siblings.
+"""Wrappers of the seams that tell an observer of runs, model turns and tool calls; imports `interfaces`,
+`phases`, `protocol` and siblings.
 
 A run is a task of its own, and its turns and calls happen in it: the variable that names the run is set before the task
 is made and copied into it.
@@ -270,6 +271,7 @@ def _tell_phase(observer: Observer, of: _Link[CallSeen], phase: Phase) -> None:
 
 def _tell(seen: CallSeen, result: ToolResult) -> None:
     seen.error = "failed" if getattr(result.item, "status", "") == "failed" else ""
+    seen.item_id = getattr(result.item, "id", "")
     seen.arguments = result.exchange.arguments
     seen.output = "".join([result.exchange.output, *(each.exchange.output for each in result.further)])
 

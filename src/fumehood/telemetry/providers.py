@@ -1,6 +1,6 @@
-"""Who a model's server is, and where, as attributes of what is told of its turns; imports nothing of ours."""
+"""What the conventions call whoever runs a model's server; imports nothing."""
 
-# What the conventions call the vendors whose servers are known by their names.
+# Those whose servers are known by their names.
 _VENDORS = {
     "api.anthropic.com": "anthropic",
     "api.cohere.com": "cohere",

@@ -140,41 +140,49 @@ _LARGEST = 64 << 20
 
 
 class QuickExporter(OTLPSpanExporter):
-    """The SDK's exporter over OTLP/HTTP, which writes its requests itself."""
+    """The SDK's exporter over OTLP/HTTP, which writes its requests itself; what it cannot write goes the SDK's way."""
 
     @override
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        client = getattr(self, "_client", None)  # its own affair: without it, its own way
-        if client is None or self._shutdown:
+        try:
+            request = request_of(spans)
+            send = self._client.export  # no part of what the SDK promises
+        except Exception:
             return super().export(spans)
-        request = request_of(spans)
-        if len(request) > _LARGEST:
-            return super().export(spans)  # which knows what to do with it
-        sent = client.export(request)
-        return SpanExportResult.SUCCESS if sent.success else SpanExportResult.FAILURE
+        if self._shutdown or len(request) > _LARGEST:
+            return super().export(spans)  # which has words for it
+        return SpanExportResult.SUCCESS if send(request).success else SpanExportResult.FAILURE
 
 
-class _Unusual(Exception):
+class Unusual(Exception):
     """A span holds something that is not written here."""
 
 
 def request_of(spans: Sequence[ReadableSpan]) -> bytes:
-    """An ExportTraceServiceRequest, equal to what `encode_spans` makes of them; that is asked for what is unusual."""
+    """An ExportTraceServiceRequest, equal to what `encode_spans` makes of them; raises Unusual."""
     written: list[bytes] = []
-    try:
-        for _, alike in groupby(spans, lambda span: (id(span.resource), id(span.instrumentation_scope))):
-            group = list(alike)
-            told = encode_spans(group[:1]).resource_spans[0]
-            scoped = told.scope_spans[0]
-            scoped.ClearField("spans")
-            told.ClearField("scope_spans")
-            body = scoped.SerializePartialToString() + b"".join(
-                _field(b"\x12", _span(span)) for span in group
-            )
-            written.append(_field(b"\x0a", told.SerializePartialToString() + _field(b"\x12", body)))
-    except _Unusual:
-        return encode_spans(spans).SerializePartialToString()
+    for _, alike in groupby(spans, lambda span: (id(span.resource), id(span.instrumentation_scope))):
+        group = list(alike)
+        told, scoped = _around(group[0])
+        body = scoped + b"".join(_field(b"\x12", _span(span)) for span in group)
+        written.append(_field(b"\x0a", told + _field(b"\x12", body)))
     return b"".join(written)
+
+
+def _around(span: ReadableSpan) -> tuple[bytes, bytes]:
+    """What is said of its resource and of its scope, once for all of a batch: the SDK writes it."""
+    bare = ReadableSpan(
+        "",
+        INVALID_SPAN_CONTEXT,
+        resource=span.resource,
+        instrumentation_scope=span.instrumentation_scope,
+    )
+    told = encode_spans([bare]).resource_spans[0]
+    scoped = told.scope_spans[0]
+    scoped.ClearField("spans")
+    written = scoped.SerializePartialToString()
+    told.ClearField("scope_spans")
+    return told.SerializePartialToString(), written
 
 
 _TIMES = struct.Struct("<BQBQ").pack
@@ -185,7 +193,7 @@ _IS_KNOWN, _IS_REMOTE = 0x100, 0x200
 
 def _span(span: ReadableSpan) -> bytes:
     if span.events or span.links or span.dropped_attributes:
-        raise _Unusual
+        raise Unusual
     context, parent = span.get_span_context() or INVALID_SPAN_CONTEXT, span.parent
     written = [
         b"\x0a\x10",
@@ -226,7 +234,7 @@ def _value(value: AttributeValue) -> bytes:
         case list() | tuple():
             return _field(b"\x2a", b"".join(_field(b"\x0a", _value(each)) for each in value))
         case _:
-            raise _Unusual
+            raise Unusual
 
 
 def _text(tag: bytes, text: str) -> bytes:

@@ -1,4 +1,6 @@
-"""Sends what was seen where the operator says, by OpenTelemetry's SDK and its variables; imports it, and siblings."""
+"""Sends what was seen where the operator says, by OpenTelemetry's SDK and its variables; imports it,
+`interfaces`, `figures`, `serving` and siblings.
+"""
 
 import logging
 import threading

@@ -1,4 +1,6 @@
-"""Prompts to OpenAI's Responses API, or to our gateway: what is asked for, checked; imports its siblings."""
+"""Prompts to OpenAI's Responses API, or to our gateway: what is asked for, checked; imports its siblings
+and the runtime.
+"""
 
 import inspect
 import os

@@ -1,4 +1,5 @@
-"""One evaluation of one prompt: ask, run what the model calls, ask again; imports siblings and `shared`.
+"""One evaluation of one prompt: ask, run what the model calls, ask again; imports siblings,
+`shared` and the runtime.
 
 Nothing of it is seen before its end but the events; the session's conversation changes only when there is an answer,
 or when it is compacted on the way.
