@@ -64,6 +64,7 @@ def _is_one_trace(spans: Sequence[Span]) -> None:
     messages = json.loads(attributes(root.attributes)["gen_ai.output.messages"])
     assert validate(messages) == []
     parts = messages[0]["parts"]
+    assert attributes(call.attributes)["fumehood.item.id"] == parts[0]["id"] == parts[1]["id"]
     assert parts[0]["server_tool_call"]["code"] == "print(6 * 7)"
     assert parts[1]["server_tool_call_response"]["outputs"] == [{"type": "logs", "logs": "42\n"}]
 

@@ -147,6 +147,12 @@ def test_addresses_that_may_pass(url: str) -> None:
         "http://example.com\\@10.0.0.1/",
         "http://example.com/\n",
         "http://example.com /",
+        "http://10.0.0.1;.example.com/",
+        "http://10.0.0.1&.example.com/",
+        "http://10.0.0.1,.example.com/",
+        "http://a..example.com/",
+        "http://[v1.x]/",
+        "http://[64:ff9b::a00:1]/",
     ],
 )
 def test_addresses_that_may_not_pass(url: str) -> None:

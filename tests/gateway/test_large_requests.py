@@ -13,6 +13,7 @@ from fumehood.engine import compaction, tokens, truncation
 from fumehood.engine.runs import EngineRuns
 from fumehood.engine.tokens import estimate, is_rendered, tokens_of
 from fumehood.files.inputs import InputFiles
+from fumehood.gateway import repeats
 from fumehood.gateway.exchange import Exchange
 from fumehood.gateway.limits import Limits
 from fumehood.interfaces import Caller
@@ -190,6 +191,31 @@ async def test_only_so_much_of_all_bodies_is_held() -> None:
     assert answer.error == (503, "server_error", None)
     assert answer.headers["retry-after"] == "1"
     assert (small.status, again.status) == (200, 200)
+
+
+async def test_a_run_that_may_be_asked_for_again_holds_its_body_when_nobody_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(repeats, "GRACE", 600.0)
+    key = {"idempotency-key": "one"}
+    async with serving_gateway(limits=Limits(body_bytes_total=1_000_000)) as served:
+        served.runs.script = lambda response: [text_events(response)[:2]]
+        async with served.posted(key, stream=True, input=BIG) as (reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.transport.abort()
+        async with asyncio.timeout(PATIENCE):
+            while b"\nfumehood_streams 0.0\n" not in (await served.ask("GET", "/metrics")).body:
+                await asyncio.sleep(0)
+        served.runs.script = lambda response: [text_events(response)]
+        meanwhile = await served.create(input=BIG)
+        run = served.runs.runs[0]
+        run.say(*text_events(run.response)[2:])
+        async with asyncio.timeout(PATIENCE):
+            while (again := await served.create(input=BIG)).status == 503:
+                pass
+        refused = await served.create(headers={"idempotency-key": "two"}, input=BIG, include=["nothing"])
+        last = await served.create(headers={"idempotency-key": "three"}, input=BIG)
+    assert (meanwhile.status, again.status, refused.status, last.status) == (503, 200, 400, 200)
 
 
 async def test_what_was_refused_holds_nothing() -> None:

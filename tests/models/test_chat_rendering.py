@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
 from fumehood.models.chat_rendering import ChatRenderer, Dialect
+from fumehood.models.kept_renderings import render_all
 from fumehood.protocol.attachments import LONGEST_TEXT, Attachment
 from fumehood.protocol.conversation import Conversation, Entry, Segment, Stretch
 from fumehood.protocol.errors import InvalidRequest
@@ -468,7 +469,30 @@ def test_dialects_do_not_share() -> None:
     assert len({dialect.name for dialect in dialects}) == 8
     fresh = [render(segment(*given.entries), dialect=dialect) for dialect in dialects]
     assert [render(given, dialect=dialect) for dialect in dialects] == fresh
-    assert len(given.renderings) <= 9
+    assert len(given.renderings) <= 17
+
+
+@pytest.mark.parametrize("lost", ["", ">"])
+def test_half_of_what_was_kept_is_as_good_as_nothing(lost: str) -> None:
+    """Somebody beside the loop may have let go of it, and be about to keep it again."""
+    given, dialect = segment(message("a"), call("c1", turn=1)), Dialect()
+    expected = render(given, segment(output("c1", "b")), dialect=dialect)
+    del given.renderings[dialect.name + lost]
+    assert render(given, segment(output("c1", "b")), dialect=dialect) == expected
+
+
+def test_whoever_names_many_models_does_not_have_as_many_copies_kept() -> None:
+    large = tuple(segment(message(text * 20_000)) for text in "abc")
+    stretch = Stretch(large)
+    for name in map(str, range(20)):
+        for conversation in (Conversation((stretch,)), large):
+            render_all(conversation, name, lambda entries, _: (entries[0].raw, b"left"))
+            kept = [sum(map(len, one.renderings.values())) for one in large]
+            assert all(held <= 3 * one.size for held, one in zip(kept, large, strict=True))
+            assert (
+                sum(len(said) + len(left) for said, left in stretch.renderings.values()) <= 3 * stretch.size
+            )
+    assert all(one.renderings for one in (stretch, *large))
 
 
 def test_the_same_call_left_open_by_another_conversation() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fumehood.parts.canonical import Json, Part, ToolCall, ToolResult, Uri
 from fumehood.parts.content import CUT, CUT_PART, bounded, redacted, without_data, without_way_back
 from fumehood.parts.convert import from_vendor, to_vendor
-from fumehood.parts.forms import VIEWS
+from fumehood.parts.forms import VIEWS, problem_of
 from fumehood.parts.lenses import same
 from fumehood.parts.validate import validate
 from fumehood.parts.views import from_view, to_view
@@ -137,6 +137,36 @@ def test_a_picture_becomes_a_reference_with_its_size() -> None:
         "digest": DIGEST,
         "bytes": len(PICTURE),
     }
+
+
+@pytest.mark.parametrize(
+    ("vendor", "item"),
+    [
+        ("openai", {"type": "message", "role": "user", "content": [
+            {"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}},
+            {"type": "input_file", "filename": "a.pdf", "file_data": DATA}]}),
+        ("openai", {"type": "function_call_output", "call_id": "c", "output": [
+            {"type": "input_file", "filename": "a.pdf", "file_data": DATA}]}),
+        ("gemini", {"functionResponse": {"name": "f", "response": {}, "parts": [
+            {"inlineData": {"mimeType": "image/png", "data": DATA}}]}}),
+        ("gemini-interactions", {"type": "image", "data": DATA, "mime_type": "image/png"}),
+        ("bedrock", {"toolResult": {"toolUseId": "t", "content": [
+            {"image": {"format": "png", "source": {"bytes": DATA}}}]}}),
+        ("bedrock-agents", {"files": {"files": [{"bytes": DATA, "name": "a.png", "type": "image/png"}]}}),
+    ],
+)  # fmt: skip
+def test_data_is_found_wherever_a_vendor_puts_it(vendor: str, item: Any) -> None:
+    parts = without_data(from_vendor(vendor, [item]))
+    assert DATA not in written(parts)
+    assert DIGEST in written(parts)
+    for view in VIEWS:
+        assert [problem for problem in map(problem_of, to_view(view, parts)) if problem] == []
+    assert DATA not in json.dumps(to_vendor(vendor, parts))
+
+
+def test_what_is_only_called_data_is_left_alone() -> None:
+    asked: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "data": DATA}
+    assert to_vendor("openai", without_data(from_vendor("openai", [asked]))) == [asked]
 
 
 # --- bounds -------------------------------------------------------------------------------------------

@@ -6,12 +6,14 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
 from fumehood.parts.canonical import Json, Other, ToolCall, ToolResult
 from fumehood.parts.content import without_way_back
 from fumehood.parts.convert import convert, from_vendor, to_vendor
-from fumehood.parts.forms import VIEWS, Malformed
+from fumehood.parts.forms import VIEWS, Malformed, problem_of
 from fumehood.parts.messages import finish_reason, to_messages
 from fumehood.parts.validate import validate
 from fumehood.parts.views import NoSuchView, from_view, to_view
@@ -285,6 +287,60 @@ def test_parts_that_others_wrote_keep_what_they_have(part: Any) -> None:
         part["type"], "option2"
     )
     assert to_view(view, from_view([part])) == [part]
+
+
+CALL: Any = {"type": "weird", "q": 1}
+RESPONSE: Any = {"type": "weird", "z": []}
+FOREIGN: dict[str, list[list[Any]]] = {
+    "option1": [
+        [{"type": "tool_call", "id": "a", "name": "t", "tool_call": CALL, "arguments": {"q": 1}}],
+        [{"type": "tool_call_response", "id": "a", "response": RESPONSE}],
+    ],
+    "option2": [
+        [{"type": "server_tool_call", "id": "a", "name": "t", "server_tool_call": CALL}],
+        [{"type": "server_tool_call_response", "id": "a", "server_tool_call_response": RESPONSE}],
+    ],
+    "option3": [
+        [{"type": "server_tool", "id": "a", "name": "t", "tool_call": CALL}],
+        [{"type": "server_tool", "id": "a", "name": "t", "tool_response": RESPONSE}],
+        [{"type": "server_tool", "id": "a", "name": "t", "tool_call": CALL, "tool_response": RESPONSE}],
+    ],
+    "option3-alternative": [
+        [{"type": "server_tool_execution", "id": "a", "name": "t", "request": CALL,
+          "execution_metadata": {"duration_ms": 5}}],
+        [{"type": "server_tool_execution", "id": "a", "name": "t", "request": CALL, "response": RESPONSE,
+          "execution_metadata": {"status": "failed"}}],
+    ],
+}  # fmt: skip
+for _view in ("option1", "option2"):
+    _calls, _responses = FOREIGN[_view]
+    FOREIGN[_view].append([*_calls, *_responses])
+# What has a meaning of its own in some view, and what has not.
+MEMBERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.sampled_from(["shell", "weird", "u", 5]),
+        "status": st.sampled_from(["completed", "odd", None, 5]),
+        "execution_metadata": st.sampled_from(
+            [{"duration_ms": 3}, {"status": "odd"}, {"status": "failed"}, 5]
+        ),
+        "arguments": st.just({"x": 1}),
+        "timestamp": st.just("2026-01-12T10:30:45Z"),
+    },
+)
+
+
+@pytest.mark.parametrize("view", FOREIGN)
+@given(data=st.data())
+def test_members_that_others_added_stay_with_their_part_through_every_view(
+    view: str, data: st.DataObject
+) -> None:
+    parts = [data.draw(MEMBERS) | part for part in data.draw(st.sampled_from(FOREIGN[view]))]
+    assume(not any(map(problem_of, parts)))
+    for other in VIEWS:
+        written: Any = json.loads(json.dumps(to_view(other, from_view(parts))))
+        assert [problem for problem in map(problem_of, written) if problem] == []
+        assert to_view(view, from_view(written)) == parts
 
 
 def test_a_part_that_is_none_is_refused() -> None:

@@ -2,14 +2,16 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import aclosing
 
 import pytest
 from inline_snapshot import snapshot
 
 from fumehood.interfaces import Caller, SandboxRef
-from fumehood.protocol.containers import ContainerSpec
+from fumehood.protocol.containers import ContainerFileRecord, ContainerSpec
 from fumehood.protocol.errors import NotFound, RateLimited
+from fumehood.protocol.listing import Window
 from fumehood.protocol.sandbox import End, ExecuteRequest, NetworkAllowlist, SandboxSpec, Stdout
 from fumehood.protocol.sandbox_errors import RequestRefused, SandboxGone, SandboxStartFailed, Unreachable
 from fumehood.sandbox.container import ContainerSettings, SandboxContainer
@@ -229,6 +231,30 @@ async def test_what_was_asked_for_and_what_is_in_use_make_no_room() -> None:
         assert (await here.record(idle)).status == "expired"
         assert (await here.record(working)).status == "running"
         assert (await here.containers.check(SOMEBODY, asked.id)).status == "running"
+
+
+async def test_what_is_opened_while_it_is_looked_at_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = (Step("a"), Step("b"))
+    async with host(*steps, settings=ContainerSettings(containers_per_tenant=1)) as here:
+        idle = await here.open()
+        await here.run(idle, "a")
+        looking, opened = asyncio.Event(), asyncio.Event()
+        files = here.kept.files
+
+        async def slowly(container_id: str, window: Window | None = None) -> Sequence[ContainerFileRecord]:
+            looking.set()
+            await opened.wait()
+            return await files(container_id, window)
+
+        monkeypatch.setattr(here.kept, "files", slowly)
+        newcomer = asyncio.create_task(here.open())
+        await looking.wait()
+        again = await here.open(idle.id)
+        opened.set()
+        with pytest.raises(RateLimited):
+            await newcomer
+        assert (await here.run(again, "b")).end.status == "ok"
+        assert (await here.record(idle)).status == "running"
 
 
 async def test_what_another_process_may_be_using_makes_no_room_yet() -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fumehood.models.kept_renderings import render_all
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.store.cached import CachedConversations, Place
 
@@ -59,6 +60,32 @@ def test_long_conversations_and_their_forks_share_stretches(steps: list[int]) ->
             together = len([*takewhile(lambda pair: pair[0] == pair[1], zip(path, other, strict=False))])
             assert list(found)[:together] == list(shared)[:together]
             assert found.pieces[: together // 16] == shared.pieces[: together // 16]
+
+
+@pytest.mark.parametrize("size", [1000, 100_000])
+def test_forks_weigh_what_is_kept_of_their_stretches(size: int) -> None:
+    cached = CachedConversations(1 << 30)
+    _talk(cached, "a", 15, size)
+    for number in range(50):
+        cached.append("t", f"fork{number}", "a14", Place(100 + number, 15), _entries("fork"))
+    paths = [cached.find("t", f"fork{number}") for number in range(50)]
+    for path in paths:
+        assert path is not None
+        render_all(path, "dialect", lambda entries, _: (b"".join([entry.raw for entry in entries]), b""))
+    pieces = {
+        id(piece): piece for path in paths if path for each in path.pieces for piece in (each, *each.segments)
+    }
+    held = sum(
+        len(one[0]) if isinstance(one, tuple) else len(one)
+        for piece in pieces.values()
+        for one in piece.renderings.values()
+    )
+    assert held < cached.weight
+    for number in range(50):
+        cached.drop(f"fork{number}")
+    for number in range(15):
+        cached.drop(f"a{number}")
+    assert cached.weight == 0
 
 
 def test_a_conversation_is_a_sequence() -> None:

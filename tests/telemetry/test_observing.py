@@ -1,6 +1,9 @@
 """What an observer is told of runs, turns and calls; imports the engine, its doubles and `telemetry`."""
 
+import asyncio
+import gc
 from array import array
+from contextvars import Context, copy_context
 from itertools import accumulate
 from typing import Any, override
 
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from fumehood.engine.runs import EngineRuns
 from fumehood.figures import Distribution
 from fumehood.interfaces import Caller
+from fumehood.phases import phase
 from fumehood.protocol.models import AnyModelEvent, ModelRequest
 from fumehood.protocol.responses import CreateResponse
 from fumehood.telemetry.observing import ObservedModels, ObservedRuns, ObservedTool
@@ -45,14 +49,14 @@ class Broken(Listener):
         raise RuntimeError("with a secret")
 
 
-async def observed(observer: Observer, **body: Any) -> str:
+async def observed(observer: Observer, tool: Echo | None = None, **body: Any) -> str:
     """The status of a response with a call and an answer."""
     clock = FakeClock()
     model = ScriptedModel([*calls("echo", {"text": "x"})], says("Done"), usage=tokens(3))
     runs = ObservedRuns(
         EngineRuns(
             ObservedModels(ScriptedModels(model), observer),
-            [ObservedTool(Echo(), observer)],
+            [ObservedTool(tool or Echo(), observer)],
             MemoryStore(clock),
             clock,
             sealer=PlainSealer(),
@@ -95,6 +99,29 @@ async def test_what_models_say_is_kept_only_where_content_is_recorded() -> None:
     await observed(Observer([notes], records_content=True))
     said = [seen.pieces for seen in notes.over if isinstance(seen, TurnSeen)]
     assert all(pieces and pieces[-1] == turn.end for pieces, turn in zip(said, _turns(notes), strict=True))
+
+
+async def test_connections_made_meanwhile_keep_nothing_of_what_was_seen() -> None:
+    """They keep the variables of whoever made them, as long as they are open."""
+    gate = asyncio.Event()
+    gate.set()
+    kept: list[Context] = []
+
+    def connecting(_: str) -> asyncio.Event:
+        kept.append(copy_context())
+        return gate
+
+    before = {id(seen) for seen in _all_seen()}
+    assert await observed(Observer([]), Echo(gate=connecting)) == "completed"
+    assert len(kept) == 1
+    assert [seen for seen in _all_seen() if id(seen) not in before] == []
+    with kept[0].run(phase, "late") as late:
+        assert late.name == "late"
+
+
+def _all_seen() -> list[Seen]:
+    gc.collect()
+    return [found for found in gc.get_objects() if isinstance(found, Seen)]
 
 
 def _turns(notes: Notes) -> list[TurnSeen]:

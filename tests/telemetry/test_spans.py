@@ -95,6 +95,15 @@ async def test_a_run_is_a_trace_of_its_turns_and_calls() -> None:
     assert "gen_ai.output.messages" not in told(run)
 
 
+async def test_a_turn_tells_of_streams_and_formats_only_where_they_were_asked_for() -> None:
+    asked = {"text": {"format": {"type": "json_object"}}}
+    (streamed,) = (await Traced(ScriptedModel(says("{}"))).spans(**asked))["chat scripted"]
+    (plain,) = (await Traced(ScriptedModel(says("Hi"))).spans(stream=False))["chat scripted"]
+    names = ("gen_ai.request.stream", "gen_ai.output.type")
+    assert [told(streamed).get(name) for name in names] == [True, "json"]
+    assert [told(plain).get(name) for name in names] == [None, None]
+
+
 async def test_runs_side_by_side_are_traces_of_their_own() -> None:
     gate = asyncio.Event()
     traced = Traced(ScriptedModel([gate, *says("a")], [gate, *says("b")]))

@@ -11,6 +11,7 @@ from fumehood.interfaces import Caller
 from fumehood.protocol.conversation import Entry, Segment
 from fumehood.protocol.errors import ContainerExpired, NotFound
 from fumehood.protocol.items import CodeInterpreterCall
+from fumehood.sandbox.container import ContainerSettings
 from fumehood.testing import Step, WriteFile
 from fumehood.testing.tool_kit import call
 from tests.support.interpreter import SOMEBODY, scripted, spec
@@ -103,6 +104,25 @@ async def test_a_container_that_is_not_there() -> None:
         assert (expired.value.status, expired.value.message, expired.value.param) == snapshot(
             (400, "Container is expired.", "tools")
         )
+
+
+@pytest.mark.parametrize("named", [False, True])
+async def test_while_the_model_thinks_its_container_is_not_the_idle_one(named: bool) -> None:
+    settings = ContainerSettings(containers_per_tenant=2)
+    async with scripted(Step("x"), Step("other"), Step("new"), Step("y"), containers=settings) as interpreter:
+        first = (await interpreter.run("x")).item.container_id
+        conversation = [*interpreter.segments]
+        interpreter.segments.clear()
+        interpreter.clock.advance(19 * 60)
+        await interpreter.run("other")
+        interpreter.segments.clear()
+        interpreter.clock.advance(1)
+        offered = await interpreter.tool.offer(spec(first if named else None), SOMEBODY, conversation)
+        interpreter.clock.advance(2 * 60)  # 21 minutes after the last call
+        await interpreter.run("new")
+        _, result = await call(offered.begin(interpreter.context()), '{"code": "y"}')
+        assert isinstance(result.item, CodeInterpreterCall)
+        assert (result.item.container_id, result.item.status) == (first, "completed")
 
 
 async def test_a_container_that_expires_while_the_model_writes() -> None:

@@ -6,6 +6,7 @@ as if it had been the address. Nothing of ours goes along: no credentials, no co
 
 import asyncio
 import ipaddress
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ _REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
 _LONGEST_URL = 8192
 _PIECE = 64 << 10
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)+")
 _OWN_DOMAINS = frozenset({"localhost", "local", "internal", "localdomain", "lan", "home"})
 _HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "fumehood"}
 
@@ -168,7 +170,7 @@ class Passing:
         try:
             ipaddress.ip_address(host)
         except ValueError:
-            public = _is_name(host)
+            public = _is_name(host) and "://[" not in url
         else:
             public = self._addresses.allowed(host)
         if not public:
@@ -218,10 +220,11 @@ def _checked(text: str) -> URL:
 
 
 def _is_name(host: str) -> bool:
-    """Whether it may be a name that everybody knows, and is no number in disguise: 127.1, 0x7f000001."""
-    *above, last = host.lower().split(".")
+    """Whether it may be a name that all know and read alike, and is no number in disguise: 127.1, 0x7f000001."""
+    host = host.lower()
+    last = host.rpartition(".")[2]
     is_number = last.isdigit() or last.startswith("0x")
-    return bool(above) and not is_number and last not in _OWN_DOMAINS
+    return _NAME.fullmatch(host) is not None and not is_number and last not in _OWN_DOMAINS
 
 
 def _refused(why: str) -> FetchRefused:

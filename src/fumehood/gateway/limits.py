@@ -188,6 +188,12 @@ class Room:
         if size >= LARGE:
             self.take(min(size, self._limits.most_held(self._account) - self._held))
 
+    def hand_over(self) -> "Room":
+        """All that it holds is another one's from now on, which may stay longer."""
+        other = Room(self._limits, self._account)
+        other._held, self._held = self._held, 0
+        return other
+
     def give_back(self) -> None:
         self._limits.let_go(self._account, self._held)
         self._held = 0

@@ -14,7 +14,7 @@ from collections.abc import Collection, Generator
 from dataclasses import dataclass, field
 
 from fumehood.gateway.exchange import Exchange, Vigil, encode
-from fumehood.gateway.limits import Limits
+from fumehood.gateway.limits import Limits, Room
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.sse import DONE, GONE, HEADERS, SIGN_OF_LIFE, TERMINAL, encode_events
 from fumehood.interfaces import Caller, IdempotencyClaim, Run, Runs, Store, TakeRoom
@@ -87,16 +87,18 @@ class Repeats:
         self._running: dict[tuple[str, str], _Joint] = {}
         self._memory = _Memory()
 
-    async def answer(self, exchange: Exchange, asked: Asked) -> Response | None:
+    async def answer(self, exchange: Exchange, asked: Asked, room: Room) -> Response | None:
         """As the first request of that key was answered, or is going to be; how the response ended, if the client
         stayed for that. Raises Conflict for another request, and what a request without a key would raise.
+
+        room: what holds the request's body; a run that begins takes it along.
         """
         joint = self._running.get(asked.place) or self._memory.find(asked)
         first = joint is None
         if joint is None:
             joint = self._running[asked.place] = _Joint(asked.digest, new_id("resp"))
             joint.task = asyncio.create_task(
-                self._drive(joint, asked), name=f"{HEADER} of {asked.caller.key}"
+                self._drive(joint, asked, room.hand_over()), name=f"{HEADER} of {asked.caller.key}"
             )
         elif joint.digest != asked.digest:
             raise _other_request()
@@ -130,10 +132,10 @@ class Repeats:
 
     # ---- the run ----------------------------------------------------------------------------------------------
 
-    async def _drive(self, joint: "_Joint", asked: Asked) -> None:
+    async def _drive(self, joint: "_Joint", asked: Asked, room: Room) -> None:
         """A task of its own: whoever was first need not be the last to stay."""
         try:
-            with self._limits.running(asked.caller), self._limits.room(asked.caller) as room:
+            with room, self._limits.running(asked.caller):
                 earlier = await self._earlier(asked, joint.response_id)
                 if earlier is not None:
                     joint.begun.set_result(earlier)

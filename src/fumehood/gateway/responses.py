@@ -57,7 +57,7 @@ class Responses:
                 digest = await aside(len(body), body_digest, body)
                 del body  # it may be large, and the run long
                 asked = Asked(caller, checked_key(header), digest, request, include)
-                self._note(exchange, await self._repeats.answer(exchange, asked))
+                self._note(exchange, await self._repeats.answer(exchange, asked, room))
                 return
             del body
             await self._make(exchange, caller, request, partial(self._stream, exchange), room)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from fumehood.protocol.conversation import Entry, Segment, Stretch, pieces_of
+from fumehood.protocol.conversation import Entry, Piece, Segment, Stretch, pieces_of
 
-_MOST = 8  # of one segment or stretch
-_LARGEST = 1 << 20  # bytes of a stretch; what is larger is not worth a copy
+_MOST = 16  # of one segment or stretch, for a segment with what each leaves
+_MOST_TIMES = 3  # its size, for all of them: callers may name as many models as they like
+_SMALL = 4096  # bytes, about which nobody cares
 NOTHING = b""
 
 # The entries of a segment, after what the one before has left: what they are rendered to, and what is left of them.
@@ -29,7 +30,7 @@ def render_all(segments: Sequence[Segment], dialect: str, render: Render) -> tup
     for piece in pieces_of(segments):
         if isinstance(piece, Segment):
             rendered, left = _segment(piece, dialect, left, render)
-        elif piece.size <= _LARGEST:
+        elif piece.in_one:
             rendered, left = _stretch(piece, dialect, left, render)
         else:
             rendered = NOTHING
@@ -45,15 +46,14 @@ def render_all(segments: Sequence[Segment], dialect: str, render: Render) -> tup
 def _segment(segment: Segment, dialect: str, before: bytes, render: Render) -> tuple[bytes, bytes]:
     kept = segment.renderings
     name = _name(dialect, before)
-    rendered = kept.get(name)
-    if rendered is not None:
-        return rendered, kept.get(name + ">", NOTHING)
+    rendered, left = kept.get(name), kept.get(name + ">")
+    if rendered is not None and left is not None:  # beside the loop, one may be there without the other
+        return rendered, left
     rendered, left = render(segment.entries, before)
-    if len(kept) >= _MOST:
+    held = sum(map(len, [*kept.values(), rendered, left]))
+    if _is_too_much(segment, held):
         kept.clear()
-    if left:  # first, since whoever reads beside the loop takes the other for all of it
-        kept[name + ">"] = left
-    kept[name] = rendered
+    kept[name + ">"], kept[name] = left, rendered
     return rendered, left
 
 
@@ -71,14 +71,19 @@ def _stretch(stretch: Stretch, dialect: str, before: bytes, render: Render) -> t
         rendered, left = _segment(segment, dialect, left, render)
         if rendered:
             parts.append(rendered)
-    if len(kept) >= _MOST:
+    found = (b",".join(parts), left)
+    held = sum([len(one) + len(its_left) for one, its_left in (*kept.values(), found)])
+    if _is_too_much(stretch, held):
         kept.clear()
-    kept[name] = found = (b",".join(parts), left)
+    kept[name] = found
     for segment, its_name in zip(stretch.segments, names, strict=True):
-        segment.renderings.pop(
-            its_name, None
-        )  # and not what it left: somebody beside the loop may be about to read it
+        segment.renderings.pop(its_name, None)
+        segment.renderings.pop(its_name + ">", None)
     return found
+
+
+def _is_too_much(piece: Piece, held: int) -> bool:
+    return len(piece.renderings) >= _MOST or held > max(_SMALL, _MOST_TIMES * piece.size)
 
 
 def _name(dialect: str, before: bytes) -> str:

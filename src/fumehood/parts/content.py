@@ -37,6 +37,9 @@ CUT_PART = "fumehood:cut"
 _STRUCTURE = frozenset({"type", "id", "call_id", "tool_use_id", "tool_call_id", "status", "role", "object"})
 _HEAD = frozenset({"type", "id", "name"})
 _DATA_URL = re.compile(r"data:[\w.+/-]*(?:;[\w.=+-]+)*;base64,")
+# Members that hold data; what is called just `data` does where something beside it says of which sort.
+_DATA = ("bytes", "file_data")
+_MEDIUM = frozenset({"mime_type", "mimeType", "media_type", "format"})
 _LONGEST = (1 << 16, 1 << 14, 1 << 12, 1 << 10, 1 << 8, 1 << 6)
 
 type Change = Callable[[Json], Json]
@@ -156,11 +159,21 @@ def _referred(value: Json) -> Json:
     if not isinstance(value, dict):
         return _medium_of_url(value).uri if _is_data_url(value) else value
     made: JsonObject = {key: _referred(inner) for key, inner in value.items()}
-    data = value.get("data")
-    if value.get("type") == "base64" and isinstance(data, str):
-        return {**made, **_told(_medium(data)), "data": None}
+    if name := _member_with_data(value):
+        return {**made, name: None, **_told(_medium(_string(value[name])))}
     found = [inner for inner in value.values() if _is_data_url(inner)]
     return {**made, **_told(_medium_of_url(found[0]))} if found else made
+
+
+def _member_with_data(value: JsonObject) -> str:
+    """Which member holds data in base64, by the words that vendors have for it; nothing where none does."""
+    if value.get("type") == "base64" and isinstance(value.get("data"), str):
+        return "data"
+    for name in ("data", *_DATA) if value.keys() & _MEDIUM else _DATA:
+        data = value.get(name)
+        if isinstance(data, str) and data and not data.isdecimal() and _decoded(data) is not None:
+            return name
+    return ""
 
 
 def _told(medium: Medium) -> JsonObject:
@@ -176,10 +189,16 @@ def _medium_of_url(value: Json) -> Medium:
     return _medium(text[text.find(",") + 1 :])
 
 
-def _medium(data: str) -> Medium:
+def _decoded(data: str) -> bytes | None:
     try:
-        content = base64.b64decode(data, validate=True)
+        return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
+        return None
+
+
+def _medium(data: str) -> Medium:
+    content = _decoded(data)
+    if content is None:
         content = data.encode("utf-8", "surrogatepass")
     return Medium(digest=f"sha256:{hashlib.sha256(content).hexdigest()}", bytes=len(content))
 

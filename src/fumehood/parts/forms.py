@@ -129,14 +129,14 @@ def _problem_of_payloads(part: JsonObject, form: Form) -> str:
         if problem := payloads.problem_with(kind, payload, call=key == form.call):
             return f"`{key}`: {problem}"
         kinds.append(kind)
-        if form.call and (problem := _problem_of_name(str(part["name"]), kind)):
+        if form.call and (problem := problem_of_name(str(part["name"]), kind)):
             return problem
     if len(kinds) > 1 and kinds[0] != kinds[1]:
         return f"a {kinds[0]} call cannot have a {kinds[1]} response"
     return ""
 
 
-def _problem_of_name(name: str, kind: str) -> str:
+def problem_of_name(name: str, kind: str) -> str:
     """A name that says what the tool is must be believed; functions and MCP tools are called as their makers like."""
     known = payloads.KINDS.get(kind)
     if name in payloads.RESERVED_NAMES and kind != name and (known is None or not known.named):

@@ -33,7 +33,7 @@ from fumehood.parts.canonical import (
     Uri,
     pairs,
 )
-from fumehood.parts.forms import FORMS, PLAIN, VIEWS, Form, Malformed, problem_of
+from fumehood.parts.forms import FORMS, PLAIN, VIEWS, Form, Malformed, problem_of, problem_of_name
 from fumehood.parts.lenses import same
 
 SOURCE = "fumehood.source"
@@ -67,14 +67,26 @@ def _rendered(part: Part, *, servers: bool) -> JsonObject:
     apart = servers and part.execution == "server"
     record = _record(part, "server" if apart else _usual(part.kind), None)
     payload: JsonObject = {"type": part.kind, **part.payload}
+    made: JsonObject
     if isinstance(part, ToolResult):
         kind, key = ("server_tool_call_response",) * 2 if apart else ("tool_call_response", "response")
-        return {"type": kind, "id": part.call_id, key: payload, **part.extra, **record}
+        made = {"type": kind, "id": part.call_id, key: payload}
+        beside = {name: value for name, value in part.extra.items() if name not in FORMS[kind].forbidden}
+        return {**made, **beside, **_with_aside(record, part.extra, beside)}
     kind = "server_tool_call" if apart else "tool_call"
-    made: JsonObject = {"type": kind, "id": part.call_id, "name": part.name, kind: payload}
+    made = {"type": kind, "id": part.call_id, "name": part.name, kind: payload}
     if not apart:
         made["arguments"] = _arguments(part)
     return {**made, **part.extra, **record}
+
+
+def _with_aside(record: JsonObject, members: JsonObject, beside: JsonObject) -> JsonObject:
+    """The record, also of those members that mean something else in this view than in the one they came from."""
+    aside: JsonObject = {name: value for name, value in members.items() if name not in beside}
+    if not aside:
+        return record
+    known = record.get(SOURCE)
+    return {SOURCE: {**(known if isinstance(known, dict) else {}), "aside": aside}}
 
 
 def _arguments(call: ToolCall) -> Json:
@@ -140,18 +152,50 @@ def _both(form: Form, call: ToolCall | None, result: ToolResult | None) -> JsonO
     record: JsonObject = {}
     status = last.status or first.status
     for half in halves:
-        key, name = (form.call, "call") if isinstance(half, ToolCall) else (form.response, "response")
-        made[key] = {"type": half.kind, **half.payload}
-        for found in _record(half, "server", status).values():
-            record[name] = found
-        made |= half.extra
+        made[form.call if isinstance(half, ToolCall) else form.response] = {"type": half.kind, **half.payload}
+    if _names_its_tool(first):
+        made["name"] = first.extra["name"]
+    for half in halves:
+        beside = {
+            name: value for name, value in half.extra.items() if _stays(form, made, status, name, value)
+        }
+        if half is first and _names_its_tool(first):
+            beside["name"] = made["name"]
+        of_half = _with_aside(_record(half, "server", status), half.extra, beside)
+        of_half = cast(JsonObject, of_half.get(SOURCE, {}))
+        if half is not first and beside:
+            of_half["members"] = [*beside]
+        if of_half:
+            record["call" if isinstance(half, ToolCall) else "response"] = of_half
+        made |= beside
     if form.type == "server_tool_execution":
         timing = made.pop("execution_metadata", {})
         known: JsonObject = {} if status is None else {"status": status}
-        made["execution_metadata"] = {**known, **(timing if isinstance(timing, dict) else {})}
+        made["execution_metadata"] = {**known, **timing} if isinstance(timing, dict) else timing
     elif status is not None:
         made.setdefault("status", status)
     return {**made, SOURCE: record} if record else made
+
+
+def _names_its_tool(half: ToolCall | ToolResult) -> bool:
+    """A result whose call is not there may have the tool's name as a member."""
+    name = half.extra.get("name")
+    if isinstance(half, ToolCall) or not isinstance(name, str) or name == half.kind:
+        return False
+    return not problem_of_name(name, half.kind)
+
+
+def _stays(form: Form, made: JsonObject, status: Status | None, name: str, value: Json) -> bool:
+    """Whether a member of a half can stand in the object of both, and is then read as what it is."""
+    if name in made:
+        return False
+    if form.type == "server_tool":
+        return name != "status" or (status is None and value not in _STATUSES)
+    if name != "execution_metadata":
+        return True
+    if not isinstance(value, dict):
+        return status is None
+    return "status" not in value or (status is None and value["status"] not in _STATUSES)
 
 
 def _usual(kind: str) -> Execution:
@@ -259,19 +303,19 @@ def _read_half(form: Form, members: JsonObject, record: JsonObject) -> Part:
         part = ToolCall(kind=kind, name=name, payload=payload, call_id=shared, extra=members)
         if same(members.get("arguments"), _arguments(part)):
             members.pop("arguments", None)
+    part.extra |= _aside(record)
     _remember(part, record, implied)
     return part
 
 
+def _aside(record: JsonObject) -> JsonObject:
+    found = record.get("aside")
+    return found if isinstance(found, dict) else {}
+
+
 def _read_unified(form: Form, members: JsonObject, record: JsonObject) -> _Read:
     shared, name = cast(str | None, members.pop("id", None)), cast(str, members.pop("name"))
-    status = members.pop("status", None)
-    if form.type == "server_tool_execution":
-        timing = members.pop("execution_metadata", None)
-        metadata: JsonObject = dict(timing) if isinstance(timing, dict) else {}
-        status = metadata.pop("status", None)
-        if metadata:
-            members["execution_metadata"] = metadata
+    status = _taken_status(form, members)
     made: list[ToolCall | ToolResult] = []
     for key, half in ((form.call, "call"), (form.response, "response")):
         if key not in members:
@@ -286,12 +330,32 @@ def _read_unified(form: Form, members: JsonObject, record: JsonObject) -> _Read:
         said = record.get(half)
         known: JsonObject = said if isinstance(said, dict) else {}
         _remember(part, {"status": status, **known}, "server")
+        for own in cast(list[str], known.get("members", [])):
+            part.extra[own] = members.pop(own)
+        part.extra |= _aside(known)
         made.append(part)
-    made[0].extra = members
+    if isinstance(made[0], ToolResult) and name != made[0].kind:
+        members["name"] = name
+    made[0].extra = {**members, **made[0].extra}
     position = record.get("response_at")
     if len(made) > 1 and isinstance(position, int) and not isinstance(position, bool):
         return _Read([made[0]], (position, cast(ToolResult, made[1])))
     return _Read([*made])
+
+
+def _taken_status(form: Form, members: JsonObject) -> Json:
+    """What the object says of its status; words that nobody knows stay where they are."""
+    if form.type == "server_tool":
+        return members.pop("status") if members.get("status") in _STATUSES else None
+    timing = members.get("execution_metadata")
+    if not isinstance(timing, dict):
+        return None
+    metadata = dict(timing)
+    status = metadata.pop("status") if metadata.get("status") in _STATUSES else None
+    members["execution_metadata"] = metadata
+    if not metadata:
+        members.pop("execution_metadata")
+    return status
 
 
 def _remember(part: ToolCall | ToolResult, record: JsonObject, implied: Execution) -> None:

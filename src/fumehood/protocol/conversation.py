@@ -8,6 +8,7 @@ import msgspec
 from fumehood.protocol.attachments import Attachment
 
 _ENTRY_OVERHEAD = 512
+_WORTH_A_COPY = 1 << 20  # bytes, at most
 COMPACTION = "compaction"
 """The type of an item that stands for everything before it."""
 
@@ -93,9 +94,10 @@ class Stretch:
     renderings: as those of a segment, each with what it leaves to the next piece.
     compacted: the place of its last segment with a compaction, -1 if it has none.
     size: that of all of them.
+    in_one: whether it is rendered in one piece, of which it keeps a copy.
     """
 
-    __slots__ = ("compacted", "renderings", "segments", "size")
+    __slots__ = ("compacted", "in_one", "renderings", "segments", "size")
 
     def __init__(self, segments: tuple[Segment, ...]) -> None:
         places = [place for place, segment in enumerate(segments) if segment.compacted >= 0]
@@ -103,6 +105,7 @@ class Stretch:
         self.renderings: Final = dict[str, tuple[bytes, bytes]]()
         self.compacted: Final = places[-1] if places else -1
         self.size: Final = sum([segment.size for segment in segments])
+        self.in_one: Final = self.size <= _WORTH_A_COPY
 
 
 type Piece = Segment | Stretch

@@ -53,28 +53,34 @@ class Endings:
         living = self._living.get(record.id)
         return max(record.last_active_at, living.record.last_active_at if living else 0)
 
-    async def expire(self, record: ContainerRecord, because: Ending | None = None) -> None:
-        """The files of users stay, for whoever continues the conversation. `because`: if its time is not over."""
-        living = self._living.get(record.id)
-        if record.status != "running" or self._is_in_use(record, living):
-            return  # it ends as soon as nobody is in it any more
+    async def expire(self, record: ContainerRecord, because: Ending | None = None) -> bool:
+        """The files of users stay, for whoever continues the conversation. `because`: if its time is not over. False
+        if it ends as soon as nobody is in it any more.
+        """
+        if record.status != "running":
+            return True
         files = await self._house.store.files(record.id)
+        if self._is_in_use(record):  # now: somebody may have opened it meanwhile
+            return False
         kept = [file for file in files if file.source == "user" and file.blob]
         retained = sum(file.bytes for file in kept) if self._house.settings.retention_hours else 0
         await self._end(record, "expired", because or self._time_over(record), retained)
         await self._trim(record.tenant)
+        return True
 
-    def _is_in_use(self, record: ContainerRecord, living: Living | None) -> bool:
+    def _is_in_use(self, record: ContainerRecord) -> bool:
         """So that nothing is cut off; but whoever sends a file byte by byte must not keep it for ever."""
+        living = self._living.get(record.id)
         longest = 3600 * self._house.settings.life_hours + _LAST_SECONDS
         return living is not None and living.in_use and self._house.clock.now() < record.created_at + longest
 
     async def make_room(self, running: Sequence[ContainerRecord]) -> bool:
         """End the one that was idle longest, of those that nobody asked for by itself; False if there is none."""
         idle = [record for record in running if record.automatic and self._is_idle(record)]
-        if idle:
-            await self.expire(min(idle, key=self.active_at), "evicted")
-        return bool(idle)
+        for record in sorted(idle, key=self.active_at):
+            if await self.expire(record, "evicted"):
+                return True
+        return False
 
     def _is_idle(self, record: ContainerRecord) -> bool:
         living = self._living.get(record.id)
@@ -153,7 +159,7 @@ class Endings:
         self._house.figures.live = len(running)
         for record in running:
             living = self._living.get(record.id)
-            if living is not None and self._is_in_use(record, living):
+            if living is not None and self._is_in_use(record):
                 living.change(last_active_at=clock.now())
                 await living.write(store)
             elif self.is_over(record):

@@ -23,9 +23,10 @@ class Place(NamedTuple):
 class _Turn:
     """users: the responses and later turns that lead here; without any it is forgotten.
     stretches: those that the conversation has up to here; loose: how many turns come after them.
+    in_stretch: whether there is a stretch with this turn, here or in a fork.
     """
 
-    __slots__ = ("before", "loose", "place", "segment", "stretches", "users", "weight")
+    __slots__ = ("before", "in_stretch", "loose", "place", "segment", "stretches", "users", "weight")
 
     def __init__(self, place: Place, segment: Segment, before: "_Turn | None") -> None:
         self.place = place
@@ -35,25 +36,37 @@ class _Turn:
         self.weight = segment.weight
         self.stretches: tuple[Stretch, ...] = () if before is None else before.stretches
         self.loose = 1 if before is None else before.loose + 1
+        self.in_stretch = False
         if self.loose == _STRETCH:
-            self.stretches = (*self.stretches, Stretch(self._newest()))
-            self.loose = 0
+            self._stretch()
 
     @property
     def end(self) -> int:
         return self.place.start + len(self.segment.entries)
 
     def path(self) -> Conversation:
-        return Conversation((*self.stretches, *self._newest()))
+        return Conversation((*self.stretches, *[turn.segment for turn in self._newest()]))
 
-    def _newest(self) -> tuple[Segment, ...]:
+    def _stretch(self) -> None:
+        """Lay the loose ones together. What is kept of a stretch goes with its turns, but each fork keeps its own of
+        those that it shares.
+        """
+        turns = self._newest()
+        stretch = Stretch(tuple([turn.segment for turn in turns]))
+        self.stretches, self.loose = (*self.stretches, stretch), 0
+        for turn in turns:
+            if turn.in_stretch and stretch.in_one:
+                self.weight += turn.segment.size
+            turn.in_stretch = True
+
+    def _newest(self) -> "list[_Turn]":
         """The loose ones."""
         turn: _Turn | None = self
-        segments: list[Segment] = []
-        while turn is not None and len(segments) < self.loose:
-            segments.append(turn.segment)
+        turns: list[_Turn] = []
+        while turn is not None and len(turns) < self.loose:
+            turns.append(turn)
             turn = turn.before
-        return tuple(reversed(segments))
+        return turns[::-1]
 
 
 class CachedConversations:

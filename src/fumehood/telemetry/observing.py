@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
+from functools import partial
 
 from fumehood.interfaces import (
     CallContext,
@@ -32,10 +33,28 @@ from fumehood.protocol.items import ProducedFile
 from fumehood.protocol.models import AnyModelEvent, ModelRequest
 from fumehood.protocol.responses import CreateResponse, Response
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
-from fumehood.telemetry.seen import CallSeen, Observer, PhaseSeen, RunSeen, TurnSeen
+from fumehood.telemetry.seen import CallSeen, Observer, PhaseSeen, RunSeen, Seen, TurnSeen
 
 _CANCELLED = frozenset({"GeneratorExit", "CancelledError"})
-_run: ContextVar[RunSeen | None] = ContextVar("fumehood_observed_run", default=None)
+
+
+class _Link[T: Seen]:
+    """What a variable of a task leads to, until that has ended. Whatever is begun meanwhile copies the variable, and a
+    connection keeps its copy for as long as it is open: what was said must not stay there.
+    """
+
+    __slots__ = ("seen",)
+
+    def __init__(self, seen: T) -> None:
+        self.seen: T | None = seen
+
+
+_run: ContextVar[_Link[RunSeen] | None] = ContextVar("fumehood_observed_run", default=None)
+
+
+def _current_run() -> RunSeen | None:
+    link = _run.get()
+    return None if link is None else link.seen
 
 
 def kind_of(error: BaseException) -> str:
@@ -69,27 +88,30 @@ class ObservedRuns:
     ) -> Run:
         seen = RunSeen(request=request)
         self._observer.began(seen)
-        token = _run.set(seen)
+        link = _Link(seen)
+        token = _run.set(link)
         try:
             run = await self._runs.start(request, caller, response_id, past=past, take=take)
         except BaseException as error:
             seen.error = kind_of(error)
+            link.seen = None
             self._observer.ended(seen)
             raise
         finally:
             _run.reset(token)
-        task = asyncio.create_task(self._end(run, seen))
+        task = asyncio.create_task(self._end(run, seen, link))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
         return run
 
-    async def _end(self, run: Run, seen: RunSeen) -> None:
+    async def _end(self, run: Run, seen: RunSeen, link: _Link[RunSeen]) -> None:
         try:
             seen.response = await run.wait()
             seen.error = _trouble_of(seen.response)
         except Exception as error:  # whoever asked for the run is told of it
             seen.error = kind_of(error)
         finally:
+            link.seen = None
             self._observer.ended(seen)
 
     async def drain(self, grace_seconds: float) -> None:
@@ -137,7 +159,9 @@ class _ObservedBackend:
     async def stream(
         self, request: ModelRequest, take: Take | None = None
     ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
-        seen = TurnSeen(request=request, run=_run.get(), server=self._backend.profile(request.model).server)
+        seen = TurnSeen(
+            request=request, run=_current_run(), server=self._backend.profile(request.model).server
+        )
         if self._observer.records_content:
             seen.pieces = []
         self._observer.began(seen)
@@ -213,13 +237,15 @@ class _ObservedSession:
         self.abort = session.abort
 
     async def run(self) -> AsyncGenerator[ToolStep]:
-        seen = CallSeen(name=self._name, call_id=self._call_id, run=_run.get())
+        seen = CallSeen(name=self._name, call_id=self._call_id, run=_current_run())
         self._observer.began(seen)
+        link = _Link(seen)
+        listener = partial(_tell_phase, self._observer, link)
         steps = self._session.run()
         ended = False
         try:
             async with aclosing(steps):
-                while (step := await _next(steps, lambda phase: self._tell_phase(phase, seen))) is not None:
+                while (step := await _next(steps, listener)) is not None:
                     if isinstance(step, ToolResult):
                         ended = True
                         _tell(seen, step)
@@ -229,19 +255,23 @@ class _ObservedSession:
                 seen.error = kind_of(error)
             raise
         finally:
+            link.seen = None
             self._observer.ended(seen)
             if seen.run is not None:
                 seen.run.calls += 1
 
-    def _tell_phase(self, phase: Phase, call: CallSeen) -> None:
+
+def _tell_phase(observer: Observer, of: _Link[CallSeen], phase: Phase) -> None:
+    if of.seen is not None:
         error = "cancelled" if phase.error in _CANCELLED else phase.error
-        seen = PhaseSeen(phase=phase, call=call, began_at=phase.began_at, took=phase.took, error=error)
-        self._observer.began(seen)
-        self._observer.ended(seen)
+        seen = PhaseSeen(phase=phase, call=of.seen, began_at=phase.began_at, took=phase.took, error=error)
+        observer.began(seen)
+        observer.ended(seen)
 
 
 def _tell(seen: CallSeen, result: ToolResult) -> None:
     seen.error = "failed" if getattr(result.item, "status", "") == "failed" else ""
+    seen.item_id = getattr(result.item, "id", "")
     seen.arguments = result.exchange.arguments
     seen.output = "".join([result.exchange.output, *(each.exchange.output for each in result.further)])
 

@@ -135,9 +135,13 @@ class TurnSeen(Seen):
 
     def gaps(self) -> Distribution:
         """Seconds between its pieces."""
-        sizes = sorted(map(sub, self.moments[1:], self.moments))
+        sizes = [*map(sub, self.moments[1:], self.moments)]
         found = Distribution(BOUNDS)
         found.total = sum(sizes) / 1e9
+        if max(sizes, default=0) <= BOUNDS[0] * 1e9:  # as in a burst
+            found.numbers[0] = len(sizes)
+            return found
+        sizes.sort()
         counted = [bisect_right(sizes, bound * 1e9) for bound in BOUNDS]
         found.numbers = [*map(sub, [*counted, len(sizes)], [0, *counted])]
         return found
@@ -145,11 +149,15 @@ class TurnSeen(Seen):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class CallSeen(Seen):
-    """A call of a tool that the gateway runs itself; arguments and output as the model wrote and read them."""
+    """A call of a tool that the gateway runs itself; arguments and output as the model wrote and read them.
+
+    item_id: of the item that clients see of it, once it has ended.
+    """
 
     name: str
     call_id: str
     run: RunSeen | None = None
+    item_id: str = ""
     arguments: str = ""
     output: str = ""
 

@@ -11,7 +11,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
-from fumehood.protocol.responses import Response, Usage
+from fumehood.protocol.responses import Response, TextConfig, Usage
 from fumehood.telemetry.providers import OWN, provider_of
 from fumehood.telemetry.seen import CallSeen, Listener, PhaseSeen, RunSeen, Seen, TurnSeen
 from fumehood.telemetry.trace_context import Propagation, callers_trace
@@ -64,6 +64,8 @@ class Spans(Listener):
                     _tell_response(span, response)
                 case TurnSeen():
                     _tell_turn(span, seen)
+                case CallSeen(item_id=item_id) if item_id:
+                    span.set_attribute("fumehood.item.id", item_id)
                 case _:
                     pass
             if self._with_content:
@@ -129,16 +131,24 @@ def asked_attributes(turn: TurnSeen) -> Attributes:
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": provider_of(turn.server),
         "gen_ai.request.model": request.model,
-        "gen_ai.request.stream": request.streamed,
+        "gen_ai.request.stream": request.streamed or None,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.presence_penalty": sampling.presence_penalty,
         "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
         "gen_ai.request.max_tokens": sampling.max_output_tokens,
+        "gen_ai.output.type": _output_type(sampling.text),
     }
     if turn.server is not None:
         told["server.address"], told["server.port"] = turn.server
     return {name: value for name, value in told.items() if value is not None}
+
+
+def _output_type(text: TextConfig | None) -> str | None:
+    """What was asked for, if something was."""
+    if text is None or text.format is None:
+        return None
+    return "text" if text.format.type == "text" else "json"
 
 
 def answered_attributes(turn: TurnSeen) -> Attributes:

@@ -159,6 +159,7 @@ def _shared(beside: Sequence[OfferedTool]) -> Workplace | None:
 async def _named(containers: Containers, caller: Caller, container_id: str, spec: ContainerSpec) -> Workplace:
     try:
         await containers.check(caller, container_id)
+        await containers.container(caller, container_id)  # a use of it, from now on
     except (NotFound, ContainerExpired) as error:
         raise type(error)(error.message, param="tools") from None
     return Workplace(containers, caller, container_id, spec)
@@ -171,14 +172,14 @@ async def _automatic(
     if earlier is None:
         return Workplace(containers, caller, containers.reserve(), spec)
     try:
-        record = await containers.check(caller, earlier)
+        # A use of it: while the model thinks, it must not be the one that was idle longest.
+        record = await containers.container(caller, earlier)
     except NotFound:
         return Workplace(containers, caller, containers.reserve(), spec, _GONE, earlier=earlier)
-    except ContainerExpired:
-        record = await containers.container(caller, earlier)
-        had = frozenset(record.spec.file_ids)
+    had = frozenset(record.spec.file_ids)
+    if record.status == "expired":
         return Workplace(containers, caller, containers.reserve(), spec, _EXPIRED, earlier, earlier, had)
-    return Workplace(containers, caller, earlier, spec, earlier=earlier, had=frozenset(record.spec.file_ids))
+    return Workplace(containers, caller, earlier, spec, earlier=earlier, had=had)
 
 
 def _approve(containers: Containers, choice: ContainerChoice) -> None:
