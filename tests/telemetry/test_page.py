@@ -1,4 +1,4 @@
-"""docs/telemetry.md names every metric, event and span that is sent, and no other; imports `telemetry`, `sandbox` and the SDK."""
+"""docs/telemetry.md names all metrics, events and spans, and no other; imports `telemetry`, `sandbox` and the SDK."""
 
 import re
 from pathlib import Path
