@@ -1,4 +1,4 @@
-"""docs/telemetry.md names every metric, event and span that is sent, and no other; imports `telemetry` and the SDK."""
+"""docs/telemetry.md names all metrics, events and spans, and no other; imports `telemetry`, `sandbox` and the SDK."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from fumehood import sandbox
 from fumehood.figures import Figures
 from fumehood.telemetry import events
 from fumehood.telemetry.contents import PROFILES
@@ -34,6 +35,13 @@ def test_every_metric_is_on_the_page() -> None:
         for metric in scope.metrics
     }
     assert table("Metrics of the gateway") == observed | {each.name for each in metrics.instruments}
+
+
+def test_every_span_is_on_the_page() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in Path(sandbox.__path__[0]).glob("*.py"))
+    phases = set(re.findall(r'\b(?:phase|began_with)\("(\w+)"', source))
+    others = {"invoke_agent", "chat MODEL", "execute_tool NAME"}
+    assert table("Spans of the gateway") == others | {f"sandbox {phase}" for phase in phases}
 
 
 def test_every_event_is_on_the_page() -> None:

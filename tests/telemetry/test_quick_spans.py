@@ -1,6 +1,6 @@
 """Spans of ours against those of the SDK, which they are to equal; imports the SDK, its exporter and hypothesis."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, override
 
 import pytest
@@ -56,12 +56,6 @@ ATTRIBUTES = st.dictionaries(
     | st.lists(st.floats(), max_size=3).map(tuple),
     max_size=5,
 )
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with Receiver() as running:
-        yield running
 
 
 class Counting(IdGenerator):

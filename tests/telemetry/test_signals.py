@@ -22,12 +22,6 @@ LOGGED = {EMIT: "true"}
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with Receiver() as running:
-        yield running
-
-
-@pytest.fixture
 def set_all(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, str]], Mapping[str, str]]:
     """The SDK looks at the variables of the process."""
 

@@ -110,8 +110,8 @@ class Evaluation[Out]:
             try:
                 response = self._send()
             except ContainerGoneError as again:
-                raise ContainerExpiredError(_container_of(self.request) or "", again) from again
-        usage = response.usage.total() if response.usage else TokenUsage()
+                raise ContainerExpiredError(_container_id(self.request) or "", again) from again
+        usage = response.usage.as_token_usage() if response.usage else TokenUsage()
         self.usage += usage
         if self.context.budget_tracker is not None:
             self.context.budget_tracker.record(usage)
@@ -135,7 +135,7 @@ class Evaluation[Out]:
         )
 
     def _replace_container(self, gone: ContainerGoneError) -> None:
-        known = _container_of(self.request) or "(unknown)"
+        known = _container_id(self.request) or "(unknown)"
         if self.new_container is None:
             raise ContainerExpiredError(
                 known, gone, f"The container {known!r} has expired; make another one."
@@ -286,7 +286,7 @@ class Evaluation[Out]:
             "response_id": response.id,
             "model": response.model or self.request["model"],
             "max_output_tokens": self.request.get("max_output_tokens"),
-            "container_ids": containers(response.output) or [_container_of(self.request)],
+            "container_ids": containers(response.output) or [_container_id(self.request)],
             "memory_limit": self.memory_limit or _tier_of(self.request),
             "input_tokens": usage.input_tokens,
             "output_tokens": usage.output_tokens,
@@ -320,7 +320,7 @@ def _container(request: Mapping[str, Any]) -> Any:
     return None
 
 
-def _container_of(request: Mapping[str, Any]) -> str | None:
+def _container_id(request: Mapping[str, Any]) -> str | None:
     found = _container(request)
     return found if isinstance(found, str) else None
 

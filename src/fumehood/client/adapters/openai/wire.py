@@ -148,7 +148,7 @@ class WireUsage(msgspec.Struct):
     total_tokens: int = 0
     input_tokens_details: dict[str, Any] | None = None
 
-    def total(self) -> TokenUsage:
+    def as_token_usage(self) -> TokenUsage:
         cached = _whole((self.input_tokens_details or {}).get("cached_tokens"))
         return TokenUsage(self.input_tokens, self.output_tokens, cached, self.total_tokens)
 
@@ -184,7 +184,7 @@ def answered(response: WireResponse) -> ModelAnswered:
         model=response.model,
         request_id=response.request_id,
         end=response.end,
-        usage=response.usage.total() if response.usage else None,
+        usage=response.usage.as_token_usage() if response.usage else None,
         output=response.output,
         container_ids=containers(response.output),
     )
@@ -237,11 +237,13 @@ def citations(
     """The produced files among annotations, each once; with a container's id, those of that container."""
     files: dict[str, FileCitation] = {}
     for note in found:
-        container, name = _text(note.get("container_id")), _text(note.get("file_id"))
-        if note.get("type") != CITATION or not (container and name) or container_id not in (None, container):
+        container, file_id = _text(note.get("container_id")), _text(note.get("file_id"))
+        if note.get("type") != CITATION or not (container and file_id):
             continue
-        start, end = (_whole(note.get(name)) for name in ("start_index", "end_index"))
-        files.setdefault(name, FileCitation(container, name, _text(note.get("filename")) or "", start, end))
+        if container_id in (None, container):
+            name = _text(note.get("filename")) or ""
+            start, end = _whole(note.get("start_index")), _whole(note.get("end_index"))
+            files.setdefault(file_id, FileCitation(container, file_id, name, start, end))
     return tuple(files.values())
 
 
