@@ -44,6 +44,7 @@ class End:
     duration_ms: int
     state_kept: bool
     reason: str
+    packages_ms: int
 
 
 @dataclass
