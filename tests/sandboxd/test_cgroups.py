@@ -30,6 +30,8 @@ from fumehood.sandboxd.cgroups import (
 
 MIB = 1 << 20
 SMALL = CgroupLimits(memory=64 * MIB, pids=20)
+# For bombs: each copy of the tests' own process takes memory, above all for its page tables.
+ROOMY = 1024 * MIB
 OTHER_UID = 54321
 
 
@@ -182,7 +184,7 @@ def test_limits_larger_than_the_machine_are_set(tree: CgroupTree) -> None:
 
 
 def test_a_fork_bomb_stops_at_pids(tree: CgroupTree, children: Children) -> None:
-    cgroup = tree.create("sb", SMALL)
+    cgroup = tree.create("sb", CgroupLimits(memory=ROOMY, pids=SMALL.pids))
 
     def bomb() -> None:
         with suppress(BlockingIOError):
@@ -198,7 +200,7 @@ def test_a_fork_bomb_stops_at_pids(tree: CgroupTree, children: Children) -> None
 
 
 def test_an_endless_fork_bomb_is_killed(tree: CgroupTree, children: Children) -> None:
-    cgroup = tree.create("sb", CgroupLimits(memory=256 * MIB, pids=100))
+    cgroup = tree.create("sb", CgroupLimits(memory=ROOMY, pids=100))
 
     def bomb() -> None:
         while True:
@@ -223,10 +225,11 @@ def test_the_aggregate_memory_bound_bites_across_cgroups(children: Children, tre
 
 def test_the_aggregate_pids_bound_bites_across_cgroups(children: Children, tree: CgroupTree) -> None:
     tree.bound(memory=None, cpus=None, pids=10)
-    cgroup = tree.create("a", SMALL)
+    limits = CgroupLimits(memory=ROOMY, pids=SMALL.pids)
+    cgroup = tree.create("a", limits)
     for _ in range(6):
         paused(cgroup, children)
-    other = tree.create("b", SMALL)
+    other = tree.create("b", limits)
 
     def count() -> int:
         join(fds)
