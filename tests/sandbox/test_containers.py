@@ -11,6 +11,7 @@ from inline_snapshot import snapshot
 from fumehood.interfaces import Caller, SandboxRef
 from fumehood.protocol.containers import ContainerFileRecord, ContainerSpec
 from fumehood.protocol.errors import NotFound, RateLimited
+from fumehood.protocol.keys import KeyLimits
 from fumehood.protocol.listing import Window
 from fumehood.protocol.sandbox import End, ExecuteRequest, NetworkAllowlist, SandboxSpec, Stdout
 from fumehood.protocol.sandbox_errors import RequestRefused, SandboxGone, SandboxStartFailed, Unreachable
@@ -217,6 +218,18 @@ async def test_the_one_that_was_idle_longest_makes_room() -> None:
         states = [(await here.record(one)).status for one in (first, second, third)]
         assert states == ["running", "expired", "running"]
         assert len(await here.scripted.sandboxes()) == 2
+
+
+async def test_a_lower_bound_holds_for_those_that_are_there() -> None:
+    async with host(settings=ContainerSettings(containers_per_tenant=4)) as here:
+        opened = [await here.open() for _ in range(4)]
+        for container in opened:
+            here.clock.advance(1)
+            container.leave()
+        few = Caller(SOMEBODY.tenant, limits=KeyLimits(containers=2))
+        await here.containers.open(few, here.containers.reserve(), ContainerSpec())
+        states = [(await here.record(one)).status for one in opened]
+        assert states == ["expired", "expired", "expired", "running"]
 
 
 async def test_what_was_asked_for_and_what_is_in_use_make_no_room() -> None:

@@ -9,9 +9,9 @@ from opentelemetry.sdk.metrics.export import AggregationTemporality, Histogram, 
 from fumehood.phases import Phase
 from fumehood.protocol.models import ModelRequest, TurnEnded
 from fumehood.protocol.responses import Usage
+from fumehood.telemetry.conventions import provider_of
 from fumehood.telemetry.metrics import OTHER, Metrics, ModelNames
 from fumehood.telemetry.points import Distributions
-from fumehood.telemetry.providers import provider_of
 from fumehood.telemetry.seen import CallSeen, Observer, PhaseSeen, TurnSeen
 from fumehood.testing import says
 from tests.telemetry.test_observing import observed

@@ -18,8 +18,9 @@ from fumehood.interfaces import Caller
 from fumehood.phases import phase
 from fumehood.protocol.models import AnyModelEvent, ModelRequest
 from fumehood.protocol.responses import CreateResponse
+from fumehood.telemetry.conventions import SECONDS
 from fumehood.telemetry.observing import ObservedModels, ObservedRuns, ObservedTool
-from fumehood.telemetry.seen import BOUNDS, CallSeen, Listener, Observer, RunSeen, Seen, TurnSeen
+from fumehood.telemetry.seen import CallSeen, Listener, Observer, RunSeen, Seen, TurnSeen
 from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModels, calls, says
 from tests.support.engines import ECHO, tokens
 from tests.support.tools import Echo
@@ -154,7 +155,7 @@ def test_pauses_between_pieces_are_counted(pieces: list[AnyModelEvent] | None) -
 @given(st.lists(st.integers(0, 100_000_000_000)))
 def test_pauses_are_counted_as_one_by_one(pauses: list[int]) -> None:
     turn = TurnSeen(request=ModelRequest(model="m"), moments=array("q", accumulate(pauses, initial=0)))
-    expected = Distribution(BOUNDS)
+    expected = Distribution(SECONDS)
     for pause in pauses:
         expected.add(pause / 1e9)
     assert turn.gaps().numbers == expected.numbers

@@ -13,7 +13,8 @@ import pytest
 from fumehood import wiring
 from fumehood.config import Config, Misconfigured, TelemetrySettings
 from fumehood.figures import Figures
-from fumehood.telemetry.signals import CAPTURE, EMIT, Signals, SignalSettings
+from fumehood.telemetry.conventions import CAPTURE
+from fumehood.telemetry.signals import EMIT, Signals, SignalSettings
 from tests.support.otlp import PATIENCE, Receiver, attributes
 from tests.telemetry.test_observing import observed
 

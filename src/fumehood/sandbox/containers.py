@@ -231,7 +231,7 @@ class SandboxContainers:
             most = caller.limits.containers or self._house.settings.containers_per_tenant
             if len(running) >= most:
                 running = [one for one in running if (await self._current(one)).status == "running"]
-            if len(running) >= most and not await self._endings.make_room(running):
+            if len(running) >= most and not await self._endings.make_room(running, most):
                 self._figures.refused += 1
                 raise RateLimited(
                     f"As many containers are running as are allowed ({most}): delete one, or wait for one to expire.",

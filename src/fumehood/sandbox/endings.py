@@ -74,13 +74,18 @@ class Endings:
         longest = 3600 * self._house.settings.life_hours + _LAST_SECONDS
         return living is not None and living.in_use and self._house.clock.now() < record.created_at + longest
 
-    async def make_room(self, running: Sequence[ContainerRecord]) -> bool:
-        """End the one that was idle longest, of those that nobody asked for by itself; False if there is none."""
+    async def make_room(self, running: Sequence[ContainerRecord], most: int) -> bool:
+        """End those that were idle longest, of those that nobody asked for by itself, until there is room for one more
+        among so many; where there cannot be, none ends for it.
+        """
+        excess = len(running) - most + 1
         idle = [record for record in running if record.automatic and self._is_idle(record)]
+        if len(idle) < excess:
+            return False
         for record in sorted(idle, key=self.active_at):
-            if await self.expire(record, "evicted"):
-                return True
-        return False
+            if excess > 0 and await self.expire(record, "evicted"):
+                excess -= 1
+        return excess <= 0
 
     def _is_idle(self, record: ContainerRecord) -> bool:
         living = self._living.get(record.id)

@@ -34,20 +34,13 @@ from fumehood.parts.convert import from_vendor
 from fumehood.parts.forms import VIEWS
 from fumehood.parts.messages import finish_reason, to_messages
 from fumehood.parts.views import to_view
+from fumehood.telemetry.conventions import CAPTURE, LONGEST, PROPAGATORS, SECONDS, TOKENS
 
-CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
-PROPAGATORS = "OTEL_PROPAGATORS"
 _CAPTURING = frozenset({"true", "span_only", "span_and_event"})
-# Backends cut attributes, or refuse spans, beyond 256 KB.
-LONGEST = 200_000
 
 CONTAINERS = "fumehood.container.ids"
 MEMORY_LIMIT = "fumehood.container.memory_limit"
 REQUEST_ID = "fumehood.request.id"
-
-# As the semantic conventions advise.
-_SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
-_TOKENS = tuple(4**power for power in range(14))
 
 _W3C = TraceContextTextMapPropagator()
 _log = logging.getLogger(__name__)
@@ -93,7 +86,7 @@ class ClientTelemetry:
             "gen_ai.client.token.usage",
             "{token}",
             "Tokens that requests used.",
-            explicit_bucket_boundaries_advisory=_TOKENS,
+            explicit_bucket_boundaries_advisory=TOKENS,
         )
         if capture_content is None:
             capture_content = os.environ.get(CAPTURE, "").lower() in _CAPTURING
@@ -235,7 +228,7 @@ def _propagators() -> list[str]:
 
 
 def _seconds(meter: metrics.Meter, name: str, description: str) -> Histogram:
-    return meter.create_histogram(name, "s", description, explicit_bucket_boundaries_advisory=_SECONDS)
+    return meter.create_histogram(name, "s", description, explicit_bucket_boundaries_advisory=SECONDS)
 
 
 def _current_span() -> Span:

@@ -18,10 +18,9 @@ from fumehood.parts.validate import validate
 from fumehood.parts.views import SOURCE, to_view
 from fumehood.protocol import models
 from fumehood.protocol.responses import Response
+from fumehood.telemetry.conventions import LONGEST
 from fumehood.telemetry.seen import CallSeen, Listener, RunSeen, Seen, TurnSeen
 
-# Backends cut attributes, or refuse spans, beyond 256 KB.
-LONGEST = 200_000
 _LOOKED_AT = 4  # times as much may be read to find what is recorded
 
 INPUT, OUTPUT = "gen_ai.input.messages", "gen_ai.output.messages"

@@ -12,15 +12,14 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from fumehood.figures import Figures
 from fumehood.protocol.responses import Usage
+from fumehood.telemetry.conventions import OWN, SECONDS, TOKENS, provider_of
 from fumehood.telemetry.points import Distributions, Labels
-from fumehood.telemetry.providers import OWN, provider_of
-from fumehood.telemetry.seen import BOUNDS, CallSeen, Listener, PhaseSeen, RunSeen, Seen, TurnSeen
+from fumehood.telemetry.seen import CallSeen, Listener, PhaseSeen, RunSeen, Seen, TurnSeen
 
 OTHER = "_OTHER"  # as the conventions call what has no name of its own
 _MOST_MODELS = 100
 
 # As the conventions advise.
-_TOKENS = tuple(4**power for power in range(14))
 _FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
 )  # fmt: skip
@@ -56,7 +55,7 @@ class Metrics(Listener):
 
     def __init__(self, names: ModelNames) -> None:
         self._names = names
-        self._tokens = Distributions("gen_ai.client.token.usage", "{token}", "Tokens of turns.", _TOKENS)
+        self._tokens = Distributions("gen_ai.client.token.usage", "{token}", "Tokens of turns.", TOKENS)
         self._turns = _seconds("gen_ai.client.operation.duration", "How long turns of models take.")
         self._first_chunks = _seconds(
             "gen_ai.client.operation.time_to_first_chunk", "Until the first piece of a streamed turn comes."
@@ -214,7 +213,7 @@ def _counted(read: Callable[[], Mapping[str, int]], label: str) -> _Callback:
     return lambda _: [Observation(number, {label: value}) for value, number in list(read().items())]
 
 
-def _seconds(name: str, description: str, bounds: Sequence[float] = BOUNDS) -> Distributions:
+def _seconds(name: str, description: str, bounds: Sequence[float] = SECONDS) -> Distributions:
     return Distributions(name, "s", description, bounds)
 
 

@@ -22,11 +22,9 @@ from fumehood.parts.canonical import Json, JsonObject
 from fumehood.phases import Phase
 from fumehood.protocol.models import AnyModelEvent, ModelRequest, TurnEnded
 from fumehood.protocol.responses import CreateResponse, Response
+from fumehood.telemetry.conventions import SECONDS
 
 logger = logging.getLogger(__name__)
-
-# As the conventions advise, for whatever takes seconds.
-BOUNDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -136,13 +134,13 @@ class TurnSeen(Seen):
     def gaps(self) -> Distribution:
         """Seconds between its pieces."""
         sizes = [*map(sub, self.moments[1:], self.moments)]
-        found = Distribution(BOUNDS)
+        found = Distribution(SECONDS)
         found.total = sum(sizes) / 1e9
-        if max(sizes, default=0) <= BOUNDS[0] * 1e9:  # as in a burst
+        if max(sizes, default=0) <= SECONDS[0] * 1e9:  # as in a burst
             found.numbers[0] = len(sizes)
             return found
         sizes.sort()
-        counted = [bisect_right(sizes, bound * 1e9) for bound in BOUNDS]
+        counted = [bisect_right(sizes, bound * 1e9) for bound in SECONDS]
         found.numbers = [*map(sub, [*counted, len(sizes)], [0, *counted])]
         return found
 

@@ -22,7 +22,8 @@ from fumehood import __version__
 from fumehood.figures import Figures
 from fumehood.interfaces import HostedTool, Models, Runs
 from fumehood.serving.exchange import Application
-from fumehood.telemetry.contents import LONGEST, Contents, ProfileName
+from fumehood.telemetry.contents import Contents, ProfileName
+from fumehood.telemetry.conventions import CAPTURE, LONGEST
 from fumehood.telemetry.events import Events
 from fumehood.telemetry.metrics import Metrics, ModelNames
 from fumehood.telemetry.observing import ObservedModels, ObservedRuns, ObservedTool
@@ -32,7 +33,6 @@ from fumehood.telemetry.seen import Listener, Observer
 from fumehood.telemetry.spans import Spans
 from fumehood.telemetry.trace_context import Propagation
 
-CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 EMIT = "OTEL_INSTRUMENTATION_GENAI_EMIT_EVENT"
 # Who has what was said: spans, events.
 _CAPTURING = {

@@ -12,7 +12,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.util.types import AttributeValue
 
 from fumehood.protocol.responses import Response, TextConfig, Usage
-from fumehood.telemetry.providers import OWN, provider_of
+from fumehood.telemetry.conventions import OWN, provider_of
 from fumehood.telemetry.seen import CallSeen, Listener, PhaseSeen, RunSeen, Seen, TurnSeen
 from fumehood.telemetry.trace_context import Propagation, callers_trace
 

@@ -24,8 +24,8 @@ from opentelemetry.trace import (
 from fumehood.protocol.models import ModelRequest, TraceContext
 from fumehood.protocol.responses import CreateResponse
 from fumehood.serving.exchange import Application, Receive, Scope, Send
+from fumehood.telemetry.conventions import PROPAGATORS
 
-PROPAGATORS = "OTEL_PROPAGATORS"
 _USUAL = "tracecontext,baggage"
 
 _LONGEST = 512  # characters of either header

@@ -1,4 +1,12 @@
-"""What the conventions call whoever runs a model's server; imports nothing."""
+"""What OpenTelemetry's conventions say that all of telemetry keeps to: names, bounds, vendors; imports nothing."""
+
+CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+PROPAGATORS = "OTEL_PROPAGATORS"
+LONGEST = 200_000  # bytes of content: backends cut attributes, or refuse spans, beyond 256 KB
+
+# As they advise, for whatever takes seconds, and for tokens.
+SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+TOKENS = tuple(4**power for power in range(14))
 
 # Those whose servers are known by their names.
 _VENDORS = {
