@@ -108,6 +108,12 @@ class Run(Protocol):
         """The response once it is terminal and durable: what its events fold to."""
         ...
 
+    def when_over(self, tell: Callable[[Response | BaseException], None]) -> None:
+        """The same for whoever cannot wait: `tell` is called with what `wait` would return or raise, once and before
+        `Runs.drain` is over; it must be quick and must not raise.
+        """
+        ...
+
     def conversation(self) -> Sequence[Segment]:
         """Everything that a continuation of this response stands on, once it has ended: as `Store.conversation` gives
         it, for whoever continues one that the store does not keep.

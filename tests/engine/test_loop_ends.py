@@ -96,6 +96,18 @@ async def test_a_model_that_fails_at_once(error: ApiError) -> None:
     assert await engine.store.response("", run.id) is None
 
 
+@pytest.mark.parametrize("step", [says("x"), ModelUnreachable("gone"), ValueError("ours")])
+async def test_whoever_cannot_wait_is_told_what_others_wait_for(step: Any) -> None:
+    engine = Engine(ScriptedModel(step))
+    run = await engine.start(stream=False)
+    told: list[object] = []
+    run.when_over(told.append)
+    assert told == []
+    (waited,) = await asyncio.gather(run.wait(), return_exceptions=True)
+    await engine.runs.drain(0)
+    assert told == [waited]
+
+
 @pytest.mark.parametrize(
     ("steps", "status"),
     [

@@ -167,6 +167,9 @@ class ScriptedRun:
                 return batch[-1].response
         raise AssertionError("it has no end")
 
+    def when_over(self, tell: Callable[[Response | BaseException], None]) -> None:
+        raise AssertionError("the gateway waits")
+
     def conversation(self) -> Sequence[Segment]:
         return ()
 

@@ -64,7 +64,22 @@ class EngineRun:
 
     async def wait(self) -> Response:
         # A waiter that is cancelled leaves the run alone: ending it is somebody's decision.
-        response = await asyncio.shield(self.task)
+        await asyncio.shield(self.task)
+        return self._outcome()
+
+    def when_over(self, tell: Callable[[Response | BaseException], None]) -> None:
+        def told(_: object) -> None:
+            try:
+                outcome = self._outcome()
+            except BaseException as error:
+                tell(error)
+            else:
+                tell(outcome)
+
+        self.task.add_done_callback(told)
+
+    def _outcome(self) -> Response:
+        response = self.task.result()
         if self._loop.failure is not None and not response.output:
             raise self._loop.failure
         return response

@@ -73,9 +73,9 @@ class ObservedRuns:
     def __init__(self, runs: Runs, observer: Observer) -> None:
         self._runs = runs
         self._observer = observer
-        self._ending: set[asyncio.Task[None]] = set()
         self.count = runs.count
         self.compact = runs.compact
+        self.drain = runs.drain
 
     async def start(
         self,
@@ -99,25 +99,17 @@ class ObservedRuns:
             raise
         finally:
             _run.reset(token)
-        task = asyncio.create_task(self._end(run, seen, link))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        run.when_over(partial(self._end, seen, link))
         return run
 
-    async def _end(self, run: Run, seen: RunSeen, link: _Link[RunSeen]) -> None:
-        try:
-            seen.response = await run.wait()
-            seen.error = _trouble_of(seen.response)
-        except Exception as error:  # whoever asked for the run is told of it
-            seen.error = kind_of(error)
-        finally:
-            link.seen = None
-            self._observer.ended(seen)
-
-    async def drain(self, grace_seconds: float) -> None:
-        await self._runs.drain(grace_seconds)
-        if self._ending:
-            await asyncio.wait(self._ending)
+    def _end(self, seen: RunSeen, link: _Link[RunSeen], outcome: Response | BaseException) -> None:
+        if isinstance(outcome, Response):
+            seen.response = outcome
+            seen.error = _trouble_of(outcome)
+        else:
+            seen.error = kind_of(outcome)
+        link.seen = None
+        self._observer.ended(seen)
 
 
 def _trouble_of(response: Response) -> str:
