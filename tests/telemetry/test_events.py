@@ -7,12 +7,15 @@ from opentelemetry._logs import SeverityNumber
 from opentelemetry.sdk._logs import LoggerProvider, ReadableLogRecord
 from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
 from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from fumehood.phases import Phase
 from fumehood.protocol.models import ModelRequest, Sampling, Text, TurnEnded
 from fumehood.protocol.responses import Usage
 from fumehood.telemetry.contents import INPUT, OUTPUT, Contents
 from fumehood.telemetry.events import Events
+from fumehood.telemetry.quick_spans import QuickTracer
 from fumehood.telemetry.seen import CallSeen, Observer, PhaseSeen, Seen, TurnSeen
 from fumehood.telemetry.spans import Spans
 from fumehood.telemetry.trace_context import Propagation
@@ -22,7 +25,7 @@ def emitted(seen: Seen, *, contents: Contents | None = None, **settings: bool) -
     exporter = InMemoryLogRecordExporter()
     provider = LoggerProvider(shutdown_on_exit=False)
     provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
-    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
+    tracer = QuickTracer(TracerProvider(shutdown_on_exit=False), SimpleSpanProcessor(InMemorySpanExporter()))
     events = Events(provider.get_logger("test"), **settings)
     listeners = [Spans(tracer, Propagation({})), events]
     observer = Observer(listeners if contents is None else [contents, *listeners])
@@ -54,7 +57,7 @@ def test_a_turn_has_an_event_where_it_is_asked_for() -> None:
     (record,) = emitted(seen, with_details=True)
     assert record.log_record.event_name == "gen_ai.client.inference.operation.details"
     assert record.log_record.severity_number == SeverityNumber.INFO
-    assert record.log_record.span_id == seen.span.get_span_context().span_id
+    assert record.log_record.span_id == seen.span.context.span_id
     told = facts(record)
     assert told.pop("gen_ai.response.time_to_first_chunk") > 0
     assert told == {

@@ -1,7 +1,9 @@
 """Spans of ours against those of the SDK, which they are to equal; imports the SDK, its exporter and hypothesis."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, override
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, cast, override
 
 import pytest
 from hypothesis import given
@@ -17,15 +19,19 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import (
     ALWAYS_OFF,
+    ALWAYS_ON,
+    DEFAULT_OFF,
     DEFAULT_ON,
     Decision,
+    ParentBased,
     Sampler,
     SamplingResult,
     StaticSampler,
+    TraceIdRatioBased,
 )
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
     NonRecordingSpan,
-    Span,
     SpanContext,
     SpanKind,
     Status,
@@ -35,17 +41,17 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from fumehood.telemetry.quick_spans import QuickExporter, QuickTracer, Unusual, request_of
-from fumehood.telemetry.spans import Tracer
+from fumehood.telemetry.quick_spans import Known, QuickExporter, QuickSpan, QuickTracer, Writer, readable
 from tests.support.otlp import Receiver
 
 RESOURCE = Resource({"service.name": "test", "service.version": "é" * 100})
+SCOPE = InstrumentationScope("test", "1.0")
 REMOTE = SpanContext(
     7, 8, is_remote=True, trace_flags=TraceFlags(1), trace_state=TraceState([("a", "1"), ("b", "2")])
 )
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=200)
 ATTRIBUTES = st.dictionaries(
-    TEXTS.filter(bool),
+    TEXTS.filter(lambda key: key not in ("", "error.type")),
     TEXTS
     | st.booleans()
     | st.integers(-(2**63), 2**63 - 1)
@@ -70,26 +76,66 @@ class Counting(IdGenerator):
         return self.generate_span_id() << 64
 
 
-def made(
-    quick: bool, attributes: dict[str, Any], status: Status, parent: Context, sampler: Sampler = DEFAULT_ON
-) -> Sequence[ReadableSpan]:
-    """Two spans, one below the other, by the SDK's tracer or by ours."""
+class Outer(Known, frozen=True):
+    @override
+    def title(self) -> str:
+        return "outer"
+
+    @override
+    def attributes(self) -> Mapping[str, Any]:
+        return {"x": 1}
+
+
+class Inner(Known, frozen=True):
+    name: str = "inner"
+    kind: ClassVar[SpanKind] = SpanKind.CLIENT
+
+    @override
+    def title(self) -> str:
+        return self.name
+
+
+def provider(sampler: Sampler) -> TracerProvider:
+    return TracerProvider(sampler, RESOURCE, shutdown_on_exit=False, id_generator=Counting())
+
+
+def ours(
+    attributes: dict[str, Any], error: str = "", parent: Context | None = None, sampler: Sampler = DEFAULT_ON
+) -> Sequence[QuickSpan]:
+    """Two spans, one below the other."""
     exporter = InMemorySpanExporter()
-    provider = TracerProvider(sampler, RESOURCE, shutdown_on_exit=False, id_generator=Counting())
-    processor = SimpleSpanProcessor(exporter)
-    provider.add_span_processor(processor)
-    own = QuickTracer(provider, processor, "test", "1.0")
-    tracer: Tracer = own if quick else provider.get_tracer("test", "1.0")
-    outer = tracer.start_span("outer", parent, SpanKind.INTERNAL, {"x": 1}, start_time=5)
+    tracer = QuickTracer(provider(sampler), SimpleSpanProcessor(exporter))
+    outer = tracer.begin(Outer(), 5, parent or Context())
+    inner = tracer.begin(Inner(), 6, outer)
+    inner.tell(lambda: attributes)
+    tracer.end(inner, 7, error)
+    outer.tell(lambda: {"y": "z"})
+    tracer.end(outer, 2**63)
+    return cast("Sequence[QuickSpan]", exporter.get_finished_spans())
+
+
+def theirs(
+    attributes: dict[str, Any], error: str = "", parent: Context | None = None, sampler: Sampler = DEFAULT_ON
+) -> Sequence[ReadableSpan]:
+    """The same by the SDK's tracer."""
+    exporter = InMemorySpanExporter()
+    making = provider(sampler)
+    making.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = making.get_tracer("test", "1.0")
+    outer = tracer.start_span("outer", parent or Context(), SpanKind.INTERNAL, {"x": 1}, start_time=5)
     inner = tracer.start_span("inner", set_span_in_context(outer, Context()), SpanKind.CLIENT, start_time=6)
-    for name, value in attributes.items():
-        inner.set_attribute(name, value)
-    inner.set_status(status)
+    inner.set_attributes(attributes)
+    if error:
+        inner.set_attribute("error.type", error)
+        inner.set_status(Status(StatusCode.ERROR))
     inner.end(7)
-    outer.set_attributes({"y": "z"})
+    outer.set_attribute("y", "z")
     outer.end(2**63)
-    outer.end(9)
     return exporter.get_finished_spans()
+
+
+as_the_sdk_has_it = partial(readable, RESOURCE, SCOPE)
+request_of = Writer(RESOURCE, SCOPE).request_of
 
 
 def parsed(request: bytes) -> ExportTraceServiceRequest:
@@ -101,100 +147,170 @@ def written(request: ExportTraceServiceRequest) -> bytes:
     return request.SerializeToString(deterministic=True)
 
 
-@given(
-    ATTRIBUTES,
-    st.sampled_from([Status(StatusCode.UNSET), Status(StatusCode.OK), Status(StatusCode.ERROR, "why")]),
-    st.booleans(),
-)
-def test_they_are_what_the_sdk_makes(attributes: dict[str, Any], status: Status, remote: bool) -> None:
+@given(ATTRIBUTES, st.sampled_from(["", "timeout"]), st.booleans())
+def test_they_are_what_the_sdk_makes(attributes: dict[str, Any], error: str, remote: bool) -> None:
     parent = set_span_in_context(NonRecordingSpan(REMOTE), Context()) if remote else Context()
-    ours, theirs = (made(quick, attributes, status, parent) for quick in (True, False))
-    assert len(ours) == 2
-    assert written(parsed(request_of(ours))) == written(encode_spans(ours))
-    assert written(encode_spans(ours)) == written(encode_spans(theirs))
+    made = ours(attributes, error, parent)
+    assert len(made) == 2
+    expected = written(encode_spans(theirs(attributes, error, parent)))
+    assert written(parsed(request_of(made))) == expected
+    assert written(encode_spans([*map(as_the_sdk_has_it, made)])) == expected
 
 
-def test_spans_of_several_scopes_are_kept_apart() -> None:
-    status = Status(StatusCode.UNSET)
-    spans = [*made(True, {}, status, Context()), *made(True, {}, status, Context())]
-    found = parsed(request_of(spans)).resource_spans
-    assert [len(each.scope_spans[0].spans) for each in found] == [2, 2]
-    assert {each.resource.attributes[0].value.string_value for each in found} == {"test"}
+def test_what_is_known_of_one_is_not_told_of_another() -> None:
+    made = [*ours({}), *ours({})]
+    made[2].known = Inner("other")
+    assert [span.name for span in _spans_of(parsed(request_of(made)))] == ["inner", "outer", "other", "outer"]
 
 
-def happened(span: Span) -> None:
-    span.add_event("happened", {"b": 1}, 5)
+# --- samplers -----------------------------------------------------------------------------------------
 
 
-def described(span: Span) -> None:
-    span.set_attributes({"a": {"b": [1, None]}, "c": b"d"})
-
-
-@pytest.mark.parametrize("unusual", [happened, described])
-def test_what_is_not_written_here_is_left_to_the_sdk(
-    unusual: Callable[[Span], None], receiver: Receiver
-) -> None:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider(resource=RESOURCE, shutdown_on_exit=False)
-    span = QuickTracer(provider, SimpleSpanProcessor(exporter), "test", "1.0").start_span(
-        "a", Context(), SpanKind.INTERNAL
+def parent_of(*, sampled: bool) -> Context:
+    flags = TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)
+    return set_span_in_context(
+        NonRecordingSpan(SpanContext(7, 8, is_remote=True, trace_flags=flags)), Context()
     )
-    unusual(span)
-    span.end()
-    spans = exporter.get_finished_spans()
-    with pytest.raises(Unusual):
-        request_of(spans)
-    assert sent(spans, receiver) == _spans_of(encode_spans(spans))
+
+
+class Only(Sampler):
+    """Samples spans of one name; what is above does not matter to it, whatever it says of itself."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @override
+    def should_sample(
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Any = None,
+        *more: Any,
+        **others: Any,
+    ) -> SamplingResult:
+        decision = Decision.RECORD_AND_SAMPLE if name == self._name else Decision.DROP
+        return SamplingResult(decision, attributes)
+
+    @override
+    def get_description(self) -> str:
+        return DEFAULT_ON.get_description()
+
+
+@pytest.mark.parametrize("parent", [Context(), parent_of(sampled=True), parent_of(sampled=False)])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        ALWAYS_ON,
+        ALWAYS_OFF,
+        DEFAULT_ON,
+        DEFAULT_OFF,
+        TraceIdRatioBased(0.5),
+        ParentBased(TraceIdRatioBased(0.5)),
+        ParentBased(ALWAYS_OFF, local_parent_not_sampled=ALWAYS_ON),
+        ParentBased(ALWAYS_ON, local_parent_sampled=ALWAYS_OFF),
+        Only("inner"),
+        Only("outer"),
+        StaticSampler(Decision.RECORD_ONLY),
+    ],
+)
+def test_samplers_are_obeyed_as_by_the_sdk(sampler: Sampler, parent: Context) -> None:
+    made, expected = ours({}, parent=parent, sampler=sampler), theirs({}, parent=parent, sampler=sampler)
+    assert [as_the_sdk_has_it(span).name for span in made] == [span.name for span in expected]
+    assert encode_spans([*map(as_the_sdk_has_it, made)]) == encode_spans(expected)
+
+
+class Saying(StaticSampler):
+    """Has something to tell itself."""
+
+    said: Any = "yes"
+
+    def __init__(self) -> None:
+        super().__init__(Decision.RECORD_AND_SAMPLE)
+
+    @override
+    def should_sample(self, *given: Any, **more: Any) -> SamplingResult:
+        return SamplingResult(Decision.RECORD_AND_SAMPLE, {"said": self.said}, TraceState([("s", "1")]))
+
+
+def test_what_the_sampler_says_is_told() -> None:
+    for span in _spans_of(parsed(request_of(ours({}, sampler=Saying())))):
+        assert "said" in {each.key for each in span.attributes}
+        assert span.trace_state == "s=1"
+
+
+# --- what is sent -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unusual", [{"b": [1, None]}, b"c"])
+def test_what_is_not_written_here_is_left_to_the_sdk(unusual: Any, receiver: Receiver) -> None:
+    made = ours({"a": unusual})
+    assert sent(made, receiver) == _spans_of(encode_spans([*map(as_the_sdk_has_it, made)]))
 
 
 def test_what_is_usual_is_not(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs a part of the SDK that is not promised, and would be slower without a word where that has changed."""
-    spans = made(True, {"a": [1, 2]}, Status(StatusCode.OK), Context())
-    expected = _spans_of(encode_spans(spans))
+    made = ours({"a": [1, 2]})
+    expected = _spans_of(encode_spans([*map(as_the_sdk_has_it, made)]))
     monkeypatch.delattr(trace_exporter, "encode_spans")
-    assert sent(spans, receiver) == expected
+    assert sent(made, receiver) == expected
+
+
+def test_where_that_part_is_missing_the_sdk_sends(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[ReadableSpan] = []
+
+    def export(_: object, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        given.extend(spans)
+        return SpanExportResult.SUCCESS
+
+    monkeypatch.setattr(trace_exporter.OTLPSpanExporter, "export", export)
+    made = ours({"a": 1})
+    exporter = exporter_to(receiver)
+    monkeypatch.delattr(exporter, "_client")
+    assert exporter.export(cast("Sequence[ReadableSpan]", made)) is SpanExportResult.SUCCESS
+    assert encode_spans(given) == parsed(request_of(made))
 
 
 def test_one_that_has_ended_sends_nothing(receiver: Receiver) -> None:
-    exporter = QuickExporter(f"{receiver.address}/v1/traces")
+    exporter = exporter_to(receiver)
     exporter.shutdown()
-    spans = made(True, {}, Status(StatusCode.OK), Context())
-    assert exporter.export(spans) is SpanExportResult.FAILURE
+    assert exporter.export(cast("Sequence[ReadableSpan]", ours({}))) is SpanExportResult.FAILURE
     assert receiver.spans == []
 
 
-@pytest.mark.parametrize("quick", [True, False])
-def test_what_is_not_sampled_is_not_recorded(quick: bool) -> None:
-    assert made(quick, {}, Status(StatusCode.UNSET), Context(), ALWAYS_OFF) == ()
+def test_a_span_that_cannot_be_told_does_not_cost_the_batch(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> Mapping[str, Any]:
+        raise ValueError("with a secret")
 
-
-def test_what_the_sampler_says_is_told() -> None:
-    class Saying(StaticSampler):
-        @override
-        def should_sample(self, *given: Any, **more: Any) -> SamplingResult:
-            return SamplingResult(Decision.RECORD_AND_SAMPLE, {"said": "yes"}, TraceState([("s", "1")]))
-
-    sampler = Saying(Decision.RECORD_AND_SAMPLE)
-    ours, theirs = (made(quick, {}, Status(StatusCode.UNSET), Context(), sampler) for quick in (True, False))
-    assert (ours[0].attributes or {})["said"] == "yes"
-    assert parsed(request_of(ours)) == encode_spans(theirs)
+    made = ours({})
+    made[0].tell(fails)
+    with caplog.at_level(logging.ERROR):
+        assert [span.name for span in _spans_of(parsed(request_of(made)))] == ["outer"]
+    assert "inner is left out: ValueError" in caplog.text
+    assert "secret" not in caplog.text
 
 
 def test_half_a_character_does_not_cost_the_batch() -> None:
-    spans = made(True, {"a": "\ud800"}, Status(StatusCode.UNSET), Context())
-    found = _spans_of(parsed(request_of(spans)))
+    found = _spans_of(parsed(request_of(ours({"a": "\ud800"}))))
     assert [each.value.string_value for each in found[0].attributes] == ["?"]
 
 
 def test_nor_does_a_number_beyond_all_bounds() -> None:
-    spans = made(True, {"a": 2**64 + 7}, Status(StatusCode.UNSET), Context())
-    assert [span.name for span in _spans_of(parsed(request_of(spans)))] == ["inner", "outer"]
+    made = ours({"a": 2**64 + 7})
+    assert [span.name for span in _spans_of(parsed(request_of(made)))] == ["inner", "outer"]
 
 
-def sent(spans: Sequence[ReadableSpan], receiver: Receiver) -> list[Any]:
+def exporter_to(receiver: Receiver) -> QuickExporter:
+    return QuickExporter(RESOURCE, SCOPE, endpoint=f"{receiver.address}/v1/traces")
+
+
+def sent(spans: Sequence[QuickSpan], receiver: Receiver) -> list[Any]:
     """As they come."""
-    exporter = QuickExporter(f"{receiver.address}/v1/traces")
-    assert exporter.export(spans) is SpanExportResult.SUCCESS
+    exporter = exporter_to(receiver)
+    assert exporter.export(cast("Sequence[ReadableSpan]", spans)) is SpanExportResult.SUCCESS
     exporter.shutdown()
     return [span for _, span in receiver.spans]
 

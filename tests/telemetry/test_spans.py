@@ -4,13 +4,16 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import msgspec
 import pytest
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from fumehood.engine.runs import EngineRuns
 from fumehood.interfaces import Caller, HostedTool, Run
@@ -19,6 +22,7 @@ from fumehood.protocol.errors import ApiError, ModelUnreachable
 from fumehood.protocol.responses import CreateResponse
 from fumehood.telemetry.contents import Contents
 from fumehood.telemetry.observing import ObservedModels, ObservedRuns, ObservedTool
+from fumehood.telemetry.quick_spans import QuickSpan, QuickTracer, readable
 from fumehood.telemetry.seen import Observer
 from fumehood.telemetry.spans import Spans
 from fumehood.telemetry.trace_context import Propagation
@@ -37,10 +41,9 @@ class Traced:
     exporter: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
 
     def __post_init__(self) -> None:
-        provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        tracer = QuickTracer(TracerProvider(shutdown_on_exit=False), SimpleSpanProcessor(self.exporter))
         recorded = self.contents is not None
-        spans = Spans(provider.get_tracer("test"), Propagation({}), with_content=recorded)
+        spans = Spans(tracer, Propagation({}), with_content=recorded)
         listeners = [spans] if self.contents is None else [self.contents, spans]
         observer, clock = Observer(listeners, records_content=recorded), FakeClock()
         runs = EngineRuns(
@@ -56,6 +59,10 @@ class Traced:
         written = msgspec.json.encode({"model": "scripted", "input": "Hi", "stream": True} | body)
         return await self.runs.start(msgspec.json.decode(written, type=CreateResponse), Caller())
 
+    def finished(self) -> list[ReadableSpan]:
+        as_the_sdk_has_them = partial(readable, Resource({}), InstrumentationScope("test"))
+        return [*map(as_the_sdk_has_them, cast("Sequence[QuickSpan]", self.exporter.get_finished_spans()))]
+
     async def spans(self, **body: Any) -> dict[str, list[ReadableSpan]]:
         """Of one run that has ended, by their names."""
         run = await self.start(**body)
@@ -63,7 +70,7 @@ class Traced:
             pass
         await self.runs.drain(0)
         found: dict[str, list[ReadableSpan]] = {}
-        for span in self.exporter.get_finished_spans():
+        for span in self.finished():
             found.setdefault(span.name, []).append(span)
         return found
 
@@ -87,7 +94,7 @@ async def test_a_run_is_a_trace_of_its_turns_and_calls() -> None:
         assert run.context is not None
         assert (child.parent.trace_id, child.parent.span_id) == (run.context.trace_id, run.context.span_id)
     assert told(run)["gen_ai.usage.output_tokens"] == 6
-    assert [told(turn)["gen_ai.response.finish_reasons"] for turn in turns] == [("tool_call",), ("stop",)]
+    assert [told(turn)["gen_ai.response.finish_reasons"] for turn in turns] == [["tool_call"], ["stop"]]
     assert [told(turn)["gen_ai.usage.input_tokens"] for turn in turns] == [10, 10]
     assert (told(call)["gen_ai.tool.name"], told(call)["gen_ai.tool.call.id"]) == ("echo", "call_1")
     assert not any(span.status.is_ok is False for found in spans.values() for span in found)
@@ -112,7 +119,7 @@ async def test_runs_side_by_side_are_traces_of_their_own() -> None:
     for run in started:
         await run.wait()
     await traced.runs.drain(0)
-    spans = traced.exporter.get_finished_spans()
+    spans = traced.finished()
     assert len(spans) == 4
     assert len({span.context.trace_id for span in spans if span.context is not None}) == 2
     for span in spans:
@@ -164,7 +171,7 @@ async def test_a_request_that_is_refused_is_a_span_too() -> None:
     traced = Traced(ScriptedModel())
     with pytest.raises(ApiError):
         await traced.start(previous_response_id="resp_nobody_knows")
-    (span,) = traced.exporter.get_finished_spans()
+    (span,) = traced.finished()
     assert span.name == "invoke_agent"
     assert told(span)["error.type"]
 
@@ -178,5 +185,5 @@ async def test_a_run_that_is_cancelled_says_so() -> None:
     run.cancel("a test")
     await run.wait()
     await traced.runs.drain(0)
-    errors = {span.name: told(span).get("error.type") for span in traced.exporter.get_finished_spans()}
+    errors = {span.name: told(span).get("error.type") for span in traced.finished()}
     assert errors == {"chat scripted": None, "execute_tool echo": "cancelled", "invoke_agent": "cancelled"}

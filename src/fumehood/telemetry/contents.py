@@ -78,7 +78,7 @@ class Contents(Listener):
 
     @override
     def ended(self, seen: Seen) -> None:
-        if not self.in_events and not seen.span.is_recording():
+        if not self.in_events and not seen.span.sampled:
             return
         match seen:
             case RunSeen():

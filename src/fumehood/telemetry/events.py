@@ -7,12 +7,10 @@ have events of our own beside them.
 from typing import override
 
 from opentelemetry._logs import Logger, SeverityNumber
-from opentelemetry.context import Context
-from opentelemetry.trace import set_span_in_context
 from opentelemetry.util.types import AnyValue
 
 from fumehood.telemetry.seen import CallSeen, Listener, PhaseSeen, Seen, TurnSeen
-from fumehood.telemetry.spans import answered_attributes, asked_attributes
+from fumehood.telemetry.spans import Answered, Asked
 
 DETAILS = "gen_ai.client.inference.operation.details"
 EXCEPTION = "gen_ai.client.operation.exception"
@@ -60,7 +58,7 @@ class Events(Listener):
 
     def _turn(self, turn: TurnSeen) -> None:
         if self._with_details:
-            told: dict[str, AnyValue] = {**asked_attributes(turn), **answered_attributes(turn)}
+            told: dict[str, AnyValue] = {**Asked.of(turn).attributes(), **Answered.of(turn).attributes()}
             if turn.error:
                 told["error.type"] = turn.error
             if self._with_content:
@@ -72,7 +70,7 @@ class Events(Listener):
     def _emit(self, name: str, seen: Seen, told: dict[str, AnyValue], severity: SeverityNumber) -> None:
         self._logger.emit(
             timestamp=seen.began_at + seen.took,
-            context=set_span_in_context(seen.span, Context()),
+            context=seen.span.within(),
             severity_number=severity,
             event_name=name,
             attributes=told,

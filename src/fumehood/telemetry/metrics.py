@@ -6,11 +6,12 @@ What is counted for a turn or a response is a handful of additions; nothing is d
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import override
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
-from fumehood.figures import Figures
+from fumehood.figures import Distribution, Figures
 from fumehood.protocol.responses import Usage
 from fumehood.telemetry.conventions import OWN, SECONDS, TOKENS, provider_of
 from fumehood.telemetry.points import Distributions, Labels
@@ -48,6 +49,29 @@ class ModelNames:
             self._room -= 1
             self._known.add(model)
         return model
+
+
+@dataclass(frozen=True, slots=True)
+class _TurnSeries:
+    """Where turns of a model at a server are counted, looked up once; what failed has further labels."""
+
+    labels: Labels
+    durations: Distribution
+    first_chunks: Distribution
+    chunks: Distribution
+    input_tokens: Distribution
+    output_tokens: Distribution
+
+
+@dataclass(frozen=True, slots=True)
+class _RunSeries:
+    """The same for responses, by the model that was asked for and the one that answered."""
+
+    labels: Labels
+    requests: Distribution
+    agents: Distribution
+    first_tokens: Distribution
+    each_token: Distribution
 
 
 class Metrics(Listener):
@@ -89,6 +113,8 @@ class Metrics(Listener):
             "Acquiring a sandbox, installing packages, running code, finding files.",
             _PHASES,
         )
+        self._of_turns: dict[tuple[str, tuple[str, int] | None], _TurnSeries] = {}
+        self._of_runs: dict[tuple[str, str | None], _RunSeries] = {}
         self.starts = Counter[str]()
         self._running = 0
 
@@ -120,43 +146,78 @@ class Metrics(Listener):
                 pass
 
     def _turn(self, turn: TurnSeen) -> None:
+        model = self._names.label(turn.request.model, answered=turn.end is not None)
+        series = self._of_turns.get((model, turn.server))
+        if series is None:
+            series = self._of_turns[model, turn.server] = self._turn_series(model, turn.server)
+        if turn.error:
+            self._turns.of(_with_error(series.labels, turn)).add(turn.seconds)
+        else:
+            series.durations.add(turn.seconds)
+        if turn.first and turn.request.streamed:
+            series.first_chunks.add(turn.first / 1e9)
+            if len(turn.moments) > 1:
+                series.chunks.add_all(turn.gaps())
+        if turn.end is not None and turn.end.usage is not None:
+            series.input_tokens.add(turn.end.usage.input_tokens)
+            series.output_tokens.add(turn.end.usage.output_tokens)
+
+    def _turn_series(self, model: str, server: tuple[str, int] | None) -> "_TurnSeries":
         labels: Labels = (
             ("gen_ai.operation.name", "chat"),
-            ("gen_ai.provider.name", provider_of(turn.server)),
-            ("gen_ai.request.model", self._names.label(turn.request.model, answered=turn.end is not None)),
+            ("gen_ai.provider.name", provider_of(server)),
+            ("gen_ai.request.model", model),
         )
-        if turn.server is not None:
-            labels += (("server.address", turn.server[0]), ("server.port", turn.server[1]))
-        self._turns.of(_with_error(labels, turn)).add(turn.seconds)
-        if turn.first and turn.request.streamed:
-            self._first_chunks.of(labels).add(turn.first / 1e9)
-            self._chunks.of(labels).add_all(turn.gaps())
-        if turn.end is not None and turn.end.usage is not None:
-            usage = turn.end.usage
-            for kind, number in (("input", usage.input_tokens), ("output", usage.output_tokens)):
-                self._tokens.of((*labels, ("gen_ai.token.type", kind))).add(number)
+        if server is not None:
+            labels += (("server.address", server[0]), ("server.port", server[1]))
+        return _TurnSeries(
+            labels,
+            durations=self._turns.of(labels),
+            first_chunks=self._first_chunks.of(labels),
+            chunks=self._chunks.of(labels),
+            input_tokens=self._tokens.of((*labels, ("gen_ai.token.type", "input"))),
+            output_tokens=self._tokens.of((*labels, ("gen_ai.token.type", "output"))),
+        )
 
     def _run(self, run: RunSeen) -> None:
-        model = self._names.label(run.request.model, answered=bool(run.first))
+        begun = bool(run.first)
+        model = self._names.label(run.request.model, answered=begun)
+        response = run.response
+        answered = None if response is None else self._names.label(response.model, answered=begun)
+        series = self._of_runs.get((model, answered))
+        if series is None:
+            series = self._of_runs[model, answered] = self._run_series(model, answered)
+        if run.error:
+            self._requests.of(_with_error(series.labels, run)).add(run.seconds)
+            self._agents.of(_with_error((("gen_ai.request.model", model),), run)).add(run.seconds)
+        else:
+            series.requests.add(run.seconds)
+            series.agents.add(run.seconds)
+        if run.turns:
+            self._agent_turns.of(()).add(run.turns)
+            self._agent_calls.of(()).add(run.calls)
+        if run.error or response is None or not begun or not run.request.stream:
+            return
+        series.first_tokens.add(run.first / 1e9)
+        after_first = _tokens_of(response.usage) - run.turns
+        if after_first > 0:
+            series.each_token.add(run.writing / 1e9 / after_first)
+
+    def _run_series(self, model: str, answered: str | None) -> "_RunSeries":
         labels: Labels = (
             ("gen_ai.operation.name", "invoke_agent"),
             ("gen_ai.provider.name", OWN),
             ("gen_ai.request.model", model),
         )
-        if run.response is not None:
-            answered = self._names.label(run.response.model, answered=bool(run.first))
+        if answered is not None:
             labels += (("gen_ai.response.model", answered),)
-        self._requests.of(_with_error(labels, run)).add(run.seconds)
-        self._agents.of(_with_error((("gen_ai.request.model", model),), run)).add(run.seconds)
-        if run.turns:
-            self._agent_turns.of(()).add(run.turns)
-            self._agent_calls.of(()).add(run.calls)
-        if run.error or run.response is None or not run.first or not run.request.stream:
-            return
-        self._first_tokens.of(labels).add(run.first / 1e9)
-        after_first = _tokens_of(run.response.usage) - run.turns
-        if after_first > 0:
-            self._each_token.of(labels).add(run.writing / 1e9 / after_first)
+        return _RunSeries(
+            labels,
+            requests=self._requests.of(labels),
+            agents=self._agents.of((("gen_ai.request.model", model),)),
+            first_tokens=self._first_tokens.of(labels),
+            each_token=self._each_token.of(labels),
+        )
 
     def _phase(self, seen: PhaseSeen) -> None:
         phase = seen.phase

@@ -1,136 +1,159 @@
 """Spans of OpenTelemetry's that cost little to make and to send; imports its API, SDK and exporter.
 
 The SDK's own are made for everybody: with locks, limits and checks of every value, and each is built once more from
-protobuf's classes before it is sent. Here one task ends what it began and the values are ours, so a span is a few
-fields, and is written as bytes. Sampler, ids, resource, batches and sending are the SDK's.
+protobuf's classes before it is sent. Here one task ends what it began and the values are ours. So a span is a few
+fields while the event loop has it. What is told of it is asked for by the thread that sends it, and is written as
+bytes. Sampler, ids, resource, batches and sending are the SDK's.
 """
 
+import logging
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
-from time import time_ns
-from typing import Never, cast, override
+from functools import lru_cache, partial
+from typing import Any, ClassVar, cast, override
 
+import msgspec
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.trace import Event, ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.sampling import DEFAULT_ON, ParentBased, Sampler
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
     INVALID_SPAN_CONTEXT,
     NonRecordingSpan,
-    Span,
     SpanContext,
     SpanKind,
     Status,
     StatusCode,
     TraceFlags,
     get_current_span,
+    set_span_in_context,
 )
-from opentelemetry.util.types import Attributes, AttributeValue
+from opentelemetry.util.types import AttributeValue
+
+type Attributes = Mapping[str, AttributeValue]
+type Tell = Callable[[], Attributes]
+
+
+logger = logging.getLogger(__name__)
 
 # --- made -------------------------------------------------------------------------------------------------------
+
+
+class Known(msgspec.Struct, frozen=True):
+    """What is known when a span begins: facts that are small, and much the same from one to the next."""
+
+    kind: ClassVar[SpanKind] = SpanKind.INTERNAL
+
+    def title(self) -> str:
+        return ""
+
+    def attributes(self) -> Attributes:
+        return {}
+
+
+class QuickSpan:
+    """One that a single task begins and ends.
+
+    sampled: whether it is sent; else nothing needs to be told of it.
+    error: what kind of error it ended with, empty if with none.
+    """
+
+    __slots__ = ("_told", "began_at", "context", "ended_at", "error", "known", "parent", "sampled")
+
+    def __init__(
+        self, known: Known, began_at: int, context: SpanContext, parent: SpanContext | None = None
+    ) -> None:
+        self.known = known
+        self.began_at = began_at
+        self.ended_at = 0
+        self.context = context
+        self.parent = parent
+        self.sampled = context.trace_flags.sampled
+        self.error = ""
+        self._told: list[Tell] = []
+
+    def tell(self, attributes: Tell) -> None:
+        """What it gives belongs to the span. It is called when that is sent, by another thread, and must hold on to
+        nothing large until then.
+        """
+        self._told.append(attributes)
+
+    def told(self) -> dict[str, AttributeValue]:
+        """Everything that has come to what was known."""
+        found: dict[str, AttributeValue] = {}
+        for tell in self._told:
+            found |= tell()
+        if self.error:
+            found["error.type"] = self.error
+        return found
+
+    def within(self) -> Context:
+        """For whatever of the SDK's belongs to it."""
+        return set_span_in_context(NonRecordingSpan(self.context), Context())
+
+
+NO_SPAN = QuickSpan(Known(), 0, INVALID_SPAN_CONTEXT)
 
 
 class QuickTracer:
     """Begins spans as a tracer of the SDK does; those that have ended go to the processor."""
 
-    def __init__(self, provider: TracerProvider, processor: SpanProcessor, name: str, version: str) -> None:
+    def __init__(self, provider: TracerProvider, processor: SpanProcessor) -> None:
         self._sampler = provider.sampler
+        self._follows = _follows(provider.sampler)
         self._ids = provider.id_generator
-        self._resource = provider.resource
-        self._scope = InstrumentationScope(name, version)
-        self._on_end = processor.on_end
+        # It looks at nothing but whether a span is sampled, and hands it on to the exporter.
+        self._send = cast("Callable[[QuickSpan], None]", processor.on_end)
 
-    def start_span(
-        self,
-        name: str,
-        context: Context,
-        kind: SpanKind,
-        attributes: Attributes = None,
-        *,
-        start_time: int | None = None,
-    ) -> Span:
-        above = get_current_span(context).get_span_context()
+    def begin(self, known: Known, began_at: int, parent: QuickSpan | Context) -> QuickSpan:
+        """parent: one of ours, or what a caller says."""
+        if not isinstance(parent, QuickSpan):
+            return self._ask(known, began_at, parent)
+        if not self._follows:
+            return self._ask(known, began_at, parent.within())
+        above = parent.context
+        span_id = self._ids.generate_span_id()
+        own = SpanContext(above.trace_id, span_id, False, above.trace_flags, above.trace_state)
+        return QuickSpan(known, began_at, own, above)
+
+    def _ask(self, known: Known, began_at: int, within: Context) -> QuickSpan:
+        """The sampler has its say, and may have something to tell."""
+        above = get_current_span(within).get_span_context()
         parent = above if above.is_valid else None
         ids = self._ids
         trace_id = ids.generate_trace_id() if parent is None else parent.trace_id
         random = ids.is_trace_id_random() if parent is None else parent.trace_flags.random_trace_id
-        sampled = self._sampler.should_sample(context, trace_id, name, kind, attributes)
-        flags = TraceFlags.SAMPLED if sampled.decision.is_sampled() else 0
-        own = SpanContext(
-            trace_id,
-            ids.generate_span_id(),
-            is_remote=False,
-            trace_flags=TraceFlags(flags | (TraceFlags.RANDOM_TRACE_ID if random else 0)),
-            trace_state=sampled.trace_state,
-        )
-        if not sampled.decision.is_recording():
-            return NonRecordingSpan(own)
-        told = cast("Mapping[str, AttributeValue]", sampled.attributes)  # pyright: ignore[reportUnknownMemberType]
-        return _QuickSpan(
-            self._on_end,
-            dict(told),
-            name=name,
-            context=own,
-            parent=parent,
-            resource=self._resource,
-            kind=kind,
-            start_time=start_time or time_ns(),
-            instrumentation_scope=self._scope,
-        )
+        attributes = known.attributes()
+        said = self._sampler.should_sample(within, trace_id, known.title(), known.kind, attributes)
+        flags = TraceFlags.SAMPLED if said.decision.is_sampled() else TraceFlags.DEFAULT
+        flags |= TraceFlags.RANDOM_TRACE_ID if random else TraceFlags.DEFAULT
+        own = SpanContext(trace_id, ids.generate_span_id(), False, TraceFlags(flags), said.trace_state)
+        span = QuickSpan(known, began_at, own, parent)
+        told = cast("Attributes", said.attributes)  # pyright: ignore[reportUnknownMemberType]
+        if told != attributes:
+            span.tell(lambda: {key: value for key, value in told.items() if key not in attributes})
+        return span
+
+    def end(self, span: QuickSpan, at: int, error: str = "") -> None:
+        if span.sampled:
+            span.ended_at = at
+            span.error = error
+            self._send(span)
 
 
-class _QuickSpan(Span, ReadableSpan):
-    """One that a single task begins and ends; values are taken as they are."""
-
-    def __init__(
-        self, on_end: Callable[[ReadableSpan], None], told: dict[str, AttributeValue], **fields: object
-    ) -> None:
-        ReadableSpan.__init__(self, attributes=told, **fields)  # pyright: ignore[reportArgumentType]
-        self._told = told
-        self._on_end = on_end
-        self._ended = False
-
-    @override
-    def get_span_context(self) -> SpanContext:
-        return self._context or INVALID_SPAN_CONTEXT
-
-    @override
-    def is_recording(self) -> bool:
-        return not self._ended
-
-    @override
-    def set_attribute(self, key: str, value: AttributeValue) -> None:
-        self._told[key] = value
-
-    @override
-    def set_attributes(self, attributes: Mapping[str, AttributeValue]) -> None:
-        self._told.update(attributes)
-
-    @override
-    def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
-        self._status = status if isinstance(status, Status) else Status(status, description)
-
-    @override
-    def add_event(self, name: str, attributes: Attributes = None, timestamp: int | None = None) -> None:
-        self._events = (*self._events, Event(name, attributes, timestamp))
-
-    @override
-    def update_name(self, name: str) -> None:
-        self._name = name
-
-    @override
-    def record_exception(self, *_: object, **__: object) -> Never:
-        raise NotImplementedError("errors are told by their kinds, never in their words")
-
-    @override
-    def end(self, end_time: int | None = None) -> None:
-        if not self._ended:
-            self._ended = True
-            self._end_time = end_time or time_ns()
-            self._on_end(self)
+def _follows(sampler: Sampler) -> bool:
+    """Whether it says of what is begun here what it has said of the span above, as those of the variables do that are
+    called after parents. Then it need not be asked.
+    """
+    usual = DEFAULT_ON.get_description()
+    return type(sampler).should_sample is ParentBased.should_sample and sampler.get_description().endswith(
+        usual[usual.index(",localParentSampled") :]
+    )
 
 
 # --- sent -------------------------------------------------------------------------------------------------------
@@ -140,85 +163,108 @@ _LARGEST = 64 << 20
 
 
 class QuickExporter(OTLPSpanExporter):
-    """The SDK's exporter over OTLP/HTTP, which writes its requests itself; what it cannot write goes the SDK's way."""
+    """The SDK's exporter over OTLP/HTTP, which writes its requests itself."""
+
+    def __init__(self, resource: Resource, scope: InstrumentationScope, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._readable = partial(readable, resource, scope)
+        self._request_of = Writer(resource, scope).request_of
 
     @override
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        try:
-            request = request_of(spans)
-            send = self._client.export  # no part of what the SDK promises
-        except Exception:
-            return super().export(spans)
-        if self._shutdown or len(request) > _LARGEST:
-            return super().export(spans)  # which has words for it
+        ended = cast("Sequence[QuickSpan]", spans)
+        request = self._request_of(ended)
+        send = getattr(getattr(self, "_client", None), "export", None)  # no part of what the SDK promises
+        if send is None or self._shutdown or len(request) > _LARGEST:
+            return super().export([self._readable(span) for span in ended])  # which has words for it
         return SpanExportResult.SUCCESS if send(request).success else SpanExportResult.FAILURE
 
 
-class Unusual(Exception):
-    """A span holds something that is not written here."""
-
-
-def request_of(spans: Sequence[ReadableSpan]) -> bytes:
-    """An ExportTraceServiceRequest, equal to what `encode_spans` makes of them; raises Unusual."""
-    written: list[bytes] = []
-    for _, alike in groupby(spans, lambda span: (id(span.resource), id(span.instrumentation_scope))):
-        group = list(alike)
-        told, scoped = _around(group[0])
-        body = scoped + b"".join(_field(b"\x12", _span(span)) for span in group)
-        written.append(_field(b"\x0a", told + _field(b"\x12", body)))
-    return b"".join(written)
-
-
-def _around(span: ReadableSpan) -> tuple[bytes, bytes]:
-    """What is said of its resource and of its scope, once for all of a batch: the SDK writes it."""
-    bare = ReadableSpan(
-        "",
-        INVALID_SPAN_CONTEXT,
-        resource=span.resource,
-        instrumentation_scope=span.instrumentation_scope,
+def readable(resource: Resource, scope: InstrumentationScope, span: QuickSpan) -> ReadableSpan:
+    """As the SDK would have it."""
+    return ReadableSpan(
+        span.known.title(),
+        span.context,
+        span.parent,
+        resource,
+        {**span.known.attributes(), **span.told()},
+        kind=span.known.kind,
+        status=Status(StatusCode.ERROR if span.error else StatusCode.UNSET),
+        start_time=span.began_at,
+        end_time=span.ended_at,
+        instrumentation_scope=scope,
     )
-    told = encode_spans([bare]).resource_spans[0]
-    scoped = told.scope_spans[0]
-    scoped.ClearField("spans")
-    written = scoped.SerializePartialToString()
-    told.ClearField("scope_spans")
-    return told.SerializePartialToString(), written
 
 
+class Writer:
+    """Writes requests, in which every span is of the same resource and scope."""
+
+    def __init__(self, resource: Resource, scope: InstrumentationScope) -> None:
+        self._readable = partial(readable, resource, scope)
+        told = self._by_the_sdk(NO_SPAN)
+        scoped = told.scope_spans[0]
+        scoped.ClearField("spans")
+        self._scope = scoped.SerializePartialToString()
+        told.ClearField("scope_spans")
+        self._resource = told.SerializePartialToString()
+
+    def request_of(self, spans: Sequence[QuickSpan]) -> bytes:
+        """An ExportTraceServiceRequest, equal to what `encode_spans` makes of them."""
+        written = [self._scope]
+        for span in spans:
+            try:
+                written.append(_field(b"\x12", self._written(span)))
+            except Exception as error:  # without its words: what was said may be among them
+                logger.error("telemetry: a span %s is left out: %s", span.known.title(), type(error).__name__)
+        return _field(b"\x0a", self._resource + _field(b"\x12", b"".join(written)))
+
+    def _written(self, span: QuickSpan) -> bytes:
+        try:
+            return _span(span)
+        except _Unusual:
+            return self._by_the_sdk(span).scope_spans[0].spans[0].SerializePartialToString()
+
+    def _by_the_sdk(self, span: QuickSpan) -> ResourceSpans:
+        return encode_spans([self._readable(span)]).resource_spans[0]
+
+
+class _Unusual(Exception):
+    """A sampler has told something that is not written here."""
+
+
+_IDS = struct.Struct(">H16sHQ").pack
+_PARENT = struct.Struct(">HQ").pack
 _TIMES = struct.Struct("<BQBQ").pack
 _DOUBLE = struct.Struct("<Bd").pack
 _FLAGS = struct.Struct("<HI").pack
 _IS_KNOWN, _IS_REMOTE = 0x100, 0x200
+_FINE = b"\x7a\x00"
+_FAILED = bytes((0x7A, 2, 0x18, StatusCode.ERROR.value))
 
 
-def _span(span: ReadableSpan) -> bytes:
-    if span.events or span.links or span.dropped_attributes:
-        raise Unusual
-    context, parent = span.get_span_context() or INVALID_SPAN_CONTEXT, span.parent
-    written = [
-        b"\x0a\x10",
-        context.trace_id.to_bytes(16),
-        b"\x12\x08",
-        context.span_id.to_bytes(8),
-    ]
+def _span(span: QuickSpan) -> bytes:
+    context, parent = span.context, span.parent
+    written = [_IDS(0x0A10, context.trace_id.to_bytes(16), 0x1208, context.span_id)]
     if context.trace_state:
         written.append(_text(b"\x1a", context.trace_state.to_header()))
     flags = _IS_KNOWN
     if parent is not None:
-        written += (b"\x22\x08", parent.span_id.to_bytes(8))
+        written.append(_PARENT(0x2208, parent.span_id))
         flags |= _IS_REMOTE if parent.is_remote else 0
-    written += (
-        _text(b"\x2a", span.name),
-        bytes((0x30, span.kind.value + 1)),
-        _TIMES(0x39, span.start_time or 0, 0x41, span.end_time or 0),
-    )
-    for key, value in (span.attributes or {}).items():
-        written.append(_field(b"\x4a", _text(b"\x0a", key) + _field(b"\x12", _value(value))))
-    status = _text(b"\x12", span.status.description) if span.status.description else b""
-    if span.status.status_code is not StatusCode.UNSET:
-        status += bytes((0x18, span.status.status_code.value))
-    written += (_field(b"\x7a", status), _FLAGS(0x0185, flags))
+    written += _TIMES(0x39, span.began_at, 0x41, span.ended_at), _known(span.known)
+    written += [_attribute(key, value) for key, value in span.told().items()]
+    written += _FAILED if span.error else _FINE, _FLAGS(0x0185, flags)
     return b"".join(written)
+
+
+@lru_cache(maxsize=1024)
+def _known(known: Known) -> bytes:
+    title = _text(b"\x2a", known.title()) + bytes((0x30, known.kind.value + 1))
+    return title + b"".join(_attribute(key, value) for key, value in known.attributes().items())
+
+
+def _attribute(key: str, value: AttributeValue) -> bytes:
+    return _field(b"\x4a", _key(key) + _field(b"\x12", _value(value)))
 
 
 def _value(value: AttributeValue) -> bytes:
@@ -234,7 +280,7 @@ def _value(value: AttributeValue) -> bytes:
         case list() | tuple():
             return _field(b"\x2a", b"".join(_field(b"\x0a", _value(each)) for each in value))
         case _:
-            raise Unusual
+            raise _Unusual
 
 
 def _text(tag: bytes, text: str) -> bytes:
@@ -243,7 +289,7 @@ def _text(tag: bytes, text: str) -> bytes:
 
 def _field(tag: bytes, body: bytes) -> bytes:
     size = len(body)
-    return tag + (bytes((size,)) if size < 128 else _varint(size)) + body
+    return tag + (_SMALL[size] if size < 128 else _varint(size)) + body
 
 
 def _varint(number: int) -> bytes:
@@ -253,3 +299,7 @@ def _varint(number: int) -> bytes:
         number >>= 7
     written.append(number)
     return bytes(written)
+
+
+_SMALL = [_varint(number) for number in range(128)]
+_key = lru_cache(maxsize=256)(partial(_text, b"\x0a"))  # there are not many

@@ -1,4 +1,4 @@
-"""What happens at the seams, as records that listeners are told of; imports OpenTelemetry's API and what is below.
+"""What happens at the seams, as records that listeners are told of; imports siblings and what is below.
 
 Every record is made once, by whoever sees it happen, and is told twice: when it begins and when it has ended. What is
 made of it (spans, metrics, events) is the listeners' affair.
@@ -14,8 +14,6 @@ from operator import sub
 from time import perf_counter_ns, time_ns
 from typing import Protocol
 
-from opentelemetry.trace import INVALID_SPAN, Span
-
 from fumehood.figures import Distribution
 from fumehood.interfaces import Take
 from fumehood.parts.canonical import Json, JsonObject
@@ -23,6 +21,7 @@ from fumehood.phases import Phase
 from fumehood.protocol.models import AnyModelEvent, ModelRequest, TurnEnded
 from fumehood.protocol.responses import CreateResponse, Response
 from fumehood.telemetry.conventions import SECONDS
+from fumehood.telemetry.quick_spans import NO_SPAN, QuickSpan
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class Seen:
     began_at: int = field(default_factory=time_ns)
     took: int = 0
     error: str = ""
-    span: Span = INVALID_SPAN
+    span: QuickSpan = NO_SPAN
     content: JsonObject = field(default_factory=dict[str, Json])
     _since: int = field(default_factory=perf_counter_ns)
 

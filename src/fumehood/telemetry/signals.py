@@ -17,6 +17,7 @@ from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from fumehood import __version__
 from fumehood.figures import Figures
@@ -137,13 +138,13 @@ class Signals:
         )
 
     def _spans(self, *, with_content: bool) -> Spans:
-        exporter = QuickExporter(endpoint=self._address("traces"))
+        scope = InstrumentationScope(SCOPE, __version__)
+        exporter = QuickExporter(self._resource, scope, endpoint=self._address("traces"))
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         processor = BatchSpanProcessor(exporter)
         provider.add_span_processor(processor)
         self._ends.append((provider.shutdown, exporter))
-        tracer = QuickTracer(provider, processor, SCOPE, __version__)
-        return Spans(tracer, self._propagation, with_content=with_content)
+        return Spans(QuickTracer(provider, processor), self._propagation, with_content=with_content)
 
     def _events(self, *, with_content: bool) -> Events:
         """By the conventions, an event for every turn is only there where it is asked for."""

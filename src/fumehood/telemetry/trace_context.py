@@ -12,12 +12,9 @@ import msgspec
 from opentelemetry.context import Context
 from opentelemetry.trace import (
     NonRecordingSpan,
-    Span,
     SpanContext,
     TraceFlags,
     TraceState,
-    format_span_id,
-    format_trace_id,
     set_span_in_context,
 )
 
@@ -25,6 +22,7 @@ from fumehood.protocol.models import ModelRequest, TraceContext
 from fumehood.protocol.responses import CreateResponse
 from fumehood.serving.exchange import Application, Receive, Scope, Send
 from fumehood.telemetry.conventions import PROPAGATORS
+from fumehood.telemetry.quick_spans import QuickSpan
 
 _USUAL = "tracecontext,baggage"
 
@@ -73,9 +71,9 @@ class Propagation:
         """What the message itself says goes before what its connection does."""
         return (_in_metadata(request.client_metadata) if self._on else None) or callers_trace()
 
-    def told(self, request: ModelRequest, span: Span) -> ModelRequest:
+    def told(self, request: ModelRequest, span: QuickSpan) -> ModelRequest:
         """The request of a turn, with the turn's span as the parent of whatever comes of it."""
-        context = span.get_span_context()
+        context = span.context
         if not self._on or not context.is_valid:
             return request
         return msgspec.structs.replace(request, trace=_written(context))
@@ -145,5 +143,5 @@ def _members(states: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _written(context: SpanContext) -> TraceContext:
-    ids = f"{format_trace_id(context.trace_id)}-{format_span_id(context.span_id)}"
+    ids = f"{context.trace_id:032x}-{context.span_id:016x}"
     return TraceContext(f"00-{ids}-{context.trace_flags:02x}", context.trace_state.to_header())
