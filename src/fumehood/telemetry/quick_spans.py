@@ -10,7 +10,7 @@ import logging
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, ClassVar, cast, override
+from typing import Any, ClassVar, NamedTuple, cast, override
 
 import msgspec
 from opentelemetry.context import Context
@@ -23,13 +23,13 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.sampling import DEFAULT_ON, ParentBased, Sampler
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
-    INVALID_SPAN_CONTEXT,
     NonRecordingSpan,
     SpanContext,
     SpanKind,
     Status,
     StatusCode,
     TraceFlags,
+    TraceState,
     get_current_span,
     set_span_in_context,
 )
@@ -56,32 +56,54 @@ class Known(msgspec.Struct, frozen=True):
         return {}
 
 
+class _Place(NamedTuple):
+    """What the SDK's processor looks at before it hands a span on to the exporter."""
+
+    trace_flags: TraceFlags
+
+
 class QuickSpan:
     """One that a single task begins and ends.
 
+    parent_id: that of the span above, 0 if there is none. is_remote: whether that is somebody else's.
     sampled: whether it is sent; else nothing needs to be told of it.
     error: what kind of error it ended with, empty if with none.
     """
 
-    __slots__ = ("_told", "began_at", "context", "ended_at", "error", "known", "parent", "sampled")
+    __slots__ = (
+        *("_told", "began_at", "ended_at", "error", "flags", "is_remote", "known", "parent_id", "sampled"),
+        *("span_id", "state", "trace_id"),
+    )
+    context: ClassVar = _Place(TraceFlags(TraceFlags.SAMPLED))
 
     def __init__(
-        self, known: Known, began_at: int, context: SpanContext, parent: SpanContext | None = None
+        self,
+        known: Known,
+        began_at: int,
+        trace_id: int,
+        span_id: int,
+        flags: int,
+        state: TraceState | None = None,
+        parent_id: int = 0,
     ) -> None:
         self.known = known
         self.began_at = began_at
         self.ended_at = 0
-        self.context = context
-        self.parent = parent
-        self.sampled = context.trace_flags.sampled
+        self.trace_id = trace_id
+        self.span_id = span_id
+        self.flags = flags
+        self.state = state
+        self.parent_id = parent_id
+        self.is_remote = False
+        self.sampled = bool(flags & TraceFlags.SAMPLED)
         self.error = ""
-        self._told: list[Tell] = []
+        self._told: tuple[Tell, ...] = ()
 
     def tell(self, attributes: Tell) -> None:
         """What it gives belongs to the span. It is called when that is sent, by another thread, and must hold on to
         nothing large until then.
         """
-        self._told.append(attributes)
+        self._told = (*self._told, attributes)
 
     def told(self) -> dict[str, AttributeValue]:
         """Everything that has come to what was known."""
@@ -92,12 +114,16 @@ class QuickSpan:
             found["error.type"] = self.error
         return found
 
+    def place(self) -> SpanContext:
+        """As the SDK has it."""
+        return SpanContext(self.trace_id, self.span_id, False, TraceFlags(self.flags), self.state)
+
     def within(self) -> Context:
         """For whatever of the SDK's belongs to it."""
-        return set_span_in_context(NonRecordingSpan(self.context), Context())
+        return set_span_in_context(NonRecordingSpan(self.place()), Context())
 
 
-NO_SPAN = QuickSpan(Known(), 0, INVALID_SPAN_CONTEXT)
+NO_SPAN = QuickSpan(Known(), 0, 0, 0, 0)
 
 
 class QuickTracer:
@@ -106,34 +132,37 @@ class QuickTracer:
     def __init__(self, provider: TracerProvider, processor: SpanProcessor) -> None:
         self._sampler = provider.sampler
         self._follows = _follows(provider.sampler)
-        self._ids = provider.id_generator
-        # It looks at nothing but whether a span is sampled, and hands it on to the exporter.
+        self._takes_all = provider.sampler is DEFAULT_ON
+        ids = provider.id_generator
+        self._new_trace_id = ids.generate_trace_id
+        self._new_span_id = ids.generate_span_id
+        self._random = TraceFlags.RANDOM_TRACE_ID if ids.is_trace_id_random() else TraceFlags.DEFAULT
         self._send = cast("Callable[[QuickSpan], None]", processor.on_end)
 
     def begin(self, known: Known, began_at: int, parent: QuickSpan | Context) -> QuickSpan:
-        """parent: one of ours, or what a caller says."""
-        if not isinstance(parent, QuickSpan):
+        """parent: one of ours, or what a caller says, if anything."""
+        if isinstance(parent, QuickSpan):
+            if not self._follows:
+                return self._ask(known, began_at, parent.within())
+            trace_id, flags, state, above = parent.trace_id, parent.flags, parent.state, parent.span_id
+            return QuickSpan(known, began_at, trace_id, self._new_span_id(), flags, state, above)
+        if parent or not self._takes_all:
             return self._ask(known, began_at, parent)
-        if not self._follows:
-            return self._ask(known, began_at, parent.within())
-        above = parent.context
-        span_id = self._ids.generate_span_id()
-        own = SpanContext(above.trace_id, span_id, False, above.trace_flags, above.trace_state)
-        return QuickSpan(known, began_at, own, above)
+        flags = TraceFlags.SAMPLED | self._random
+        return QuickSpan(known, began_at, self._new_trace_id(), self._new_span_id(), flags)
 
     def _ask(self, known: Known, began_at: int, within: Context) -> QuickSpan:
         """The sampler has its say, and may have something to tell."""
         above = get_current_span(within).get_span_context()
-        parent = above if above.is_valid else None
-        ids = self._ids
-        trace_id = ids.generate_trace_id() if parent is None else parent.trace_id
-        random = ids.is_trace_id_random() if parent is None else parent.trace_flags.random_trace_id
+        trace_id = above.trace_id if above.is_valid else self._new_trace_id()
         attributes = known.attributes()
         said = self._sampler.should_sample(within, trace_id, known.title(), known.kind, attributes)
         flags = TraceFlags.SAMPLED if said.decision.is_sampled() else TraceFlags.DEFAULT
-        flags |= TraceFlags.RANDOM_TRACE_ID if random else TraceFlags.DEFAULT
-        own = SpanContext(trace_id, ids.generate_span_id(), False, TraceFlags(flags), said.trace_state)
-        span = QuickSpan(known, began_at, own, parent)
+        flags |= above.trace_flags & TraceFlags.RANDOM_TRACE_ID if above.is_valid else self._random
+        span = QuickSpan(
+            known, began_at, trace_id, self._new_span_id(), flags, said.trace_state, above.span_id
+        )
+        span.is_remote = above.is_remote
         told = cast("Attributes", said.attributes)  # pyright: ignore[reportUnknownMemberType]
         if told != attributes:
             span.tell(lambda: {key: value for key, value in told.items() if key not in attributes})
@@ -184,8 +213,8 @@ def readable(resource: Resource, scope: InstrumentationScope, span: QuickSpan) -
     """As the SDK would have it."""
     return ReadableSpan(
         span.known.title(),
-        span.context,
-        span.parent,
+        span.place(),
+        SpanContext(span.trace_id, span.parent_id, span.is_remote) if span.parent_id else None,
         resource,
         {**span.known.attributes(), **span.told()},
         kind=span.known.kind,
@@ -236,24 +265,20 @@ _IDS = struct.Struct(">H16sHQ").pack
 _PARENT = struct.Struct(">HQ").pack
 _TIMES = struct.Struct("<BQBQ").pack
 _DOUBLE = struct.Struct("<Bd").pack
-_FLAGS = struct.Struct("<HI").pack
-_IS_KNOWN, _IS_REMOTE = 0x100, 0x200
+_LOCAL, _REMOTE = (struct.pack("<HI", 0x0185, flags) for flags in (0x100, 0x300))  # where the parent is
 _FINE = b"\x7a\x00"
 _FAILED = bytes((0x7A, 2, 0x18, StatusCode.ERROR.value))
 
 
 def _span(span: QuickSpan) -> bytes:
-    context, parent = span.context, span.parent
-    written = [_IDS(0x0A10, context.trace_id.to_bytes(16), 0x1208, context.span_id)]
-    if context.trace_state:
-        written.append(_text(b"\x1a", context.trace_state.to_header()))
-    flags = _IS_KNOWN
-    if parent is not None:
-        written.append(_PARENT(0x2208, parent.span_id))
-        flags |= _IS_REMOTE if parent.is_remote else 0
+    written = [_IDS(0x0A10, span.trace_id.to_bytes(16), 0x1208, span.span_id)]
+    if span.state:
+        written.append(_text(b"\x1a", span.state.to_header()))
+    if span.parent_id:
+        written.append(_PARENT(0x2208, span.parent_id))
     written += _TIMES(0x39, span.began_at, 0x41, span.ended_at), _known(span.known)
     written += [_attribute(key, value) for key, value in span.told().items()]
-    written += _FAILED if span.error else _FINE, _FLAGS(0x0185, flags)
+    written += _FAILED if span.error else _FINE, _REMOTE if span.is_remote else _LOCAL
     return b"".join(written)
 
 

@@ -66,7 +66,8 @@ class Spans(Listener):
             case _:
                 pass
         if self._with_content and seen.content:
-            span.tell(partial(_content_attributes, seen.content))
+            written = _content_attributes(seen.content)  # at once: as text it is smaller
+            span.tell(lambda: written)
         self._tracer.end(span, seen.began_at + seen.took, seen.error)
 
 

@@ -73,10 +73,11 @@ class Propagation:
 
     def told(self, request: ModelRequest, span: QuickSpan) -> ModelRequest:
         """The request of a turn, with the turn's span as the parent of whatever comes of it."""
-        context = span.context
-        if not self._on or not context.is_valid:
+        if not self._on or not span.trace_id:
             return request
-        return msgspec.structs.replace(request, trace=_written(context))
+        parent = f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.flags:02x}"
+        state = span.state.to_header() if span.state else ""
+        return msgspec.structs.replace(request, trace=TraceContext(parent, state))
 
 
 class _Edge:
@@ -140,8 +141,3 @@ def _members(states: Sequence[str]) -> list[tuple[str, str]]:
             return []
         members[found[1]] = found[2]
     return list(members.items()) if len(members) <= _MOST_MEMBERS else []
-
-
-def _written(context: SpanContext) -> TraceContext:
-    ids = f"{context.trace_id:032x}-{context.span_id:016x}"
-    return TraceContext(f"00-{ids}-{context.trace_flags:02x}", context.trace_state.to_header())
