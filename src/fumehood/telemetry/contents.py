@@ -73,10 +73,6 @@ class Contents(Listener):
         self._redact = redact
 
     @override
-    def began(self, seen: Seen) -> None:
-        pass
-
-    @override
     def ended(self, seen: Seen) -> None:
         if not self.in_events and not seen.span.sampled:
             return

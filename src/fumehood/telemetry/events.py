@@ -30,10 +30,6 @@ class Events(Listener):
         self._with_content = with_content
 
     @override
-    def began(self, seen: Seen) -> None:
-        pass
-
-    @override
     def ended(self, seen: Seen) -> None:
         match seen:
             case TurnSeen():

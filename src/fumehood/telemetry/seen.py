@@ -10,9 +10,9 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import sub
 from time import perf_counter_ns, time_ns
-from typing import Protocol
 
 from fumehood.figures import Distribution
 from fumehood.interfaces import Take
@@ -114,6 +114,8 @@ class TurnSeen(Seen):
         """The same, with what it takes noted. For most events this is all that telemetry does, and they find nothing
         of it in the processor's caches: so it is as little as can be.
         """
+        if self.pieces is not None:
+            return partial(self._keep, take)
         came, now = self.moments.append, perf_counter_ns
 
         def taking(events: Sequence[AnyModelEvent]) -> bool:
@@ -122,13 +124,13 @@ class TurnSeen(Seen):
                 return True
             return False
 
-        def keeping(events: Sequence[AnyModelEvent]) -> bool:
-            taken = take(events)
-            if taken:
-                self.note(events)
-            return taken
+        return taking
 
-        return taking if self.pieces is None else keeping
+    def _keep(self, take: Take, events: Sequence[AnyModelEvent]) -> bool:
+        taken = take(events)
+        if taken:
+            self.note(events)
+        return taken
 
     def gaps(self) -> Distribution:
         """Seconds between its pieces."""
@@ -167,10 +169,14 @@ class PhaseSeen(Seen):
     call: CallSeen
 
 
-class Listener(Protocol):
-    def began(self, seen: Seen) -> None: ...
+class Listener:
+    """Who does not want to know of beginnings is not told of them."""
 
-    def ended(self, seen: Seen) -> None: ...
+    def began(self, seen: Seen) -> None:
+        pass
+
+    def ended(self, seen: Seen) -> None:
+        raise NotImplementedError
 
 
 class Observer:
@@ -180,21 +186,24 @@ class Observer:
     """
 
     def __init__(self, listeners: Sequence[Listener], *, records_content: bool = False) -> None:
-        self._listeners = listeners
+        self._told_of_ends = [listener.ended for listener in listeners]
+        self._told_of_beginnings = [
+            listener.began for listener in listeners if type(listener).began is not Listener.began
+        ]
         self.records_content = records_content
 
     def began(self, seen: Seen) -> None:
-        for listener in self._listeners:
+        for tell in self._told_of_beginnings:
             try:
-                listener.began(seen)
+                tell(seen)
             except Exception as error:
                 _complain(error)
 
     def ended(self, seen: Seen) -> None:
         seen.took = seen.took or seen.so_far()
-        for listener in self._listeners:
+        for tell in self._told_of_ends:
             try:
-                listener.ended(seen)
+                tell(seen)
             except Exception as error:
                 _complain(error)
 
