@@ -289,7 +289,7 @@ def test_a_span_that_cannot_be_told_does_not_cost_the_batch(caplog: pytest.LogCa
     made[0].tell(fails)
     with caplog.at_level(logging.ERROR):
         assert [span.name for span in _spans_of(parsed(request_of(made)))] == ["outer"]
-    assert "inner is left out: ValueError" in caplog.text
+    assert "a span is left out: ValueError" in caplog.text
     assert "secret" not in caplog.text
 
 

@@ -38,7 +38,6 @@ from opentelemetry.util.types import AttributeValue
 type Attributes = Mapping[str, AttributeValue]
 type Tell = Callable[[], Attributes]
 
-
 logger = logging.getLogger(__name__)
 
 # --- made -------------------------------------------------------------------------------------------------------
@@ -57,7 +56,7 @@ class Known(msgspec.Struct, frozen=True):
 
 
 class _Place(NamedTuple):
-    """What the SDK's processor looks at before it hands a span on to the exporter."""
+    """All of a span that the SDK's processor looks at before it hands that on to the exporter."""
 
     trace_flags: TraceFlags
 
@@ -244,7 +243,7 @@ class Writer:
             try:
                 written.append(_field(b"\x12", self._written(span)))
             except Exception as error:  # without its words: what was said may be among them
-                logger.error("telemetry: a span %s is left out: %s", span.known.title(), type(error).__name__)
+                logger.error("telemetry: a span is left out: %s", type(error).__name__)
         return _field(b"\x0a", self._resource + _field(b"\x12", b"".join(written)))
 
     def _written(self, span: QuickSpan) -> bytes:
