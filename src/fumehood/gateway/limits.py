@@ -47,7 +47,7 @@ class Limits:
     total: how many responses may be in the making at once, whoever asked for them.
     body_bytes_total: how large the bodies of all requests that are worked on may be together, with the files that they
         refer to and large answers that are sent from the store, half of it for one key. A body that comes in one piece
-        does not count: every connection may hold that much anyway.
+        does not count: every connection may hold that much anyway. Messages of WebSocket count as bodies do.
     """
 
     def __init__(
@@ -180,6 +180,14 @@ class Room:
         """Raises RateLimited, Unavailable."""
         self._limits.hold(self._account, size)
         self._held += size
+
+    def hold(self, size: int) -> None:
+        """Exactly so much from now on; raises as `take`, and then it is as much as before."""
+        if size >= self._held:
+            self.take(size - self._held)
+        else:
+            self._limits.let_go(self._account, self._held - size)
+            self._held = size
 
     def take_large(self, size: int) -> None:
         """The same for an answer. A small one does not count, and one that is larger than all may be together is sent
