@@ -226,7 +226,8 @@ class LimitSettings(_Section, frozen=True):
     requests_per_minute, concurrent, containers_per_tenant, body_bytes: what each key may do, unless it was made with
         other limits; `concurrent` are responses in the making at once.
     concurrent_total: the same of everybody together.
-    body_bytes_total: the bodies of all requests that are worked on and the files that they refer to, together.
+    body_bytes_total: the bodies of all requests that are worked on, and the files and large conversations that they
+        refer to, together.
     body_bytes_per_second: that a body, an upload or a message has to come with, on the whole; 0 lets it drip.
     turns, response_seconds: how often the model may be asked for one response, and how long that may take.
     turn_characters: that the model may write each time.

@@ -10,7 +10,7 @@ from websockets.frames import Frame, Opcode
 
 from fumehood.gateway.limits import Limits
 from fumehood.interfaces import Caller
-from fumehood.protocol.errors import RateLimited, Unavailable
+from fumehood.protocol.errors import ApiError
 from fumehood.protocol.keys import KeyLimits
 from fumehood.serving import websocket
 from tests.support.gateway import serving_gateway
@@ -38,7 +38,7 @@ def held(limits: Limits, caller: Caller) -> int:
             try:
                 room.take(step)
                 size += step
-            except (RateLimited, Unavailable):
+            except ApiError:
                 continue
     return TOTAL - size
 
@@ -133,6 +133,6 @@ async def test_a_message_that_was_refused_must_end_like_any_other(monkeypatch: p
     limits = Limits(body_bytes_total=1000)
     async with serving_gateway(limits=limits) as served, connected(served.port) as socket:
         write(socket, frame(message())[:MOST])
-        assert refused(await socket.next()) == (503, "server_error", None)
+        assert refused(await socket.next()) == (413, "request_too_large", None)
         with pytest.raises(ConnectionClosed):
             await socket.next()

@@ -34,7 +34,6 @@ from fumehood.protocol.errors import (
     InvalidRequest,
     RateLimited,
     ServerFault,
-    Unavailable,
     to_detail,
 )
 from fumehood.protocol.events import StreamEvent, TextDelta
@@ -341,7 +340,7 @@ class _Connection:
         self._closing: asyncio.Task[None] | None = None
 
     def hold_coming(self, size: int) -> None:
-        """So much has come of a message that is not whole; raises RateLimited, Unavailable."""
+        """So much has come of a message that is not whole; raises as `Room.take`."""
         if not self._left:
             self._coming.hold(size)
 
@@ -395,7 +394,7 @@ class _Connection:
             if text is None:
                 raise InvalidRequest("A binary message is not understood; send text.", code="invalid_message")
             body = text.encode()
-            with suppress(RateLimited, Unavailable):  # it is refused when its lane is known
+            with suppress(ApiError):  # it is refused when its lane is known
                 room.hold(len(body))
             envelope = await aside(len(body), decode, _envelopes, body)
             if envelope.type == "response.create":
