@@ -111,9 +111,17 @@ class Store(Protocol):
 
     async def put_container(self, record: ContainerRecord) -> None: ...
 
-    async def change_container(self, record: ContainerRecord, deleted_files: Sequence[str] = ()) -> bool:
+    async def change_container(
+        self,
+        record: ContainerRecord,
+        deleted_files: Sequence[str] = (),
+        *,
+        seen: ContainerRecord | None = None,
+    ) -> bool:
         """Both or nothing: False if there is no such container, if it has expired and the record says that it runs, or
         if it is deleted and the record says anything else.
+
+        seen: how it was found; False also if another use of it was written down since.
         """
         ...
 
