@@ -10,6 +10,7 @@ import secrets
 import signal
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, Language, MemoryTier
@@ -19,6 +20,7 @@ from fumehood.sandboxd.egress.proxy import admit
 from fumehood.sandboxd.executions import Execution, ProtocolBroken
 from fumehood.sandboxd.files import Access, SandboxFiles
 from fumehood.sandboxd.helpers import Helpers
+from fumehood.sandboxd.hoards import Watched
 from fumehood.sandboxd.inside import bounds, wire
 from fumehood.sandboxd.inside.wire import Kind
 from fumehood.sandboxd.packages import attached, calls
@@ -180,6 +182,17 @@ class LocalSandbox:
     async def _attach(self, layers: list[str]) -> None:
         self._live_data()
         await attached.attach(self._zygote, self._next_number(), self._namespace, layers)
+
+    def watched(self) -> Watched:
+        """For whoever looks after what no cgroup counts."""
+        cgroup = self.place.cgroup
+        own = self._settings.mode == "namespaces"
+        return Watched(
+            first=_pid_of(self._pidfd) if own and self._pidfd >= 0 else None,
+            device=os.fstat(self._data).st_dev if own and self._data >= 0 else None,
+            processes=list[int] if cgroup is None else cgroup.processes,
+            end=self.kill,
+        )
 
     def made_by(self, zygote: Zygote | None) -> bool:
         return self._zygote is zygote
@@ -540,3 +553,12 @@ class LocalSandbox:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _pid_of(pidfd: int) -> int | None:
+    """None when the process has ended, or is not to be seen from here."""
+    for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
+        if line.startswith("Pid:"):
+            pid = int(line.removeprefix("Pid:"))
+            return pid if pid > 0 else None
+    return None
