@@ -20,7 +20,6 @@ from fumehood.sandboxd.egress.proxy import admit
 from fumehood.sandboxd.executions import Execution, ProtocolBroken
 from fumehood.sandboxd.files import Access, SandboxFiles
 from fumehood.sandboxd.helpers import Helpers
-from fumehood.sandboxd.hoards import Watched
 from fumehood.sandboxd.inside import bounds, wire
 from fumehood.sandboxd.inside.wire import Kind
 from fumehood.sandboxd.packages import attached, calls
@@ -183,15 +182,17 @@ class LocalSandbox:
         self._live_data()
         await attached.attach(self._zygote, self._next_number(), self._namespace, layers)
 
-    def watched(self) -> Watched:
-        """For whoever looks after what no cgroup counts."""
-        cgroup = self.place.cgroup
-        own = self._settings.mode == "namespaces"
-        return Watched(
-            first=_pid_of(self._pidfd) if own and self._pidfd >= 0 else None,
-            device=os.fstat(self._data).st_dev if own and self._data >= 0 else None,
-            processes=list[int] if cgroup is None else cgroup.processes,
-            end=self.kill,
+    # As a `hoards.Holder`:
+
+    def processes(self) -> list[int]:
+        return [] if self.place.cgroup is None else self.place.cgroup.processes()
+
+    def first_process(self) -> int | None:
+        return _pid_of(self._pidfd) if self._settings.mode == "namespaces" and self._pidfd >= 0 else None
+
+    def own_device(self) -> int | None:
+        return (
+            os.fstat(self._data).st_dev if self._settings.mode == "namespaces" and self._data >= 0 else None
         )
 
     def made_by(self, zygote: Zygote | None) -> bool:
@@ -557,8 +558,8 @@ class LocalSandbox:
 
 def _pid_of(pidfd: int) -> int | None:
     """None when the process has ended, or is not to be seen from here."""
-    for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
-        if line.startswith("Pid:"):
-            pid = int(line.removeprefix("Pid:"))
-            return pid if pid > 0 else None
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
+            if line.startswith("Pid:"):
+                return max(int(line.removeprefix("Pid:")), 0) or None
     return None

@@ -120,7 +120,7 @@ class Supervisor:
         await asyncio.gather(*(shard.living() for shard in self._shards))
         self._refill()
         if mode != "pod":
-            self._background(hoards.watch(lambda: [box.watched() for box in self.sandboxes.values()]))
+            self._background(hoards.watch(lambda: [*self.sandboxes.values()]))
 
     def _open_packages(self, launch: Launch) -> None:
         """Get ready to install packages; where that cannot be, whoever asks for some is told why."""
