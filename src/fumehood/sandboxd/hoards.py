@@ -63,11 +63,8 @@ def find(holders: Sequence[Holder]) -> list[tuple[Holder, str]]:
     ):
         try:
             found += [(holder, hoard) for holder in look(holders)]
-        except (
-            OSError,
-            ValueError,
-            IndexError,
-        ) as error:  # no descriptors, or a /proc unlike others: look again
+        # No descriptors, or a /proc unlike others: the next look may do better.
+        except (OSError, ValueError, IndexError) as error:
             logger.debug("Who holds %s could not be found out: %s", hoard, error)
     return found
 
@@ -81,8 +78,7 @@ def _by_locks(holders: Sequence[Holder]) -> Iterator[Holder]:
         return
     by_process = Counter(pid for pid, _ in locks)
     for holder in holders:
-        members = _members(holder)
-        device = holder.own_device()
+        members, device = _members(holder), holder.own_device()
         # A process may have ended and left a lock to another one: on the sandbox's own files it is known all the same.
         left = sum(pid not in members and on == device for pid, on in locks)
         if left + sum(by_process[pid] for pid in members) > MOST_LOCKS:

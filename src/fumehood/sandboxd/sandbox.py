@@ -191,9 +191,10 @@ class LocalSandbox:
         return _pid_of(self._pidfd) if self._settings.mode == "namespaces" and self._pidfd >= 0 else None
 
     def own_device(self) -> int | None:
-        return (
-            os.fstat(self._data).st_dev if self._settings.mode == "namespaces" and self._data >= 0 else None
-        )
+        if self._settings.mode == "namespaces" and self._data >= 0:
+            with contextlib.suppress(OSError):  # it ends just now
+                return os.fstat(self._data).st_dev
+        return None
 
     def made_by(self, zygote: Zygote | None) -> bool:
         return self._zygote is zygote

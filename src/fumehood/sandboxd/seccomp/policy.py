@@ -374,13 +374,14 @@ SOCKET_OPTIONS = {
 
 def _clone() -> tuple[Rule, ...]:
     never = CLONE_PARENT | sum(CLONE_NEW.values())
-    process, thread = (
-        Arg(0, 0, never | CLONE_FILES),
-        Arg(0, CLONE_THREAD | CLONE_FILES, never | CLONE_THREAD | CLONE_FILES),
-    )
-    shared = Arg(0, CLONE_FILES, CLONE_THREAD | CLONE_FILES)
+    both = CLONE_FILES | CLONE_THREAD
     _, *denied = _without(0, never, fail(errno.EPERM))
-    return (Rule((process,), ALLOW), Rule((thread,), ALLOW), Rule((shared,), fail(errno.EPERM)), *denied)
+    return (
+        Rule((Arg(0, 0, never | CLONE_FILES),), ALLOW),
+        Rule((Arg(0, both, never | both),), ALLOW),
+        Rule((Arg(0, CLONE_FILES, both),), fail(errno.EPERM)),
+        *denied,
+    )
 
 
 def _ioctl() -> tuple[Rule, ...]:
