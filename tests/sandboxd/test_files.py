@@ -18,7 +18,7 @@ from fumehood.protocol.sandbox_errors import (
     TooLarge,
 )
 from fumehood.sandboxd import marks
-from fumehood.sandboxd.inside.files import Found
+from fumehood.sandboxd.inside.files import MAX_ENTRIES, Found
 from fumehood.sandboxd.marks import Marks
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.supervisor import Supervisor
@@ -396,9 +396,9 @@ async def test_unknown_and_forgotten_marks_give_everything(sandbox: LocalSandbox
 
 async def test_a_listing_that_is_cut_is_always_complete(sandbox: LocalSandbox) -> None:
     """What it leaves out may be anything, so nothing can be told from it later."""
-    await run(sandbox, "for i in range(10_001): open(str(i), 'w').close()")
+    await run(sandbox, f"for i in range({MAX_ENTRIES + 1}): open(str(i), 'w').close()")
     first = await sandbox.files.list()
-    assert (first.truncated, first.complete, len(first.files)) == (True, True, 10_000)
+    assert (first.truncated, first.complete, len(first.files)) == (True, True, MAX_ENTRIES)
     second = await sandbox.files.list(first.mark)
     assert (second.truncated, second.complete, second.deleted) == (True, True, [])
 

@@ -10,17 +10,18 @@ import errno
 import json
 import os
 import secrets
+import socket
 import stat
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import msgspec
 
-from fumehood.protocol.sandbox import ArchiveFormat, FileEntry, FileListing, Unpacked
+from fumehood.protocol.sandbox import ArchiveFormat, FileEntry, FileListing, Unpacked, Written
 from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge
 from fumehood.sandboxd.helpers import Helper, Helpers
-from fumehood.sandboxd.inside import files, staging
+from fumehood.sandboxd.inside import bundles, files, staging
 from fumehood.sandboxd.marks import Marks
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.uploads import SourceFailed, Upload
@@ -169,6 +170,54 @@ class SandboxFiles:
                 raise _too_large(path, limit)
             return await file.read()
 
+    async def give(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
+        """The content of many small files as one stream, see `sandbox_bundles`; none is opened before its turn."""
+        pieces = self._read_here(paths) if self._access.directly else self._read_there(paths)
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+
+    async def _read_here(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
+        loop = asyncio.get_running_loop()
+        data = os.dup(self._access.data())
+        answers = bundles.answers(data, paths)
+        reading: asyncio.Future[bytes] = loop.create_future()
+        reading.set_result(b"")
+        try:
+            while True:
+                reading = loop.run_in_executor(None, next, answers, b"")
+                if not (piece := await asyncio.shield(reading)):
+                    return
+                yield piece
+        finally:
+            # As in `OpenFile`: a thread may still read, though nobody waits for it.
+            reading.add_done_callback(lambda _: os.close(data))
+
+    async def _read_there(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
+        if not paths:
+            return
+        loop = asyncio.get_running_loop()
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        mine.setblocking(False)
+        async with self._transfers:
+            try:
+                with mine, theirs:
+                    task = {"do": "give"}
+                    at_work = self._access.helpers.at_work(self._access.data(), task, [theirs.fileno()])
+                    async with at_work as helper:
+                        theirs.close()
+                        await _in_time(loop.sock_sendall(mine, json.dumps(paths).encode()))
+                        mine.shutdown(socket.SHUT_WR)
+                        while piece := await _in_time(loop.sock_recv(mine, _PIECE)):
+                            yield piece
+                        answer, _ = await _in_time(helper.hear())
+            except EOFError:
+                self._access.data()
+                raise FileRefused(f"the sandbox's files: {_HELPER_ENDED}") from None
+            except OSError as error:
+                raise refusal("the sandbox's files", error) from error
+        _checked_answer(answer, "the sandbox's files")
+
     # ---- in ---------------------------------------------------------------------------------------------------
 
     async def write(
@@ -195,15 +244,20 @@ class SandboxFiles:
         """
         if into:
             _check_path(into, "into")
-        task = {
-            "do": "unpack",
-            "kind": kind,
-            "into": into,
-            "members": self._settings.unpacked_members,
-            "bytes": self._settings.unpacked_bytes,
-        }
+        task = {"do": "unpack", "kind": kind, "into": into, **self._bounds()}
         answer = await self._transfer(task, "the archive", content, limit)
         return _shaped(answer, Unpacked)
+
+    async def receive(self, content: AsyncIterable[bytes]) -> Written:
+        """Put many files in place that come as one stream, see `sandbox_bundles`.
+
+        Raises FileRefused and TooLarge, with bounds as those of archives, and then nothing is in place.
+        """
+        answer = await self._transfer({"do": "receive", **self._bounds()}, "the files", content, None)
+        return _shaped(answer, Written)
+
+    def _bounds(self) -> dict[str, int]:
+        return {"members": self._settings.unpacked_members, "bytes": self._settings.unpacked_bytes}
 
     async def delete(self, path: str) -> None:
         """Remove one file; raises FileNotFound, FileRefused."""

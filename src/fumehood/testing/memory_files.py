@@ -8,15 +8,17 @@ import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from fumehood.protocol.sandbox import ArchiveFormat, FileEntry, FileListing, Unpacked
+from fumehood.protocol.sandbox import ArchiveFormat, FileEntry, FileListing, Unpacked, Written
+from fumehood.protocol.sandbox_bundles import SMALL, Content, WholeFile
 from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge
 
 _EPOCH_NS = 1_700_000_000 * 10**9  # a clock of its own: tests see the same times every day
 _MOST_PARTS = 32
+_MOST_REASONS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,36 @@ class MemoryFiles:
             self._files, self._deleted = before
             raise
         skipped = sum(member.content is None and not member.is_directory for member in members)
-        return Unpacked(files=len(wanted), bytes=sum(map(len, wanted.values())), skipped=skipped)
+        return Unpacked(
+            files=len(wanted),
+            bytes=sum(map(len, wanted.values())),
+            skipped=skipped,
+            modified_ns=_EPOCH_NS + self._version,
+        )
+
+    def content(self, path: str) -> Content:
+        try:
+            content = self.read(path)
+        except SandboxError as error:
+            return error
+        return content if len(content) <= SMALL else TooLarge(f"{path}: more than {SMALL} bytes")
+
+    def write_all(self, files: Iterable[WholeFile]) -> Written:
+        """As many as can be."""
+        entries: list[FileEntry] = []
+        reasons: list[str] = []
+        for path, content in files:
+            try:
+                entries.append(self.write(path, content))
+            except SandboxError as error:
+                reasons.append(error.message)
+        return Written(
+            files=len(entries),
+            bytes=sum(entry.size for entry in entries),
+            modified_ns=_EPOCH_NS + self._version,
+            refused=len(reasons),
+            reasons=reasons[:_MOST_REASONS],
+        )
 
     def check_place(self, path: str) -> None:
         """Whether a file could be there, whatever is in it."""
