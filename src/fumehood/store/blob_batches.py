@@ -1,0 +1,141 @@
+"""Many small blobs that come to a disk together; imports the standard library.
+
+One after another, each would wait for the disk three times: for its content, its directory and its name. Together they
+are written under passing names, synced, renamed, and synced again. Where there are more than a few, the kernel is asked
+once to write down all that the file system holds, which is no less than what it would do for each of them.
+"""
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_FEW = 8  # files that are synced one by one: others may have much to write on the same disk
+
+
+class Batch:
+    """Blobs that are not there yet, in a passing directory, used by one thread after another. The directory is locked,
+    so that nobody takes it for what a dead process left.
+    """
+
+    def __init__(self, directory: Path, spare_bytes: int) -> None:
+        self._directory = directory
+        self._spare_bytes = spare_bytes
+        self._path = directory
+        self._lock = -1
+        self._busy = threading.Lock()
+        self._discarded = False
+
+    def write(self, contents: Sequence[bytes]) -> list[str]:
+        """All of them are on the disk; their names, which they do not have yet."""
+        with self._busy:
+            self._open()
+            check_room(self._lock, self._spare_bytes, sum(map(len, contents)))
+            paths = [self._path / str(number) for number in range(len(contents))]
+            for path, content in zip(paths, contents, strict=True):
+                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.write(content)
+            sync_all(self._lock, paths)
+        return [hashlib.sha256(content).hexdigest() for content in contents]
+
+    def move(self, paths: Sequence[Path]) -> None:
+        """There by these names; equal contents that are there already are replaced."""
+        with self._busy:
+            changed: dict[Path, None] = {}
+            for number, path in enumerate(paths):
+                for directory in (path.parent.parent, path.parent):
+                    if make_directory(directory):
+                        changed[directory.parent] = None
+                (self._path / str(number)).rename(path)
+                changed[path.parent] = None
+            sync_all(self._lock, changed)
+            self._close()
+
+    def discard(self) -> None:
+        with self._busy:
+            self._discarded = True
+            if self._lock >= 0:
+                self._close()
+
+    def _close(self) -> None:
+        shutil.rmtree(self._path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = -1
+
+    def _open(self) -> None:
+        if self._discarded:
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+        while self._lock < 0:
+            self._path = self._directory / os.urandom(16).hex()
+            self._path.mkdir(mode=0o700)
+            with suppress(FileNotFoundError):  # swept between its making and its locking
+                self._lock = _lock(self._path, fcntl.LOCK_EX)
+
+
+def check_room(file: int, spare_bytes: int, size: int) -> None:
+    """Whether the disk takes so many bytes and has the spare ones left; raises OSError."""
+    if not spare_bytes:
+        return
+    disk = os.fstatvfs(file)
+    if disk.f_bavail * disk.f_frsize < spare_bytes + size:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} but what is kept spare")
+
+
+def make_directory(path: Path) -> bool:
+    """Whether it was not there."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        return False
+    return True
+
+
+def sync(path: Path) -> None:
+    """A file or a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_all(descriptor: int, paths: Iterable[Path]) -> None:
+    """These files or directories, of the file system of the descriptor."""
+    some = list(paths)
+    if len(some) > _FEW and _syncfs is not None:
+        if _syncfs(descriptor):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return
+    for path in some:
+        sync(path)
+
+
+@contextmanager
+def locked(path: Path) -> Generator[None]:
+    """Raises BlockingIOError if somebody else has it, FileNotFoundError if it is gone."""
+    lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(path: Path, how: int) -> int:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, how)
+        path.stat()  # it may have gone meanwhile
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+_syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
