@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fumehood.protocol.errors import Unavailable
-from fumehood.store.blob_batches import Batch, check_room, locked, make_directory, sync
+from fumehood.store.blob_batches import Batch, check_room, locked, make_directories, sync
 from fumehood.store.migrations import StoreRefused
 
 _NAME = re.compile(r"[0-9a-f]{64}")
@@ -70,12 +70,12 @@ class DiskBlobs:
         named: Callable[[Sequence[str]], Awaitable[None]] | None = None,
     ) -> Sequence[str]:
         """Raises Unavailable as `put` does."""
-        batch = Batch(self._incoming, self._spare_bytes)
+        batch = Batch(self._incoming, self._place, self._spare_bytes)
         try:
             names = await _on_disk(batch.write, contents)
             if named is not None:
                 await named(names)
-            await _uninterrupted(_on_disk(batch.move, [self._path(name) for name in names]))
+            await _uninterrupted(_on_disk(batch.move))
         except BaseException as error:
             await _discarded(batch, error)
             raise
@@ -99,7 +99,8 @@ class DiskBlobs:
         found: list[bytes | None] = []
         for name in names:
             try:
-                found.append(self._path(name).read_bytes())
+                with open(self._place(name), "rb", buffering=0) as file:
+                    found.append(file.readall())
             except (KeyError, FileNotFoundError):
                 found.append(None)
         return found
@@ -109,8 +110,8 @@ class DiskBlobs:
 
     def _delete(self, names: Sequence[str]) -> None:
         for name in names:
-            with suppress(KeyError):
-                self._path(name).unlink(missing_ok=True)
+            with suppress(KeyError, FileNotFoundError):
+                os.unlink(self._place(name))
 
     async def names(self, older_than: float) -> AsyncGenerator[Sequence[str]]:
         until = time.time() - older_than
@@ -120,16 +121,18 @@ class DiskBlobs:
                 yield found
 
     def _path(self, name: str) -> Path:
+        return Path(self._place(name))
+
+    def _place(self, name: str) -> str:
         """Raises KeyError for what is no name."""
         if not _NAME.fullmatch(name):
             raise KeyError(name)
-        return self._directory / name[:2] / name[2:4] / name
+        return f"{self._directory}/{name[:2]}/{name[2:4]}/{name}"
 
     def _move(self, incoming: "_Incoming", name: str) -> None:
         path = self._path(name)
-        for directory in (path.parent.parent, path.parent):
-            if make_directory(directory):
-                sync(directory.parent)
+        for changed in make_directories(str(path.parent)):
+            sync(changed)
         incoming.move(path)
 
 
@@ -168,7 +171,7 @@ class _Incoming:
         with self._busy:
             file = self._opened()
             self._path.rename(path)
-            sync(path.parent)
+            sync(str(path.parent))
             file.close()
 
     def discard(self) -> None:
