@@ -270,8 +270,8 @@ class CallSession(Protocol):
 
     def open(self) -> Sequence[StreamEvent]: ...
 
-    def feed(self, arguments: str) -> Sequence[StreamEvent]:
-        """The next piece of the arguments, as the model writes them."""
+    def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
+        """The next pieces of the arguments, as the model writes them."""
         ...
 
     def run(self) -> AsyncGenerator[ToolStep]:

@@ -22,7 +22,7 @@ def fed(written: str, cuts: list[int], name: str = "code") -> tuple[StringField,
     """The text in fragments, cut at these places."""
     places = sorted({0, len(written), *(cut % (len(written) + 1) for cut in cuts)})
     field = StringField(name)
-    return field, [field.feed(written[start:end]) for start, end in pairwise(places)]
+    return field, [piece for start, end in pairwise(places) for piece in field.feed([written[start:end]])]
 
 
 def every_character(written: str, name: str = "code") -> tuple[StringField, list[str]]:
@@ -78,9 +78,35 @@ def test_whatever_comes_nothing_breaks_and_cuts_do_not_matter(written: str, cuts
 
 def test_a_run_without_escapes_is_passed_on_as_it_is() -> None:
     field = StringField("code")
-    field.feed('{"code": "')
+    field.feed(['{"code": "'])
     fragment = "print" * 3
-    assert field.feed(fragment) is fragment
+    assert field.feed([fragment])[0] is fragment
+
+
+@given(
+    code=text,
+    cuts=st.lists(st.integers(0, 200), max_size=30),
+    together=st.lists(st.integers(0, 30), max_size=10),
+    ascii_only=st.booleans(),
+)
+@example("a\0b\n", list(range(30)), [], True)
+@example("\0\n", list(range(30)), [], False)
+@example('"\\"', list(range(30)), [], True)
+def test_fragments_that_come_together_are_read_as_if_they_came_singly(
+    code: str, cuts: list[int], together: list[int], ascii_only: bool
+) -> None:
+    written = json.dumps({"code": code}, ensure_ascii=ascii_only).replace("\\u0000", "\0")
+    places = sorted({0, len(written), *(cut % (len(written) + 1) for cut in cuts)})
+    fragments = [written[start:end] for start, end in pairwise(places)]
+    fragments.insert(len(fragments) // 2, "")
+    singly, pieces = fed(written, cuts)
+    field = StringField("code")
+    groups = sorted({0, len(fragments), *(cut % (len(fragments) + 1) for cut in together)})
+    found = [piece for start, end in pairwise(groups) for piece in field.feed(fragments[start:end])]
+    assert found == pieces
+    assert "" not in found
+    assert (field.value, field.text, field.complete) == (code, written, True)
+    assert singly.value == code
 
 
 @pytest.mark.parametrize("escape", ["\\n", "\\u00e9", "\\ud83d\\ude00", "\\\\", '\\"', "\\/"])

@@ -110,9 +110,10 @@ class EchoSession:
             InterpreterInProgress(item_id=self._id, output_index=index),
         ]
 
-    def feed(self, arguments: str) -> Sequence[StreamEvent]:
-        self._pieces.append(arguments)
-        return [CodeDelta(item_id=self._id, output_index=self._context.output_index, delta=arguments)]
+    def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
+        self._pieces += fragments
+        index = self._context.output_index
+        return [CodeDelta(item_id=self._id, output_index=index, delta=delta) for delta in fragments]
 
     async def run(self) -> AsyncGenerator[ToolStep]:
         index, text = self._context.output_index, "".join(self._pieces)

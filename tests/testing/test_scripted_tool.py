@@ -22,7 +22,7 @@ async def begun(tool: ScriptedTool, arguments: str) -> ScriptedCall:
             caller=Caller(), response_id="r", output_index=0, call_id="call_1", deadline=1, place=lambda: 1
         )
     )
-    session.feed(arguments)
+    session.feed([arguments])
     return session
 
 

@@ -229,7 +229,7 @@ async def test_the_events_of_a_call_that_was_cut_off() -> None:
     async with scripted() as interpreter:
         offered = await interpreter.tool.offer(spec(), SOMEBODY, [])
         session = offered.begin(interpreter.context())
-        events = [*session.open(), *session.feed('{"code": "print(')]
+        events = [*session.open(), *session.feed(['{"code": "print('])]
         result = session.abort("the model's turn was cut off")
         assert outline([*events, *result.events]) == snapshot(
             [
@@ -256,7 +256,7 @@ async def test_a_call_that_is_stopped_keeps_what_it_said() -> None:
     async with scripted(Step("wait()", [Stdout("so far\n"), tell, asyncio.Event()])) as interpreter:
         offered = await interpreter.tool.offer(spec(), SOMEBODY, [])
         session = offered.begin(interpreter.context())
-        session.feed('{"code": "wait()"}')
+        session.feed(['{"code": "wait()"}'])
         async with aclosing(session.run()) as steps:
             events = await anext(steps)
             assert not isinstance(events, ToolResult)

@@ -204,7 +204,7 @@ async def test_a_call_that_is_stopped_frees_the_sandbox(make: Make) -> None:
     await interpreter.run("x = 20")
     offered = await interpreter.tool.offer(spec(), SOMEBODY, interpreter.segments)
     session = offered.begin(interpreter.context())
-    session.feed(arguments("open('begun', 'w').close()\nimport time\ntime.sleep(600)"))
+    session.feed([arguments("open('begun', 'w').close()\nimport time\ntime.sleep(600)")])
     steps = session.run()
     assert not isinstance(await anext(steps), ToolResult)
     running = asyncio.ensure_future(anext(steps))

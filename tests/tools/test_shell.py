@@ -353,7 +353,7 @@ async def test_a_call_that_is_cut_off_keeps_what_was_said() -> None:
         assert offered is not None
         session = offered.begin(shop.interpreter.context())
         session.open()
-        session.feed('{"commands":["ls","sleep","pwd"]}')
+        session.feed(['{"commands":["ls","sleep","pwd"]}'])
         steps = session.run()
         async for step in steps:
             if isinstance(step, Sequence) and any(

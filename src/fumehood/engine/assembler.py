@@ -19,7 +19,7 @@ from fumehood.engine.prose import WrittenMessage, WrittenReasoning
 from fumehood.interfaces import CallContext, CallSession, OfferedTool, ToolResult
 from fumehood.protocol.conversation import COMPACTION, Entry, ToolExchange
 from fumehood.protocol.errors import ModelError
-from fumehood.protocol.events import ItemAdded, ItemDone, StreamEvent, TextDelta
+from fumehood.protocol.events import ItemAdded, ItemDone, StreamEvent
 from fumehood.protocol.items import AuthoredItem, ItemStatus, OutputItem, Phase, ProducedFile
 from fumehood.protocol.models import (
     AnyModelEvent,
@@ -115,7 +115,7 @@ class Turn:
         message = self._message
         in_text = message is not None and message.text is not None
         for event in batch:
-            if not (in_text if isinstance(event, Text) else isinstance(event, CallArguments)):
+            if not (in_text if type(event) is Text else type(event) is CallArguments):
                 return False
         feeding = self.feed(batch)
         try:
@@ -128,39 +128,32 @@ class Turn:
         """Everything that one read brought; its events enter the log together. Raises ModelError."""
         pending = self._pending
         written = 0
+        key = -1
+        fragments: list[str] = []  # of that call; it is fed with all of them at once
         for event in batch:
-            if isinstance(event, Text):
+            if fragments and not (type(event) is CallArguments and event.key == key):
+                pending += self._feed_call(key, fragments)
+                fragments = []
+            if type(event) is Text:
                 written += len(event.delta)
                 message = self._message
                 if message is None or message.text is None:
                     message = await self._open_text()
-                message.text.append(event.delta)  # pyright: ignore[reportOptionalMemberAccess]
-                if event.logprobs:
-                    message.note_logprobs(event.logprobs)
-                pending.append(
-                    TextDelta(
-                        item_id=message.id,
-                        output_index=message.index,
-                        content_index=message.part,
-                        delta=event.delta,
-                        logprobs=event.logprobs,
-                    )
-                )
-            elif isinstance(event, CallArguments):
+                pending.append(message.write(event.delta, event.logprobs))
+            elif type(event) is CallArguments:
                 written += len(event.delta)
-                pending.extend(self._feed_call(event))
-            elif isinstance(event, Thought):
+                key = event.key
+                fragments.append(event.delta)
+            elif type(event) is Thought:
                 written += len(event.delta)
                 reasoning = self._reasoning
                 if reasoning is None or reasoning.thoughts is None:
                     reasoning = await self._open_thoughts()
                 pending.append(reasoning.think(event.delta))
-            elif isinstance(event, CallStarted):
-                await self._start_call(event)
-            elif isinstance(event, TurnEnded):
-                self.ended = event
             else:
                 written += await self._feed_rarer(event)
+        if fragments:
+            pending += self._feed_call(key, fragments)
         self._written += written
         self._pieces += len(batch)
         self._flush()
@@ -169,10 +162,22 @@ class Turn:
 
     async def _feed_rarer(
         self,
-        event: Refused | Summary | MessageStarted | Cited | ReasoningStarted | ReasoningEnded | ItemPassed,
+        event: CallStarted
+        | TurnEnded
+        | Refused
+        | Summary
+        | MessageStarted
+        | Cited
+        | ReasoningStarted
+        | ReasoningEnded
+        | ItemPassed,
     ) -> int:
         """What does not come by the thousand; how many characters it was."""
         match event:
+            case CallStarted():
+                await self._start_call(event)
+            case TurnEnded():
+                self.ended = event
             case Refused():
                 self._pending.append((await self._open_refusal()).refuse(event.delta))
                 return len(event.delta)
@@ -324,14 +329,14 @@ class Turn:
         self._pending.append(written.begin())
         return written
 
-    def _feed_call(self, event: CallArguments) -> Sequence[StreamEvent]:
-        call = self._calls.get(event.key)
+    def _feed_call(self, key: int, fragments: Sequence[str]) -> Sequence[StreamEvent]:
+        call = self._calls.get(key)
         if isinstance(call, HostedCall):
-            return call.session.feed(event.delta)
+            return call.session.feed(fragments)
         if isinstance(call, _UnknownCall):
-            call.pieces.append(event.delta)
+            call.pieces += fragments
         elif call is not None:
-            return call.feed(event.delta)
+            return call.feed(fragments)
         return ()
 
     def _close_whole_calls(self) -> None:

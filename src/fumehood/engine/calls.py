@@ -37,7 +37,7 @@ class WrittenCall(ABC):
         return ItemAdded(output_index=self.index, item=self._item("in_progress"))
 
     @abstractmethod
-    def feed(self, delta: str) -> Sequence[StreamEvent]: ...
+    def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]: ...
 
     def end(self, status: ItemStatus) -> tuple[OutputItem, Sequence[StreamEvent]]:
         item = self._item(status)
@@ -61,9 +61,9 @@ class WrittenFunctionCall(WrittenCall):
     def arguments(self) -> str:
         return "".join(self._pieces)
 
-    def feed(self, delta: str) -> Sequence[StreamEvent]:
-        self._pieces.append(delta)
-        return (ArgumentsDelta(item_id=self.id, output_index=self.index, delta=delta),)
+    def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
+        self._pieces += fragments
+        return [ArgumentsDelta(item_id=self.id, output_index=self.index, delta=delta) for delta in fragments]
 
     def _item(self, status: ItemStatus) -> FunctionCall:
         return FunctionCall(
@@ -85,9 +85,11 @@ class WrittenCustomCall(WrittenCall):
     def arguments(self) -> str:
         return self._scanner.text
 
-    def feed(self, delta: str) -> Sequence[StreamEvent]:
-        found = self._scanner.feed(delta)
-        return (CustomInputDelta(item_id=self.id, output_index=self.index, delta=found),) if found else ()
+    def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
+        return [
+            CustomInputDelta(item_id=self.id, output_index=self.index, delta=delta)
+            for delta in self._scanner.feed(fragments)
+        ]
 
     @property
     def _input(self) -> str:

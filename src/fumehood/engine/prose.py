@@ -20,6 +20,7 @@ from fumehood.protocol.events import (
     SummaryPartDone,
     SummaryTextDelta,
     SummaryTextDone,
+    TextDelta,
     TextDone,
 )
 from fumehood.protocol.ids import new_id
@@ -75,8 +76,18 @@ class WrittenMessage:
         self.part += 1
         return PartAdded(item_id=self.id, output_index=self.index, content_index=self.part, part=part)
 
-    def note_logprobs(self, logprobs: list[Raw]) -> None:
-        self._logprobs.extend(logprobs)
+    def write(self, delta: str, logprobs: list[Raw]) -> StreamEvent:
+        if self.text is not None:
+            self.text.append(delta)
+        if logprobs:
+            self._logprobs += logprobs
+        return TextDelta(
+            item_id=self.id,
+            output_index=self.index,
+            content_index=self.part,
+            delta=delta,
+            logprobs=logprobs,
+        )
 
     def cite(self, source: UrlCitation) -> StreamEvent:
         self._sources.append(source)

@@ -85,7 +85,7 @@ def encode_some(events: Sequence[StreamEvent], include: Collection[str], most: i
     for event in events:
         number += 1
         head, delicate = FORMS[type(event)]
-        if delicate or (isinstance(event, TextDelta) and event.logprobs):
+        if delicate or (type(event) is TextDelta and event.logprobs):
             shown = project(event, include)
             buffer += FORMS[type(shown)][0]
             body = _encode(shown)

@@ -5,7 +5,7 @@ more of messages and reasoning than their text say it by further events; those t
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, final
 
 import msgspec
 from msgspec import Raw
@@ -69,6 +69,7 @@ class ModelEvent(msgspec.Struct, frozen=True, gc=False):
     pass
 
 
+@final  # as those below: these come by the thousand, and are told apart by their very class
 class Text(ModelEvent, frozen=True):
     delta: str
     logprobs: list[Raw] = []
@@ -78,6 +79,7 @@ class Refused(ModelEvent, frozen=True):
     delta: str
 
 
+@final
 class Thought(ModelEvent, frozen=True):
     """Reasoning that the model shows."""
 
@@ -128,6 +130,7 @@ class CallStarted(ModelEvent, frozen=True):
     name: str
 
 
+@final
 class CallArguments(ModelEvent, frozen=True):
     """A piece of the arguments, JSON once all are there."""
 

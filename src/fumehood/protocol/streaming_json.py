@@ -6,7 +6,7 @@ their length, so each character is looked at once, in runs, and nothing grows bu
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from json import decoder
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ _STRING = re.compile(r'[^"\\]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\]*+)*+')
 # What may become more with the next fragment: half of a pair, the beginning of an escape, or both.
 _CUT_OFF = re.compile(r"(?:\\u[dD][89abAB][0-9a-fA-F]{2})?(?:\\(?:u[0-9a-fA-F]{0,3})?)?")
 _ESCAPE = 6  # characters of \uXXXX
+_BETWEEN = "\0"
 
 # In C: the text from a position to the next quotation mark that ends it, and where that was; raises ValueError.
 _read_string: Callable[[str, int, bool], tuple[str, int]] = vars(decoder)["scanstring"]
@@ -58,9 +59,9 @@ class _Scanner(ABC):
     def _take(self, fragment: str) -> None:
         self._fragments.append(fragment)
         if self._inside and not self._held:
-            piece = _whole_piece(fragment)
-            if piece is not None:
-                self._pieces.append(piece)
+            pieces = _whole_pieces((fragment,))
+            if pieces is not None:
+                self._pieces += pieces
                 return
         text = self._held + fragment
         self._held = ""
@@ -190,11 +191,18 @@ class StringField(_Scanner):
         """The string so far; None if it has not begun."""
         return "".join(self._pieces) if self._found else None
 
-    def feed(self, fragment: str) -> str:
-        """Take the next fragment; what it adds to the string."""
+    def feed(self, fragments: Sequence[str]) -> Sequence[str]:
+        """Take the next fragments; what they add to the string, a piece for each that adds something."""
+        if self._inside and not self._held:
+            pieces = _whole_pieces(fragments)
+            if pieces is not None:
+                self._fragments += fragments
+                self._pieces += pieces
+                return pieces
         known = len(self._pieces)
-        self._take(fragment)
-        return "".join(self._pieces[known:])
+        for fragment in fragments:
+            self._take(fragment)
+        return self._pieces[known:]
 
     def _begin_value(self) -> None:
         self._inside = True
@@ -269,17 +277,24 @@ class StringsField(_Scanner):
         self._step = self._before_element
 
 
-def _whole_piece(fragment: str) -> str | None:
-    """What nearly every fragment is: text without escapes or with simple ones. None for what needs a closer look."""
-    if '"' not in fragment and "\\" not in fragment:
-        return fragment
-    if "\\u" in fragment:
+def _whole_pieces(fragments: Sequence[str]) -> Sequence[str] | None:
+    """What nearly all fragments are: text without escapes or with simple ones. None for what needs a closer look.
+
+    All are read at once, with something between them that no simple escape can mean.
+    """
+    text = _BETWEEN.join(fragments)
+    if '"' not in text and "\\" not in text:
+        return [fragment for fragment in fragments if fragment]
+    if "\\u" in text:
         return None
     try:
-        piece, end = _read_string(fragment + '"', 0, False)
+        read, end = _read_string(text + '"', 0, False)
     except ValueError:  # an escape that is cut off, or none
         return None
-    return piece if end > len(fragment) else None
+    pieces = read.split(_BETWEEN)
+    if end <= len(text) or len(pieces) != len(fragments):
+        return None
+    return [piece for piece in pieces if piece]
 
 
 def _unescaped(text: str) -> str:

@@ -146,8 +146,8 @@ class ScriptedCall:
     def open(self) -> Sequence[StreamEvent]:
         return (ItemAdded(output_index=self._context.output_index, item=self._item("in_progress")),)
 
-    def feed(self, arguments: str) -> Sequence[StreamEvent]:
-        self._fragments.append(arguments)
+    def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
+        self._fragments += fragments
         return ()
 
     async def run(self) -> AsyncGenerator[ToolStep]:

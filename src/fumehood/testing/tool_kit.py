@@ -80,7 +80,7 @@ async def call(
     """All events of a call whose arguments come in fragments; fails unless the result comes, and comes last."""
     events = [*session.open()]
     for start in range(0, len(arguments), fragment):
-        events += session.feed(arguments[start : start + fragment])
+        events += session.feed([arguments[start : start + fragment]])
     async with asyncio.timeout(_SECONDS):
         steps = [step async for step in session.run()]
     for step in steps[:-1]:
@@ -174,7 +174,7 @@ class ToolKit:
     @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
     async def test_a_call_that_will_not_run(self, subject: Subject, share: float) -> None:
         session = await subject.begin()
-        events = [*session.open(), *session.feed(subject.works[: int(share * len(subject.works))])]
+        events = [*session.open(), *session.feed([subject.works[: int(share * len(subject.works))]])]
         result = session.abort("the turn was cut off")
         check_whole([*events, *result.events], result, subject.tool)
         assert fields(result.item)["status"] in ("incomplete", "failed")
@@ -186,7 +186,7 @@ class ToolKit:
             pytest.skip("the adapter knows no call that waits")
         arguments, is_waiting = subject.waits
         session = await subject.begin()
-        events = [*session.open(), *session.feed(arguments)]
+        events = [*session.open(), *session.feed([arguments])]
         async with asyncio.timeout(_SECONDS), aclosing(session.run()) as steps:
             running = asyncio.ensure_future(_until_result(steps, events))
             while not is_waiting():

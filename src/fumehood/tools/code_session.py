@@ -92,11 +92,12 @@ class CodeSession:
             InterpreterInProgress(item_id=self._id, output_index=self._index),
         )
 
-    def feed(self, arguments: str) -> Sequence[StreamEvent]:
-        delta = self._field.feed(arguments)
-        if not delta:
-            return ()
-        return (CodeDelta(item_id=self._id, output_index=self._index, delta=delta),)
+    def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
+        item_id, index = self._id, self._index
+        return [
+            CodeDelta(item_id=item_id, output_index=index, delta=delta)
+            for delta in self._field.feed(fragments)
+        ]
 
     # ---- when it has written --------------------------------------------------------------------------------------
 

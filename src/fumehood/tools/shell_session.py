@@ -111,8 +111,13 @@ class ShellSession:
     def open(self) -> Sequence[StreamEvent]:
         return (ItemAdded(output_index=self._index, item=self._call),)
 
-    def feed(self, arguments: str) -> Sequence[StreamEvent]:
-        return [event for piece in self._field.feed(arguments) for event in self._written(piece)]
+    def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
+        return [
+            event
+            for fragment in fragments
+            for piece in self._field.feed(fragment)
+            for event in self._written(piece)
+        ]
 
     def _written(self, piece: StringPiece) -> list[StreamEvent]:
         number, index = piece.number, self._index
