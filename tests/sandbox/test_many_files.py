@@ -122,7 +122,12 @@ async def test_the_number_of_waits_for_a_disk_does_not_grow_with_the_number_of_b
         synced(descriptor, paths)
 
     monkeypatch.setattr(blob_batches, "sync_all", count)
-    monkeypatch.setattr(os, "fsync", lambda _: waits.append("one"))
+
+    def sync(descriptor: int) -> None:
+        assert descriptor >= 0
+        waits.append("one")
+
+    monkeypatch.setattr(os, "fsync", sync)
     blobs = DiskBlobs(tmp_path)
     await blobs.put_all([b"%d" % number for number in range(1000)])
     assert waits == ["all", "all"]

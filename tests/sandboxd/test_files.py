@@ -206,13 +206,17 @@ async def test_a_helper_that_is_killed_or_frozen_leaves_nothing(
     assert sandbox.place.cgroup is not None
     before = set(sandbox.place.cgroup.processes())
     source = Source(30, stop_after=10)
-    match do:
-        case "write":
-            upload = asyncio.ensure_future(sandbox.files.write("f", source))
-        case "unpack":
-            upload = asyncio.ensure_future(sandbox.files.unpack(source, kind="zip"))
-        case _:
-            upload = asyncio.ensure_future(sandbox.files.receive(bundled(_files(source))))
+
+    async def upload() -> None:
+        match do:
+            case "write":
+                await sandbox.files.write("f", source)
+            case "unpack":
+                await sandbox.files.unpack(source, kind="zip")
+            case _:
+                await sandbox.files.receive(bundled(_files(source)))
+
+    uploading = asyncio.create_task(upload())
     await source.stopped.wait()
     try:
         os.kill(await _helper_of(sandbox, before), how)
@@ -220,7 +224,7 @@ async def test_a_helper_that_is_killed_or_frozen_leaves_nothing(
         pytest.skip("the helper is another user's")
     source.go_on.set()
     with pytest.raises(FileRefused, match=r"helper ended|took nothing of it for"):
-        await asyncio.wait_for(upload, 30)
+        await asyncio.wait_for(uploading, 30)
     assert await names(sandbox) == []
     async with asyncio.timeout(10):  # until it is buried
         while set(sandbox.place.cgroup.processes()) != before:

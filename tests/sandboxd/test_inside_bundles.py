@@ -142,8 +142,8 @@ def test_streams_that_are_not_sound_leave_nothing(place: Place, stream: bytes, r
 def test_no_stream_writes_what_it_may_not(tmp_path_factory: pytest.TempPathFactory, stream: bytes) -> None:
     data = tmp_path_factory.mktemp("data")
     fd = os.open(data, os.O_RDONLY)
+    here = Place(data, fd)
     try:
-        here = Place(data, fd)
         here.receive(body(("f", b"f"))[:-7] + stream)
     except Refused:
         assert here.tree() == {}

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ BOUNDS = Bounds(members=1000, size=64 << 20)
 
 
 @contextlib.contextmanager
-def fed(body: bytes) -> Iterator[int]:
+def fed(body: bytes) -> Generator[int]:
     """A pipe through which it comes."""
     reader, writer = os.pipe()
 
