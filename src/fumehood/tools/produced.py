@@ -1,4 +1,4 @@
-"""What a call of code leaves behind: files, and pictures among them; imports `aside`, `interfaces`, `protocol`, siblings."""
+"""What a call of code leaves behind: files, and pictures among them; imports `interfaces`, what is below, siblings."""
 
 import hashlib
 from collections.abc import Sequence
