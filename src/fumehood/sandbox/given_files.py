@@ -126,7 +126,8 @@ class GivenFiles:
                     raise self._too_large()
                 taking = self._transfers.take(sandbox, listing.files, self._within(room), keeping)
                 async with aclosing(taking) as batches:
-                    return [_kept(one) async for batch in batches for one in batch]
+                    given = [_kept(one) async for batch in batches for one in batch]
+                return sorted(given, key=lambda one: one.path)
         except SandboxError as error:
             raise self._refusal(error) from error
 

@@ -153,12 +153,16 @@ class Transfers:
         listing = await sandbox.list()
         handed.mark = listing.mark
         there = {file.path: file.modified_ns for file in listing.files}
+        unseen = 1 if listing.truncated and not written.refused else None
         for one in small:
-            if one.path in there or (listing.truncated and not written.refused):
-                # What is newer, somebody has changed already: then it must not look as if it were ours.
-                handed.modified_ns[one.path] = min(there.get(one.path, 1), written.modified_ns)
-            elif one.path not in handed.gone:
+            modified_ns = there.get(one.path, unseen)
+            if one.path in handed.gone:
+                continue
+            if modified_ns is None:
                 handed.refused.add(one.path)
+            else:
+                # What is newer, somebody has changed already: then it must not look as if it were ours.
+                handed.modified_ns[one.path] = min(modified_ns, written.modified_ns)
 
     async def _written(self, sandbox: Sandbox, small: Sequence[Given], handed: Handed) -> Written:
         try:

@@ -140,13 +140,22 @@ def sync(path: str) -> None:
 def sync_all(descriptor: int, paths: Iterable[str]) -> None:
     """These files or directories, of the file system of the descriptor."""
     some = list(paths)
-    if len(some) > _FEW and _syncfs is not None:
-        if _syncfs(descriptor):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+    if len(some) > _FEW and _synced(descriptor):
         return
     for path in some:
         sync(path)
+
+
+def _synced(descriptor: int) -> bool:
+    """All of a file system, if there is a call for that; raises OSError."""
+    if _syncfs is None:
+        return False
+    if _syncfs(descriptor) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number == errno.ENOSYS:
+        return False
+    raise OSError(number, os.strerror(number))
 
 
 @contextmanager

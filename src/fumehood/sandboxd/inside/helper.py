@@ -98,6 +98,7 @@ class _Task:
         }
 
     def _receive(self, leave: AskedLeave) -> dict[str, Any]:
+        landlock.restrict_to_directory(self._data)
         done = bundles.receive(
             self._data, self._source, token=self._task["token"], bounds=self._bounds(), leave=leave
         )
