@@ -21,6 +21,7 @@ from fumehood.protocol.sandbox_bundles import WholeFile
 from fumehood.protocol.sandbox_errors import FileRefused, SandboxError, TooLarge, Unreachable
 from fumehood.sandbox.container import ContainerSettings, Isolation
 from fumehood.sandbox.containers import SandboxContainers
+from fumehood.sandbox.http import Interrupted
 from fumehood.sandbox.kept_files import FileLimits
 from fumehood.sandbox.remote import RemoteSandboxes
 from fumehood.store import blob_batches
@@ -243,7 +244,7 @@ async def test_a_connection_that_breaks_once_is_made_again(monkeypatch: pytest.M
         tries += 1
         if tries == 1:
             await anext(aiter(files))
-            raise Unreachable("The connection broke.")
+            raise Interrupted("The connection broke.")
         return await write_all(self, files)
 
     monkeypatch.setattr(ScriptedSandbox, "write_all", breaking)

@@ -1,4 +1,4 @@
-"""The files of containers: what changed, what is kept of it, how it comes back; imports `interfaces`, `protocol`.
+"""The files of containers: what changed, what is kept of it, how it comes back; imports `interfaces`, siblings.
 
 Names and sizes are told by a sandbox and trusted by nobody: names are checked, bytes are counted on their way.
 """

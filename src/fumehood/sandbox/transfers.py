@@ -1,4 +1,4 @@
-"""Files on their way between blobs and sandboxes, small ones many at a time; imports `interfaces`, `protocol`.
+"""Files on their way between blobs and sandboxes, small ones by the batch; imports `interfaces`, `protocol`, siblings.
 
 A request, a thread and a wait for the disk cost as much as the bytes of a hundred small files. So these travel in one
 stream, and are written and read by the batch; a large one has a request of its own.
@@ -15,7 +15,8 @@ from fumehood.interfaces import Blobs, Kept, Sandbox
 from fumehood.protocol.errors import Unavailable
 from fumehood.protocol.sandbox import FileEntry, Written
 from fumehood.protocol.sandbox_bundles import SMALL, WholeFile
-from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge, Unreachable
+from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge
+from fumehood.sandbox.http import Interrupted
 
 _KEPT_BYTES = 8 << 20  # of small files that wait for the disk together,
 _KEPT_FILES = 2000  # and how many of them
@@ -167,7 +168,7 @@ class Transfers:
     async def _written(self, sandbox: Sandbox, small: Sequence[Given], handed: Handed) -> Written:
         try:
             return await sandbox.write_all(self._read(small, handed))
-        except Unreachable:  # a connection may break; to write the same again does no harm
+        except Interrupted:  # to write the same again does no harm
             return await sandbox.write_all(self._read(small, handed))
 
     async def _read(self, small: Sequence[Given], handed: Handed) -> AsyncGenerator[Sequence[WholeFile]]:
