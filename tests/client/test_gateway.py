@@ -196,7 +196,7 @@ def test_a_large_repository_is_worked_on(house: House, tmp_path: Path) -> None:
         path.write_text(f"x = {number}")
     made = OpenAIContainerWorkspaceSection(
         session=Session(),
-        mounts=[HostMount(host_path=tmp_path / "repository", mount_path="repository")],
+        mounts=[HostMount(str(tmp_path / "repository"), "repository")],
         allowed_host_roots=[tmp_path],
         container_config=SMALL,
         client=house.client,
