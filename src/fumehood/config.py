@@ -147,7 +147,7 @@ class CodeInterpreterSettings(_Section, frozen=True):
     kept_characters: Annotated[int, Meta(ge=100)] = 1 << 18
     file_bytes: Positive = 64 << 20
     container_bytes: Positive = 2 << 30
-    container_files: Positive = 1000
+    container_files: Positive = 10_000
     idle_minutes: Positive = 20
     longest_idle_minutes: Positive = 60
     life_hours: Annotated[float, Meta(gt=0, le=8760)] = 24.0

@@ -24,6 +24,7 @@ from fumehood.protocol.sandbox_errors import (
     Unreachable,
 )
 from fumehood.sandboxd.calls import Call
+from fumehood.sandboxd.inside.files import MAX_ENTRIES
 from fumehood.sandboxd.served import ServedSandbox
 from fumehood.sandboxd.service import Service
 from tests.support.sandboxes import Outcome, has_cgroups, settings
@@ -387,7 +388,7 @@ async def test_one_shot_gives_back_only_so_much(service: Service) -> None:
         ({"x": "e A=="}, FileRefused, "not base64"),
         ({"x": "ä"}, FileRefused, "not base64"),
         (dict.fromkeys(map(str, range(172)), "A" * (4 << 20)), TooLarge, "do not fit"),
-        ({f"f{n}": "" for n in range(10_001)}, TooLarge, "10001 files"),
+        ({f"f{n}": "" for n in range(MAX_ENTRIES + 1)}, TooLarge, f"{MAX_ENTRIES + 1} files"),
         ({"a": "", "a/b": ""}, FileRefused, "a/b"),
     ],
     ids=[

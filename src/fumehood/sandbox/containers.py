@@ -29,8 +29,9 @@ from fumehood.sandbox.admission import approved, name_for, path_of
 from fumehood.sandbox.container import ContainerSettings, House, Living, SandboxContainer, attached
 from fumehood.sandbox.domain_secrets import DomainSecrets
 from fumehood.sandbox.endings import ACTIVE_SECONDS, Endings
-from fumehood.sandbox.given_files import Given, GivenFiles
+from fumehood.sandbox.given_files import GivenFiles
 from fumehood.sandbox.kept_files import KeptFiles
+from fumehood.sandbox.transfers import Given
 
 logger = logging.getLogger(__name__)
 

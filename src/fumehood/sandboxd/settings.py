@@ -27,7 +27,7 @@ class Settings:
     processes, open_files: bounds of one sandbox.
     inodes: files one sandbox may have in /mnt/data, /tmp, home and /dev/shm together.
     file_bytes: how large one file or archive may be on its way in or out.
-    unpacked_members, unpacked_bytes: what one archive may hold.
+    unpacked_members, unpacked_bytes: what one archive may hold, or many files that come together.
     transfer_seconds: how long one may take in all; transfer_patience: how long nothing of it may move.
     output_bytes, display_bytes: what one call may print, and show.
     interrupt_grace: seconds between the first interrupt of code that ran too long and its being killed.
@@ -88,7 +88,7 @@ class Settings:
     open_files: int = 4096
     inodes: int = 100_000
     file_bytes: int = 4 << 30
-    unpacked_members: int = 10_000
+    unpacked_members: int = 20_000
     unpacked_bytes: int = 4 << 30
     transfer_seconds: float = 3600.0
     transfer_patience: float = 30.0
