@@ -76,6 +76,8 @@ def test_every_error_code_is_documented_with_its_status() -> None:
         ("Files", sandbox.FileEntry),
         ("Files", sandbox.FileListing),
         ("Files", sandbox.Unpacked),
+        ("Files", sandbox.Written),
+        ("Files", sandbox.ReadRequest),
         ("One shot", sandbox.OneShotRequest),
         ("One shot", sandbox.OneShotResponse),
         ("Health and shutdown", sandbox.Health),

@@ -147,7 +147,7 @@ class CodeInterpreterSettings(_Section, frozen=True):
     kept_characters: Annotated[int, Meta(ge=100)] = 1 << 18
     file_bytes: Positive = 64 << 20
     container_bytes: Positive = 2 << 30
-    container_files: Positive = 1000
+    container_files: Positive = 10_000
     idle_minutes: Positive = 20
     longest_idle_minutes: Positive = 60
     life_hours: Annotated[float, Meta(gt=0, le=8760)] = 24.0
@@ -226,7 +226,8 @@ class LimitSettings(_Section, frozen=True):
     requests_per_minute, concurrent, containers_per_tenant, body_bytes: what each key may do, unless it was made with
         other limits; `concurrent` are responses in the making at once.
     concurrent_total: the same of everybody together.
-    body_bytes_total: the bodies of all requests that are worked on and the files that they refer to, together.
+    body_bytes_total: the bodies of all requests that are worked on, and the files and large conversations that they
+        refer to, together.
     body_bytes_per_second: that a body, an upload or a message has to come with, on the whole; 0 lets it drip.
     turns, response_seconds: how often the model may be asked for one response, and how long that may take.
     turn_characters: that the model may write each time.

@@ -125,7 +125,8 @@ class Run(Protocol):
         ...
 
 
-# Is told how many more bytes a request is about to hold; raises RateLimited or Unavailable where that is too much.
+# Is told how many more bytes a request is about to hold; raises RateLimited or Unavailable where that is too much now,
+# BodyTooLarge where it always will be.
 type TakeRoom = Callable[[int], None]
 
 
@@ -144,7 +145,7 @@ class Runs(Protocol):
         response_id: the id of the response, where somebody had to know it before.
         past: the conversation that is continued, from whoever holds one that the store does not keep; without it
             the store is asked for `previous_response_id`.
-        take: told of the files that the input refers to.
+        take: told of the files that the input refers to, and of a large conversation that it continues.
         """
         ...
 

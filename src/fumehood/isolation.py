@@ -1,6 +1,6 @@
 """The seams of sandboxes, as `interfaces` gives them: what runs code, and where it comes from; imports `protocol`."""
 
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +13,9 @@ from fumehood.protocol.sandbox import (
     SandboxInfo,
     SandboxSpec,
     Unpacked,
+    Written,
 )
+from fumehood.protocol.sandbox_bundles import Content, WholeFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,20 @@ class Sandbox(Protocol):
         """The content of one regular file in pieces; raises FileNotFound, FileRefused."""
         ...
 
+    def read_all(self, paths: Sequence[str]) -> AsyncGenerator[Sequence[Content]]:
+        """What is in many small files, in this order and as many at a time as have come; in place of the content of
+        one FileNotFound, FileRefused, or TooLarge if it is larger than `sandbox_bundles.SMALL`.
+        """
+        ...
+
     async def write(self, path: str, content: bytes | AsyncIterable[bytes]) -> FileEntry:
         """Put a file in place, whole or not at all; raises FileRefused, TooLarge."""
+        ...
+
+    async def write_all(self, files: AsyncIterable[Sequence[WholeFile]]) -> Written:
+        """Put many small files in place, each as `write` would: what is refused is told, and the rest is there. Raises
+        FileRefused, TooLarge and whatever `files` raises, and then nothing of it is there.
+        """
         ...
 
     async def delete(self, path: str) -> None:

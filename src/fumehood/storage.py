@@ -111,9 +111,17 @@ class Store(Protocol):
 
     async def put_container(self, record: ContainerRecord) -> None: ...
 
-    async def change_container(self, record: ContainerRecord, deleted_files: Sequence[str] = ()) -> bool:
+    async def change_container(
+        self,
+        record: ContainerRecord,
+        deleted_files: Sequence[str] = (),
+        *,
+        seen: ContainerRecord | None = None,
+    ) -> bool:
         """Both or nothing: False if there is no such container, if it has expired and the record says that it runs, or
         if it is deleted and the record says anything else.
+
+        seen: how it was found; False also if another use of it was written down since.
         """
         ...
 
@@ -232,6 +240,14 @@ class BlobStore(Protocol):
         """
         ...
 
+    async def put_all(
+        self,
+        contents: Sequence[bytes],
+        named: Callable[[Sequence[str]], Awaitable[None]] | None = None,
+    ) -> Sequence[str]:
+        """As `put`, for many small ones together: all of them or none, and sooner than one after another."""
+        ...
+
     async def size(self, name: str) -> int:
         """How many bytes it has; raises KeyError."""
         ...
@@ -240,7 +256,11 @@ class BlobStore(Protocol):
         """Those from `start` up to `end`, or to the last. Raises KeyError before the first piece."""
         ...
 
-    async def delete(self, name: str) -> None:
+    async def read_all(self, names: Sequence[str]) -> Sequence[bytes | None]:
+        """All of some small ones, in this order; None for one that is not there."""
+        ...
+
+    async def delete(self, *names: str) -> None:
         """One that is not there is no error."""
         ...
 
@@ -269,6 +289,10 @@ class Blobs(Protocol):
         """
         ...
 
+    def keep_all(self, contents: Sequence[bytes]) -> AbstractAsyncContextManager[Sequence[Kept]]:
+        """The same for many small ones together."""
+        ...
+
     def hold(self, name: str) -> AbstractAsyncContextManager[None]:
         """The same for a blob that is there; raises KeyError if it is not."""
         ...
@@ -281,6 +305,10 @@ class Blobs(Protocol):
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> AsyncGenerator[bytes]:
         """As `BlobStore.read`."""
+        ...
+
+    async def read_all(self, names: Sequence[str]) -> Sequence[bytes | None]:
+        """As `BlobStore.read_all`."""
         ...
 
     async def sweep(self) -> int:

@@ -8,6 +8,7 @@ from textwrap import dedent
 
 import pytest
 
+from fumehood.sandboxd.inside.files import MAX_ENTRIES
 from tests.attacks.conftest import Host
 from tests.support.client import DriverError, SandboxClient
 
@@ -238,7 +239,7 @@ def test_refusals_are_fit_for_a_log(box: SandboxClient) -> None:
 def test_deep_and_wide_trees(host: Host, box: SandboxClient) -> None:
     program = """
         os.makedirs("/mnt/data/wide")
-        for number in range(15000): os.close(os.open(f"/mnt/data/wide/{number}", os.O_CREAT | os.O_WRONLY))
+        for number in range(25000): os.close(os.open(f"/mnt/data/wide/{number}", os.O_CREAT | os.O_WRONLY))
         os.makedirs("/mnt/data/deep"); os.chdir("/mnt/data/deep")
         for _ in range(3000):
             os.mkdir("d"); os.chdir("d")
@@ -248,7 +249,7 @@ def test_deep_and_wide_trees(host: Host, box: SandboxClient) -> None:
     box.ask(dedent(program), timeout=60)
     files, cut = box.list_files()
     assert cut
-    assert len(files) <= 10_000
+    assert len(files) <= MAX_ENTRIES
     assert max(path.count("/") for path in files) < 40
 
 

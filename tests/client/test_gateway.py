@@ -188,6 +188,31 @@ def evaluate(house: House, workspace: OpenAIContainerWorkspaceSection, code: str
     return heard[0].result.value
 
 
+@pytest.mark.slow
+def test_a_large_repository_is_worked_on(house: House, tmp_path: Path) -> None:
+    for number in range(5000):
+        path = tmp_path / "repository" / f"d{number % 50}" / f"{number}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"x = {number}")
+    made = OpenAIContainerWorkspaceSection(
+        session=Session(),
+        mounts=[HostMount(str(tmp_path / "repository"), "repository")],
+        allowed_host_roots=[tmp_path],
+        container_config=SMALL,
+        client=house.client,
+    )
+    try:
+        look = "import glob; print(len(glob.glob('repository/*/*.py')))"
+        change = "open('repository/d1/1.py', 'w').write('changed')"
+        assert evaluate(house, made, f"{look}\n{change}").stdout.startswith("5000\n")
+        assert len(made.filesystem.paths()) == 5000
+        assert made.filesystem.read_text("repository/d1/1.py") == "changed"
+        made.filesystem.write_text("repository/d2/2.py", "mine")
+        assert "mine" in evaluate(house, made, "print(open('repository/d2/2.py').read())").stdout
+    finally:
+        made.cleanup()
+
+
 def test_an_archive_is_unpacked_by_the_gateway(
     house: House, workspace: OpenAIContainerWorkspaceSection, project: Path
 ) -> None:

@@ -1,7 +1,9 @@
 """Deadlines, budgets, patience, resources and contracts; imports `fumehood.client`."""
 
+import math
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from fumehood.client.errors import (
     ContractError,
     DeadlineExceededError,
     PromptEvaluationError,
+    PromptValidationError,
     ResourceError,
     ThrottleError,
 )
@@ -32,8 +35,9 @@ def test_a_deadline_is_checked_by_its_clock() -> None:
     with pytest.raises(DeadlineExceededError, match="before the next request") as late:
         deadline.check("the next request", prompt_name="p")
     assert (late.value.phase, late.value.prompt_name) == ("deadline", "p")
-    with pytest.raises(ValueError, match="time zone"):
-        Deadline(datetime(2026, 1, 1))  # noqa: DTZ001 - that is the mistake
+    for wrong in (datetime(2026, 1, 1), "soon", None):  # noqa: DTZ001 - that is the mistake
+        with pytest.raises(PromptValidationError, match="expires_at"):
+            Deadline(cast("datetime", wrong))
     assert timedelta(seconds=50) < Deadline.after(60).remaining() <= timedelta(seconds=60)
 
 
@@ -45,8 +49,9 @@ def test_a_budget_is_for_all_turns_together() -> None:
     assert tracker.used == TokenUsage(40, 30, 5, 70)
     with pytest.raises(BudgetExceededError, match="30 of 30 output tokens"):
         tracker.check("a request")
-    with pytest.raises(ValueError, match="max_input_tokens is 0"):
-        Budget(max_input_tokens=0)
+    for wrong in (0, -1, 1.5, "many", True):
+        with pytest.raises(PromptValidationError, match=f"max_input_tokens is {wrong!r}"):
+            Budget(max_input_tokens=cast("int", wrong))
 
 
 class Line:
@@ -110,10 +115,13 @@ def test_a_delay_is_bounded(attempt: int, chance: float, asked: float | None) ->
 
 
 def test_policies_are_checked() -> None:
-    with pytest.raises(ValueError, match="max_attempts"):
-        ThrottlePolicy(max_attempts=0)
-    with pytest.raises(ValueError, match="negative"):
-        ThrottlePolicy(base_delay=-1)
+    for wrong in (0, 1.5, True, None):
+        with pytest.raises(PromptValidationError, match="max_attempts"):
+            ThrottlePolicy(max_attempts=cast("int", wrong))
+    for wrong in (-1, math.nan, "1", None):
+        for name in ("base_delay", "max_delay", "max_total_delay"):
+            with pytest.raises(PromptValidationError, match=f"{name} is"):
+                ThrottlePolicy(**{name: cast("int", wrong)})
 
 
 class Database:

@@ -14,6 +14,7 @@ from fumehood.client import (
     ToolInvoked,
     ToolResult,
 )
+from fumehood.client.errors import PromptValidationError
 from fumehood.client.runtime.events import JoinedBus
 
 
@@ -129,6 +130,6 @@ def test_threads_can_share_a_session() -> None:
 def test_a_session_has_one_bus() -> None:
     bus = InProcessDispatcher()
     assert Session(bus).bus is Session(bus=bus).bus is Session(dispatcher=bus).dispatcher is bus
-    with pytest.raises(ValueError, match="two names for one thing"):
+    with pytest.raises(PromptValidationError, match="two names for one thing"):
         Session(bus=bus, dispatcher=InProcessDispatcher())
     assert Session().session_id != Session().session_id

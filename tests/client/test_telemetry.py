@@ -1,5 +1,6 @@
 """Evaluations as spans and metrics, and what they must not tell; imports OpenTelemetry's SDK and the support."""
 
+import contextlib
 import json
 import logging
 import subprocess
@@ -332,6 +333,26 @@ def test_whatever_ends_an_evaluation_ends_its_spans(elsewhere: Elsewhere) -> Non
     with pytest.raises(PromptEvaluationError):
         adapter.evaluate(prompt())
     assert [kind for _, kind, _ in ends(recorded.spans())] == ["PromptEvaluationError", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("ended", "reason"),
+    [
+        ({"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}, "length"),
+        ({"status": "incomplete", "incomplete_details": {"reason": "content_filter"}}, "content_filter"),
+        ({"status": "failed"}, "error"),
+    ],
+)
+def test_why_a_model_stopped_is_said_in_the_words_of_the_conventions(
+    elsewhere: Elsewhere, ended: dict[str, Any], reason: str
+) -> None:
+    recorded = Recorded()
+    elsewhere.server.script(response(message("so far"), **ended))
+    with contextlib.suppress(PromptEvaluationError):
+        elsewhere.adapter(observer=recorded.telemetry(capture_content=True)).evaluate(prompt())
+    asked = told(recorded.spans()[1])
+    assert asked["gen_ai.response.finish_reasons"] == (reason,)
+    assert {each["finish_reason"] for each in json.loads(str(asked["gen_ai.output.messages"]))} == {reason}
 
 
 def test_what_is_wrong_before_a_request_is_an_evaluation_that_failed(elsewhere: Elsewhere) -> None:

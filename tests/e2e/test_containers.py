@@ -61,6 +61,34 @@ def logs_of(response: Any) -> str:
     return "".join(output.logs for output in call_of(response).outputs if output.type == "logs")
 
 
+def test_a_repository_is_worked_on(house: House) -> None:
+    """More files than fit into one page of anything, in and out, changed, outliving their sandbox."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for number in range(1500):
+            archive.writestr(f"src/d{number % 40}/{number}.py", f"x = {number}\n")
+    container = house.client.containers.create(name="repository").id
+    files: Any = house.client.containers.files
+    put = files.create(container, file=("all.zip", content.getvalue()), extra_body={"unpack": "true"})
+    assert len(put.model_extra["fumehood:unpacked"]) == 1500
+    count = "import glob; print(len(glob.glob('**/*.*', recursive=True)), open('src/d7/1447.py').read())"
+    assert logs_of(ran(house.client, count, container)) == "1500 x = 1447\n\n"
+    change = "for i in range(10): open(f'src/d{i}/{i}.py', 'a').write('changed')"
+    make = "for i in range(1000): open(f'made{i}.txt', 'w').write(str(i))"
+    ran(house.client, f"{change}\n{make}", container)
+    listed = {one.path: one for one in files.list(container, limit=100)}
+    assert len(listed) == 2500
+    changed = listed["/mnt/data/src/d3/3.py"]
+    assert (changed.source, changed.bytes) == ("user", len("x = 3\nchanged"))
+    assert files.content.retrieve(changed.id, container_id=container).read() == b"x = 3\nchanged"
+    assert listed["/mnt/data/made999.txt"].source == "assistant"
+    killed = ran(house.client, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", container)
+    assert call_of(killed).status == "failed"
+    again = "import glob; print(len(glob.glob('**/*.*', recursive=True)), open('src/d3/3.py').read())"
+    assert "2500 x = 3\nchanged" in logs_of(ran(house.client, again, container))
+    house.client.containers.delete(container)
+
+
 @pytest.fixture
 def socket(tmp_path: Path) -> Iterator[Path]:
     """A sandbox server that is nobody's child but ours."""

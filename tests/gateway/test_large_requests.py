@@ -277,6 +277,50 @@ async def test_uploads_that_an_input_names_are_held_until_the_response_is_there(
     assert [refusal.error for refusal in refusals] == [(503, "server_error", None)] * 3
 
 
+async def test_the_conversation_that_a_short_request_continues_is_held_like_a_body() -> None:
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    model = ScriptedModel(*[says("yes")] * 8)
+    runs = EngineRuns(ScriptedModels(model), [], store, clock, sealer=PlainSealer())
+    limits = Limits(body_bytes_total=1_000_000)
+    paths = ("", "/input_tokens", "/compact")
+    async with serving_gateway(runs=runs, store=store, limits=limits) as served:
+        large, small = [(await served.create(input=said)).json["id"] for said in (BIG, "hi")]
+        [item, *_] = (await served.ask("GET", f"/v1/responses/{large}/input_items")).json["data"]
+        continued: list[Any] = [
+            {"model": "small", "input": "and?", "previous_response_id": large},
+            {"model": "small", "input": [{"type": "item_reference", "id": item["id"]}]},
+        ]
+        async with connected(served.port) as socket:
+            held = await socket.turn(input=BIG)  # which is not stored, but here
+            with limits.room(Caller()) as room:
+                room.take(500_000)
+                answers = [
+                    await served.ask("POST", f"/v1/responses{path}", body)
+                    for path in paths
+                    for body in continued
+                ]
+                of_small = await served.create(previous_response_id=small)
+                over_socket = await socket.refusal(previous_response_id=held["id"])
+        again = [await served.ask("POST", "/v1/responses", body) for body in continued]
+        with limits.room(Caller()) as room:  # all of it was given back
+            room.take(1_000_000)
+    assert [answer.error for answer in answers] == [(503, "server_error", None)] * 6
+    assert over_socket == (503, "server_error", None)
+    assert [answer.status for answer in (of_small, *again)] == [200] * 3
+
+
+async def test_what_can_never_be_held_is_not_to_come_again() -> None:
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    runs = EngineRuns(ScriptedModels(ScriptedModel(says(BIG))), [], store, clock)
+    async with serving_gateway(runs=runs, store=store, limits=Limits(body_bytes_total=1_000_000)) as served:
+        first = await served.create(input=BIG)  # which is more with its answer
+        answer = await served.create(previous_response_id=first.json["id"])
+    assert answer.error == (413, "request_too_large", None)
+    assert "retry-after" not in answer.headers
+
+
 async def test_what_is_read_from_the_store_is_held_while_it_is_sent() -> None:
     clock = FakeClock()
     store = MemoryStore(clock)

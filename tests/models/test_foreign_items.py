@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
 from fumehood.protocol.conversation import Entry
-from tests.models.test_chat_rendering import refused, render
+from tests.support.chat_rendering import refused, render
 from tests.support.conversations import entry, message, segment
 
 RECORDED = Path(__file__).parents[3] / "shared" / "reference" / "recorded"

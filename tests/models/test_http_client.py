@@ -195,6 +195,21 @@ async def test_headers_and_statuses() -> None:
 # --- what goes wrong ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("piece", [b"X: y\r\n", b"y"], ids=["trailers", "one trailer"])
+@pytest.mark.parametrize("body", [b"2\r\nhi\r\n", b""])
+async def test_what_follows_a_body_has_an_end(body: bytes, piece: bytes) -> None:
+    async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK + b"Transfer-Encoding: chunked\r\n\r\n" + body + b"0\r\nX: ")
+        while True:
+            writer.write(piece * 10_000)
+            await writer.drain()
+
+    async with site(behave) as where, client() as http, asyncio.timeout(60):
+        with pytest.raises(NotHttp):
+            await get(http, where)
+
+
 @pytest.mark.parametrize(
     "said",
     [

@@ -94,7 +94,7 @@ async def test_an_expired_container_that_is_deleted_has_ended_before() -> None:
 
 
 async def test_the_quota() -> None:
-    async with host(settings=ContainerSettings(containers_per_tenant=1)) as here:
+    async with host(settings=ContainerSettings(containers_per_tenant=1, alone=True)) as here:
         evicted = await here.open()
         evicted.leave()
         await made(here)

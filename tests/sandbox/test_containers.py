@@ -192,7 +192,7 @@ async def test_a_sandbox_that_fails_to_start_is_tried_again() -> None:
 
 
 async def test_as_many_containers_as_a_tenant_may_have() -> None:
-    async with host(settings=ContainerSettings(containers_per_tenant=2)) as here:
+    async with host(settings=ContainerSettings(containers_per_tenant=2, alone=True)) as here:
         opened = await asyncio.gather(*(here.open() for _ in range(4)), return_exceptions=True)
         refused = [one for one in opened if isinstance(one, RateLimited)]
         assert len(refused) == 2
@@ -208,7 +208,7 @@ async def test_as_many_containers_as_a_tenant_may_have() -> None:
 
 async def test_the_one_that_was_idle_longest_makes_room() -> None:
     steps = (Step("a"), Step("b"), Step("a"), Step("c"))
-    async with host(*steps, settings=ContainerSettings(containers_per_tenant=2)) as here:
+    async with host(*steps, settings=ContainerSettings(containers_per_tenant=2, alone=True)) as here:
         first, second = await here.open(), await here.open()
         for container, code in ((first, "a"), (second, "b"), (await here.open(first.id), "a")):
             here.clock.advance(1)
@@ -221,7 +221,7 @@ async def test_the_one_that_was_idle_longest_makes_room() -> None:
 
 
 async def test_a_lower_bound_holds_for_those_that_are_there() -> None:
-    async with host(settings=ContainerSettings(containers_per_tenant=4)) as here:
+    async with host(settings=ContainerSettings(containers_per_tenant=4, alone=True)) as here:
         opened = [await here.open() for _ in range(4)]
         for container in opened:
             here.clock.advance(1)
@@ -233,7 +233,7 @@ async def test_a_lower_bound_holds_for_those_that_are_there() -> None:
 
 
 async def test_what_was_asked_for_and_what_is_in_use_make_no_room() -> None:
-    async with host(settings=ContainerSettings(containers_per_tenant=3)) as here:
+    async with host(settings=ContainerSettings(containers_per_tenant=3, alone=True)) as here:
         asked = await here.containers.create(SOMEBODY, ContainerSpec())
         working = await here.open()
         idle = await here.open()
@@ -248,7 +248,7 @@ async def test_what_was_asked_for_and_what_is_in_use_make_no_room() -> None:
 
 async def test_what_is_opened_while_it_is_looked_at_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = (Step("a"), Step("b"))
-    async with host(*steps, settings=ContainerSettings(containers_per_tenant=1)) as here:
+    async with host(*steps, settings=ContainerSettings(containers_per_tenant=1, alone=True)) as here:
         idle = await here.open()
         await here.run(idle, "a")
         looking, opened = asyncio.Event(), asyncio.Event()

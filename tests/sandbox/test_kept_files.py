@@ -1,7 +1,7 @@
 """What is kept of containers' files, and what sandboxes cannot talk anybody into; imports pytest and fumehood."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 import pytest
@@ -12,6 +12,7 @@ from inline_snapshot import snapshot
 from fumehood.protocol.containers import ContainerRecord, ContainerSpec
 from fumehood.protocol.errors import NotFound, Unavailable
 from fumehood.protocol.sandbox import FileEntry, FileListing, SandboxSpec
+from fumehood.protocol.sandbox_bundles import Content
 from fumehood.protocol.sandbox_errors import SandboxGone, TooLarge, Unreachable
 from fumehood.sandbox.container import ContainerSettings
 from fumehood.sandbox.kept_files import FileLimits, KeptFiles, Look, is_produced
@@ -190,6 +191,10 @@ class Liar(ScriptedSandbox):
             if isinstance(piece, Exception):
                 raise piece
             yield piece
+
+    async def read_all(self, paths: Sequence[str]) -> AsyncGenerator[Sequence[Content]]:
+        for path in paths:
+            yield [b"".join([piece async for piece in self.read(path)])]
 
 
 def entry(path: str, size: int = 1, modified_ns: int = 1) -> FileEntry:

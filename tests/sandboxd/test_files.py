@@ -4,13 +4,15 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from fumehood.protocol.sandbox import SandboxSpec
+from fumehood.protocol.sandbox_bundles import Answers, Content, WholeFile, bundled
 from fumehood.protocol.sandbox_errors import (
     FileNotFound,
     FileRefused,
@@ -18,7 +20,8 @@ from fumehood.protocol.sandbox_errors import (
     TooLarge,
 )
 from fumehood.sandboxd import marks
-from fumehood.sandboxd.inside.files import Found
+from fumehood.sandboxd.files import SandboxFiles
+from fumehood.sandboxd.inside.files import MAX_ENTRIES, Found
 from fumehood.sandboxd.marks import Marks
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.supervisor import Supervisor
@@ -67,6 +70,13 @@ class Source:
                 await self.go_on.wait()
             self.highest = max(self.highest, resident())
             yield self._piece
+
+
+async def _files(source: Source) -> AsyncGenerator[Sequence[WholeFile]]:
+    number = 0
+    async for piece in source:
+        yield [(f"new/{number}", piece)]
+        number += 1
 
 
 def resident() -> int:
@@ -188,7 +198,7 @@ async def _helper_of(sandbox: LocalSandbox, before: set[int]) -> int:
 
 @needs_cgroups
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("do", ["write", "unpack"])
+@pytest.mark.parametrize("do", ["write", "unpack", "receive"])
 async def test_a_helper_that_is_killed_or_frozen_leaves_nothing(
     sandbox: LocalSandbox, how: signal.Signals, do: str
 ) -> None:
@@ -196,8 +206,17 @@ async def test_a_helper_that_is_killed_or_frozen_leaves_nothing(
     assert sandbox.place.cgroup is not None
     before = set(sandbox.place.cgroup.processes())
     source = Source(30, stop_after=10)
-    work = sandbox.files.write("f", source) if do == "write" else sandbox.files.unpack(source, kind="zip")
-    upload = asyncio.ensure_future(work)
+
+    async def upload() -> None:
+        match do:
+            case "write":
+                await sandbox.files.write("f", source)
+            case "unpack":
+                await sandbox.files.unpack(source, kind="zip")
+            case _:
+                await sandbox.files.receive(bundled(_files(source)))
+
+    uploading = asyncio.create_task(upload())
     await source.stopped.wait()
     try:
         os.kill(await _helper_of(sandbox, before), how)
@@ -205,7 +224,7 @@ async def test_a_helper_that_is_killed_or_frozen_leaves_nothing(
         pytest.skip("the helper is another user's")
     source.go_on.set()
     with pytest.raises(FileRefused, match=r"helper ended|took nothing of it for"):
-        await asyncio.wait_for(upload, 30)
+        await asyncio.wait_for(uploading, 30)
     assert await names(sandbox) == []
     async with asyncio.timeout(10):  # until it is buried
         while set(sandbox.place.cgroup.processes()) != before:
@@ -265,6 +284,124 @@ async def test_our_own_names(sandbox: LocalSandbox) -> None:
     ):
         with pytest.raises(FileRefused, match="server's own"):
             await action
+
+
+# ---- many at once -----------------------------------------------------------------------------------------------
+
+
+async def given(sandbox: LocalSandbox, paths: Sequence[str]) -> list[Content]:
+    answers = Answers(paths)
+    found = [content async for piece in sandbox.files.give(paths) for content in answers.feed(piece)]
+    answers.end()
+    return found
+
+
+@pytest.fixture(params=["the supervisor reads", "a helper reads"])
+def either(sandbox: LocalSandbox, request: pytest.FixtureRequest) -> LocalSandbox:
+    """As for files in memory, and as for those in a pod or on a disk."""
+    if request.param == "a helper reads":
+        sandbox.files = SandboxFiles(replace(sandbox.files.access, directly=False))
+    return sandbox
+
+
+async def test_many_files_are_read_in_order(either: LocalSandbox) -> None:
+    program = """
+import os
+for i in range(3000): open(f"f{i}", "w").write(str(i) * (i % 100))
+os.symlink("f1", "link"); os.mkfifo("pipe"); os.symlink("/etc", "etc"); os.mkdir("d")
+"""
+    await run(either, program)
+    paths = ["link", "pipe", "etc/passwd", "d", "../x", "none", *(f"f{number}" for number in range(3000))]
+    found = await given(either, paths)
+    assert [type(one) for one in found[:6]] == [*[FileRefused] * 5, FileNotFound]
+    assert found[6:] == [str(number).encode() * (number % 100) for number in range(3000)]
+    assert await given(either, []) == []
+
+
+async def test_leaving_many_files_half_read_ends_what_reads(either: LocalSandbox) -> None:
+    await either.files.write("f", bytes(PIECE))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        reading = either.files.give(["f"] * 200)
+        assert await anext(reading)
+        await reading.aclose()
+    async with asyncio.timeout(10):
+        while len(os.listdir("/proc/self/fd")) > before:
+            await asyncio.sleep(0.02)
+    assert await given(either, ["f"]) == [bytes(PIECE)]
+
+
+async def test_many_files_while_code_replaces_them(either: LocalSandbox) -> None:
+    """Whatever code does meanwhile, what comes is from below the data directory, or refused for itself."""
+    program = """
+import os, threading, time
+for i in range(50): open(f"f{i}", "w").write("mine")
+os.symlink("/etc/passwd", "link")
+stop = False
+def swap():
+    while not stop:
+        for i in range(50):
+            os.rename("link", f"f{i}") if os.path.lexists("link") else None
+            os.symlink("/etc/passwd", "link")
+            open("new", "w").write("mine"); os.rename("new", f"f{i}")
+threading.Thread(target=swap, daemon=True).start()
+"""
+    await run(either, program)
+    for _ in range(10):
+        for content in await given(either, [f"f{number}" for number in range(50)] * 4):
+            assert content in (b"mine", b"") or isinstance(content, FileRefused | FileNotFound)
+    written = await either.files.receive(
+        bundled(
+            _batch(
+                [(f"f{number % 50}/x" if number % 3 else f"f{number % 50}", b"mine") for number in range(150)]
+            )
+        )
+    )
+    assert written.files + written.refused == 150
+
+
+async def _batch(files: Sequence[WholeFile]) -> AsyncGenerator[Sequence[WholeFile]]:
+    yield files
+
+
+async def test_more_files_than_the_quota_takes(sandbox: LocalSandbox) -> None:
+    """What fits is there and whole; the rest is told by name, with the reason."""
+    whole = os.urandom(PIECE)
+    many = [(f"d{number % 5}/{number}", whole) for number in range(700)]
+
+    async def sent() -> AsyncGenerator[Sequence[WholeFile]]:
+        for one in many:
+            yield [one]
+
+    written = await sandbox.files.receive(bundled(sent()))
+    assert written.refused > 0
+    assert written.files + written.refused == 700
+    assert any("No space left on device" in reason or "memory" in reason for reason in written.reasons)
+    listing = await sandbox.files.list()
+    assert len(listing.files) == written.files
+    assert {file.size for file in listing.files} == {PIECE}
+    assert (await run(sandbox, "1 + 1")).result == "2"
+
+
+async def test_more_files_than_inodes() -> None:
+    async with Supervisor(settings(preload=(), inodes=400)) as small:
+        sandbox = await small.create()
+        written = await sandbox.files.receive(bundled(_batch([(f"{number}", b"x") for number in range(600)])))
+        assert 0 < written.files < 400
+        assert written.files + written.refused == 600
+        assert "No space left on device" in written.reasons[0]
+        assert len((await sandbox.files.list()).files) == written.files
+
+
+async def test_many_files_of_which_the_sender_leaves(sandbox: LocalSandbox) -> None:
+    source = Source(10, stop_after=5)
+    upload = asyncio.create_task(sandbox.files.receive(bundled(_files(source))))
+    await source.stopped.wait()
+    assert (await sandbox.files.list()).files == []
+    upload.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await upload
+    assert await names(sandbox) == []
 
 
 # ---- out --------------------------------------------------------------------------------------------------------
@@ -396,9 +533,9 @@ async def test_unknown_and_forgotten_marks_give_everything(sandbox: LocalSandbox
 
 async def test_a_listing_that_is_cut_is_always_complete(sandbox: LocalSandbox) -> None:
     """What it leaves out may be anything, so nothing can be told from it later."""
-    await run(sandbox, "for i in range(10_001): open(str(i), 'w').close()")
+    await run(sandbox, f"for i in range({MAX_ENTRIES + 1}): open(str(i), 'w').close()")
     first = await sandbox.files.list()
-    assert (first.truncated, first.complete, len(first.files)) == (True, True, 10_000)
+    assert (first.truncated, first.complete, len(first.files)) == (True, True, MAX_ENTRIES)
     second = await sandbox.files.list(first.mark)
     assert (second.truncated, second.complete, second.deleted) == (True, True, [])
 

@@ -6,13 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from fumehood.protocol.sandbox import End
+from fumehood.protocol.sandbox_bundles import Answers, WholeFile, bundled
 from fumehood.protocol.sandbox_errors import AtCapacity
 from fumehood.sandboxd import cgroups, seccomp, supervisor
 from fumehood.sandboxd.cgroups import CgroupUnavailable
@@ -52,7 +53,21 @@ async def test_degraded_runs_code_and_keeps_files(degraded: LocalSandbox) -> Non
     assert await degraded.files.read("x.txt", limit=10) == b"hi"
     assert (await degraded.files.unpack(zipped(("d/z", b"z")), kind="zip")).files == 1
     assert await degraded.files.read("d/z", limit=10) == b"z"
+    await _pass_many(degraded)
     assert (await run(degraded, "import tempfile; tempfile.mkstemp() and 1")).result == "1"
+
+
+async def _pass_many(sandbox: LocalSandbox) -> None:
+    """Many files at once, in and out."""
+    wanted = {f"many/{number}": b"%d" % number for number in range(200)}
+
+    async def files() -> AsyncGenerator[Sequence[WholeFile]]:
+        yield [*wanted.items()]
+
+    assert (await sandbox.files.receive(bundled(files()))).files == 200
+    answers = Answers([*wanted])
+    found = [one async for piece in sandbox.files.give([*wanted]) for one in answers.feed(piece)]
+    assert found == [*wanted.values()]
 
 
 @pytest.mark.parametrize(
@@ -207,6 +222,7 @@ async def test_pod_holds_one_sandbox_once(socket_directory: Path) -> None:
             await sandbox.files.delete("d/z")
             await run(sandbox, "open('b.txt', 'w').write('b')")
             assert [item.path for item in (await sandbox.files.list()).files] == ["a.txt", "b.txt"]
+            await _pass_many(sandbox)
             assert (await run(sandbox, "while True: pass", timeout=0.5)).end.state_kept
             assert (await run(sandbox, "cat b.txt; exit 4", language="shell")).end.exit_code == 4
             left = await run(sandbox, "(setsid sleep 600 &); sleep 600", timeout=0.3, language="shell")

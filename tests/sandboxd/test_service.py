@@ -24,6 +24,7 @@ from fumehood.protocol.sandbox_errors import (
     Unreachable,
 )
 from fumehood.sandboxd.calls import Call
+from fumehood.sandboxd.inside.files import MAX_ENTRIES
 from fumehood.sandboxd.served import ServedSandbox
 from fumehood.sandboxd.service import Service
 from tests.support.sandboxes import Outcome, has_cgroups, settings
@@ -281,6 +282,24 @@ async def test_ended_calls_are_forgotten_by_size(sandbox: ServedSandbox) -> None
     assert [event async for event in sandbox.follow("larger", after=len(last.events))] == []
 
 
+async def test_output_counts_as_the_memory_it_takes(sandbox: ServedSandbox) -> None:
+    """One character beyond the usual ones, and Python keeps all of the text in four bytes each."""
+    await outcome(sandbox, "display({'text/html': '\\U0001f600' + 'x' * 99_999}, raw=True)", "wide")
+    assert sandbox.calls.kept_bytes > 400_000
+
+
+async def test_all_sandboxes_together_keep_a_bounded_output(service: Service, sandbox: ServedSandbox) -> None:
+    """The least recently used lets go, also of its last call; the newest one stays readable."""
+    other = await service.create(SandboxSpec())
+    await outcome(sandbox, "print('x' * 200_000)", "first")
+    await outcome(other, "print('x' * 200_000)", "second")
+    with pytest.raises(ExecutionNotFound, match="not kept any more"):
+        sandbox.calls.find("first")
+    assert other.calls.find("second").execution.ended
+    assert (sandbox.calls.kept_bytes, other.calls.kept_bytes > 200_000) == (0, True)
+    await service.destroy(other)
+
+
 async def test_a_call_that_is_read_is_not_lost_when_it_is_forgotten(sandbox: ServedSandbox) -> None:
     first = await outcome(sandbox, "print(1)\nprint(2)", "first")
     events = sandbox.follow("first")
@@ -369,7 +388,7 @@ async def test_one_shot_gives_back_only_so_much(service: Service) -> None:
         ({"x": "e A=="}, FileRefused, "not base64"),
         ({"x": "ä"}, FileRefused, "not base64"),
         (dict.fromkeys(map(str, range(172)), "A" * (4 << 20)), TooLarge, "do not fit"),
-        ({f"f{n}": "" for n in range(10_001)}, TooLarge, "10001 files"),
+        ({f"f{n}": "" for n in range(MAX_ENTRIES + 1)}, TooLarge, f"{MAX_ENTRIES + 1} files"),
         ({"a": "", "a/b": ""}, FileRefused, "a/b"),
     ],
     ids=[

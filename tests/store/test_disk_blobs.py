@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import override
 
@@ -28,6 +28,17 @@ async def forever():
         print("more", flush=True)
         await asyncio.sleep(0)
 asyncio.run(DiskBlobs(Path(sys.argv[1])).put(forever()))
+"""
+
+
+UPLOAD_MANY = """
+import asyncio, sys
+from pathlib import Path
+from fumehood.store.blobs import DiskBlobs
+async def forever(names):
+    print("more", flush=True)
+    await asyncio.Event().wait()
+asyncio.run(DiskBlobs(Path(sys.argv[1])).put_all([b"%d" % number for number in range(20)], forever))
 """
 
 
@@ -97,21 +108,26 @@ async def test_a_download_that_is_cancelled_closes_nothing_under_a_thread_that_r
     assert (closed_too_early, opened[0].closed) == (False, True)
 
 
-async def test_what_a_dead_process_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("program", "number"), [(UPLOAD, 1), (UPLOAD_MANY, 20)])
+async def test_what_a_dead_process_left_is_swept_and_nothing_else(
+    tmp_path: Path, program: str, number: int
+) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", UPLOAD, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT
     )
     assert process.stdout is not None
     assert await asyncio.to_thread(process.stdout.readline)
-    (incoming,) = _files(tmp_path)
+    incoming = _files(tmp_path)
+    assert len(incoming) == number
     blobs = DiskBlobs(tmp_path)
-    assert _files(tmp_path) == [incoming], "it lives"
+    assert _files(tmp_path) == incoming, "it lives"
     name = await blobs.put(b"kept")
     os.kill(process.pid, signal.SIGKILL)
     await asyncio.to_thread(process.communicate)
-    assert len(_files(tmp_path)) == 2
+    assert len(_files(tmp_path)) == number + 1
     DiskBlobs(tmp_path)
     assert [path.name for path in _files(tmp_path)] == [name]
+    assert [*(tmp_path / "incoming").iterdir()] == []
 
 
 async def test_the_source_s_errors_stay_its_own(tmp_path: Path) -> None:
@@ -137,10 +153,45 @@ async def test_what_is_to_stay_free_is_left_alone(tmp_path: Path) -> None:
     for content in (b"x", endless()):
         with pytest.raises(Unavailable, match="No space left on device but what is kept spare"):
             await DiskBlobs(tmp_path, spare_bytes=spare).put(content)
+    with pytest.raises(Unavailable, match="No space left on device but what is kept spare"):
+        await DiskBlobs(tmp_path, spare_bytes=spare).put_all([b"x", b"y"])
     assert arrived <= 2 << 20
     assert _files(tmp_path) == []
     await DiskBlobs(tmp_path, spare_bytes=1).put(b"x")
     assert len(_files(tmp_path)) == 1
+
+
+async def test_what_is_deleted_while_it_comes_again_is_there(tmp_path: Path) -> None:
+    """It was not written again, since it was there; and then somebody else let go of it."""
+    blobs = DiskBlobs(tmp_path)
+    contents = [bytes([number]) for number in range(20)]
+    names = await blobs.put_all(contents)
+
+    async def lose(_: Sequence[str]) -> None:
+        await blobs.delete(*names[5:7])
+
+    assert await blobs.put_all(contents, lose) == names
+    assert await blobs.read_all(names) == contents
+
+
+async def test_many_whose_bringer_is_cancelled_leave_nothing(tmp_path: Path) -> None:
+    blobs = DiskBlobs(tmp_path)
+    waiting = asyncio.Event()
+
+    async def stuck(names: Sequence[str]) -> None:
+        assert len(names) == 20
+        waiting.set()
+        await asyncio.Event().wait()
+
+    upload = asyncio.create_task(blobs.put_all([bytes([number]) for number in range(20)], stuck))
+    await waiting.wait()
+    assert len(_files(tmp_path)) == 20
+    upload.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await upload
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert _files(tmp_path) == []
+    assert [*(tmp_path / "incoming").iterdir()] == []
 
 
 @pytest.mark.root
@@ -152,6 +203,8 @@ async def test_a_disk_without_space(tmp_path: Path) -> None:
         for content in (b"x" * 2_000_000, _pieces(b"x" * 1_500_000, b"y" * 1_500_000)):
             with pytest.raises(Unavailable, match="No space left on device"):
                 await blobs.put(content)
+        with pytest.raises(Unavailable, match="No space left on device"):
+            await blobs.put_all([bytes([number]) * 10_000 for number in range(250)])
         await asyncio.get_running_loop().shutdown_default_executor()
         assert _files(tmp_path) == []
     finally:

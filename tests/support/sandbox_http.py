@@ -13,8 +13,25 @@ import msgspec
 from aiohttp import web
 
 from fumehood.interfaces import SandboxProvider, SandboxRef
-from fumehood.protocol.sandbox import AnyOutput, ArchiveFormat, ExecuteRequest, SandboxInfo, SandboxSpec
-from fumehood.protocol.sandbox_errors import NotAllowed, RequestRefused, SandboxError, to_body
+from fumehood.protocol.sandbox import (
+    AnyOutput,
+    ArchiveFormat,
+    ExecuteRequest,
+    ReadRequest,
+    SandboxInfo,
+    SandboxSpec,
+)
+from fumehood.protocol.sandbox_errors import (
+    FileNotFound,
+    FileRefused,
+    NotAllowed,
+    RequestRefused,
+    SandboxError,
+    TooLarge,
+    to_body,
+)
+
+OUTCOMES: dict[type[SandboxError], int] = {FileNotFound: 1, FileRefused: 2, TooLarge: 3}
 
 type Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -53,6 +70,8 @@ class _Server:
                 web.get("/sandboxes/{id}/files/{path:(?s:.*)}", self._read),
                 web.put("/sandboxes/{id}/files/{path:(?s:.*)}", self._write),
                 web.delete("/sandboxes/{id}/files/{path:(?s:.*)}", self._delete),
+                web.post("/sandboxes/{id}/read", self._read_all),
+                web.post("/sandboxes/{id}/write", self._write_all),
                 web.post("/sandboxes/{id}/unpack", self._unpack),
             ]
         )
@@ -153,6 +172,31 @@ class _Server:
     async def _write(self, request: web.Request) -> web.Response:
         sandbox = await self._sandbox(request)
         return self._json(await sandbox.write(request.match_info["path"], request.content.iter_any()))
+
+    async def _read_all(self, request: web.Request) -> web.StreamResponse:
+        sandbox = await self._sandbox(request)
+        paths = msgspec.json.decode(await request.read(), type=ReadRequest).paths
+        response = web.StreamResponse(headers=self._headers())
+        await response.prepare(request)
+        async for contents in sandbox.read_all(paths):
+            for content in contents:
+                outcome = 0 if isinstance(content, bytes) else OUTCOMES[type(content)]
+                body = content if isinstance(content, bytes) else b""
+                await response.write(bytes([outcome]) + len(body).to_bytes(4) + body)
+        await response.write_eof()
+        return response
+
+    async def _write_all(self, request: web.Request) -> web.Response:
+        sandbox = await self._sandbox(request)
+
+        async def files() -> AsyncGenerator[list[tuple[str, bytes]]]:
+            take = request.content.readexactly
+            while (await take(1)) == b"\x01":
+                path, content = int.from_bytes(await take(2)), int.from_bytes(await take(4))
+                yield [((await take(path)).decode("utf-8", "surrogatepass"), await take(content))]
+            assert await request.content.read() == bytes(6)
+
+        return self._json(await sandbox.write_all(files()))
 
     async def _delete(self, request: web.Request) -> web.Response:
         await (await self._sandbox(request)).delete(request.match_info["path"])

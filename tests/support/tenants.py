@@ -152,7 +152,7 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[House]:
         store,
         blobs,
         clock,
-        ContainerSettings(containers_per_tenant=_MANY),
+        ContainerSettings(containers_per_tenant=_MANY, alone=True),
         sealer=PlainSealer(),
         uploads=files,
     )

@@ -3,12 +3,13 @@
 import contextlib
 import os
 import threading
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from fumehood.sandboxd.inside import archives
+from fumehood.sandboxd.inside import archives, bundles
 from fumehood.sandboxd.inside.archives import Bounds, Done
 from fumehood.sandboxd.inside.leave import Refused
 
@@ -21,12 +22,34 @@ class Granted:
         self.received = -1
 
     def take(self, size: int) -> None:
-        self.room -= size
-        if self.room < 0:
+        if size > self.room:
             raise Refused("no room")
+        self.room -= size
 
     def settle(self, received: int) -> None:
         self.received = received
+
+
+BOUNDS = Bounds(members=1000, size=64 << 20)
+
+
+@contextlib.contextmanager
+def fed(body: bytes) -> Generator[int]:
+    """A pipe through which it comes."""
+    reader, writer = os.pipe()
+
+    def feed() -> None:
+        with os.fdopen(writer, "wb", 0) as file, contextlib.suppress(BrokenPipeError):
+            for at in range(0, len(body), 4096):
+                file.write(body[at : at + 4096])
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    try:
+        yield reader
+    finally:
+        os.close(reader)
+        feeder.join()
 
 
 @dataclass
@@ -44,28 +67,22 @@ class Place:
         bounds: Bounds | None = None,
         leave: Granted | None = None,
     ) -> Done:
-        reader, writer = os.pipe()
-
-        def feed() -> None:
-            with os.fdopen(writer, "wb", 0) as file, contextlib.suppress(BrokenPipeError):
-                for at in range(0, len(body), 4096):
-                    file.write(body[at : at + 4096])
-
-        feeder = threading.Thread(target=feed)
-        feeder.start()
-        try:
+        with fed(body) as source:
             return archives.unpack(
                 self.fd,
-                reader,
+                source,
                 kind=kind,
                 into=into,
                 token="token",
-                bounds=bounds or Bounds(members=1000, size=64 << 20),
+                bounds=bounds or BOUNDS,
                 leave=leave or Granted(),
             )
-        finally:
-            os.close(reader)
-            feeder.join()
+
+    def receive(self, body: bytes, bounds: Bounds | None = None, leave: Granted | None = None) -> Done:
+        with fed(body) as source:
+            return bundles.receive(
+                self.fd, source, token="token", bounds=bounds or BOUNDS, leave=leave or Granted()
+            )
 
     def tree(self) -> dict[str, bytes | None]:
         found: dict[str, bytes | None] = {}

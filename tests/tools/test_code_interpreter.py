@@ -399,7 +399,9 @@ z\
 
 
 async def test_as_many_containers_as_are_allowed() -> None:
-    async with scripted(Step("x"), containers=ContainerSettings(containers_per_tenant=1)) as interpreter:
+    async with scripted(
+        Step("x"), containers=ContainerSettings(containers_per_tenant=1, alone=True)
+    ) as interpreter:
         assert (await interpreter.run("x")).item.status == "completed"
         interpreter.segments.clear()
         await interpreter.containers.create(

@@ -1,9 +1,10 @@
-"""How many tokens an evaluation may use, and how many it has used; imports `deadlines` and `errors`."""
+"""How many tokens an evaluation may use, and how many it has used; imports `dbc`, `deadlines` and `errors`."""
 
 import threading
 from dataclasses import dataclass
 from typing import Self
 
+from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import BudgetExceededError
 
@@ -37,9 +38,11 @@ class Budget:
 
     def __post_init__(self) -> None:
         for name in ("max_total_tokens", "max_input_tokens", "max_output_tokens"):
-            limit: int | None = getattr(self, name)
-            if limit is not None and limit <= 0:
-                raise ValueError(f"{name} is {limit}; a budget has to be positive")
+            limit: object = getattr(self, name)
+            require(
+                limit is None or (type(limit) is int and limit > 0),
+                f"{name} is {limit!r}; a budget is a positive number of tokens.",
+            )
 
 
 class BudgetTracker:

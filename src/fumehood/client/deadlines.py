@@ -1,10 +1,11 @@
-"""A point in time by which an evaluation has to be over; imports `errors` and the standard library."""
+"""A point in time by which an evaluation has to be over; imports `dbc`, `errors` and the standard library."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Self
+from typing import Self, cast
 
+from fumehood.client.dbc import require
 from fumehood.client.errors import DeadlineExceededError
 
 
@@ -20,8 +21,11 @@ class Deadline:
     clock: Callable[[], datetime] = field(default=_utc_now, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.expires_at.tzinfo is None:
-            raise ValueError("expires_at has no time zone; write datetime.now(UTC) + timedelta(…)")
+        known = cast("object", self.expires_at)
+        require(
+            isinstance(known, datetime) and known.utcoffset() is not None,
+            f"expires_at is {known!r}, which is no time, or has no zone; write datetime.now(UTC) + timedelta(…).",
+        )
 
     @classmethod
     def after(cls, seconds: float) -> Self:

@@ -1,9 +1,10 @@
-"""When to ask a busy provider again, and for how long; imports `deadlines`, `errors` and the standard library."""
+"""When to ask a busy provider again, and for how long; imports `dbc`, `deadlines`, `errors`, the standard library."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import ThrottleError
 
@@ -21,10 +22,17 @@ class ThrottlePolicy:
     max_total_delay: float = 120.0
 
     def __post_init__(self) -> None:
-        if self.max_attempts < 1:
-            raise ValueError(f"max_attempts is {self.max_attempts}; the first request is one, too")
-        if min(self.base_delay, self.max_delay, self.max_total_delay) < 0:
-            raise ValueError("a delay cannot be negative")
+        attempts: object = self.max_attempts
+        require(
+            type(attempts) is int and attempts >= 1,
+            f"max_attempts is {attempts!r}; it is a number, and the first request is one, too.",
+        )
+        for name in ("base_delay", "max_delay", "max_total_delay"):
+            delay: object = getattr(self, name)
+            require(
+                isinstance(delay, int | float) and delay >= 0,
+                f"{name} is {delay!r}; a delay is seconds, 0 or more.",
+            )
 
     def delay(self, attempt: int, retry_after: float | None, chance: float) -> float:
         """Seconds to wait after this many attempts; what the provider asked for is the least."""

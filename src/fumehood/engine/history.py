@@ -6,8 +6,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw
 
-from fumehood.aside import ITEM, aside
-from fumehood.interfaces import Caller, HostedTool, Store
+from fumehood.aside import ITEM, LARGE, aside
+from fumehood.interfaces import Caller, HostedTool, Store, TakeRoom
 from fumehood.protocol.conversation import COMPACTION, Entry, Segment, size_of
 from fumehood.protocol.errors import InvalidRequest, PreviousNotFound
 from fumehood.protocol.ids import new_id, new_item_id
@@ -49,9 +49,15 @@ class History:
         return segments
 
     async def input(
-        self, request: CreateResponse, caller: Caller, past: Sequence[Segment]
+        self,
+        request: CreateResponse,
+        caller: Caller,
+        past: Sequence[Segment],
+        take: TakeRoom | None = None,
     ) -> tuple[Entry, ...]:
-        """The items of the request, references resolved; raises InvalidRequest."""
+        """The items of the request, references resolved; raises InvalidRequest, and what `take` raises, which is told
+        of those that are referred to.
+        """
         if request.input is None and not past and request.generate is not False:
             raise InvalidRequest(
                 "Missing required parameter: 'input'.", param="input", code="missing_required_parameter"
@@ -66,6 +72,7 @@ class History:
         size = sum([ITEM + len(raw) for raw in raws])
         items = await aside(size, _peeked, raws)
         kept = await self._kept(items, caller)
+        take_large(take, sum([entry.size for entry in kept.values()]))
         return await aside(size, self._entries, items, kept, past)
 
     async def _kept(self, items: Sequence[Item], caller: Caller) -> Mapping[str, Entry]:
@@ -118,6 +125,12 @@ class _UserMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"
 def _user_message(text: str) -> Entry:
     message = _UserMessage(id=new_id("msg"), content=[_InputText(text)])
     return Entry(type="message", id=message.id, turn=0, raw=msgspec.json.encode(message))
+
+
+def take_large(take: TakeRoom | None, size: int) -> None:
+    """Tell of what the store was read for. What is small takes no more than any request may."""
+    if take is not None and size >= LARGE:
+        take(size)
 
 
 def check_size(entries: Sequence[Entry], past: Sequence[Segment]) -> None:

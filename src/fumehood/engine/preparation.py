@@ -15,10 +15,10 @@ from fumehood.aside import aside
 from fumehood.engine.assembler import Toolbox
 from fumehood.engine.attached import Attached, Attacher
 from fumehood.engine.compaction import Compactor, Window
-from fumehood.engine.history import History, check_size
+from fumehood.engine.history import History, check_size, take_large
 from fumehood.interfaces import Caller, Clock, HostedTool, Models, OfferedTool, TakeRoom
 from fumehood.protocol.attachments import Attachment
-from fumehood.protocol.conversation import Segment, last_compacted
+from fumehood.protocol.conversation import Segment, last_compacted, size_of
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.folding import LOGPROBS
 from fumehood.protocol.ids import new_id
@@ -155,7 +155,7 @@ class Preparation:
 
         held: the conversation before the request, if the store does not keep it.
         gives_files: whether a model is given files although nobody has said that it takes them.
-        take: told of the files that the input refers to.
+        take: as in `Runs.start`.
         """
         _refuse_what_is_not_served(request)
         if request.model is None:
@@ -165,6 +165,7 @@ class Preparation:
         specs = _read_tools(request)
         compaction = self._read_compaction(request)
         past = await self._history.past(request, caller) if held is None else held
+        take_large(take, size_of(past))
         attached = await self._attached(request, request.model, specs, caller, past, gives_files, take)
         added = Segment(attached.entries)
         window = await aside(_sealed(past, added), self._compactor.window, caller, past, added)
@@ -206,7 +207,7 @@ class Preparation:
         gives_files: bool,
         take: TakeRoom | None,
     ) -> Attached:
-        entries = await self._history.input(request, caller, past)
+        entries = await self._history.input(request, caller, past, take)
 
         def given() -> bool:
             """Where nobody has said whether the model takes them, it is tried if nothing else could open them."""

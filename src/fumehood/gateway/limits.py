@@ -13,7 +13,7 @@ from typing import Self
 
 from fumehood.aside import LARGE
 from fumehood.interfaces import Caller
-from fumehood.protocol.errors import RateLimited, Unavailable
+from fumehood.protocol.errors import BodyTooLarge, RateLimited, Unavailable
 from fumehood.protocol.keys import KeyLimits
 
 BODY_BYTES = 32 << 20
@@ -45,9 +45,10 @@ class Limits:
     usual: what a key may do for which nothing else was said. Where no keys are needed everybody is one caller, for
         whom `concurrent` has no meaning.
     total: how many responses may be in the making at once, whoever asked for them.
-    body_bytes_total: how large the bodies of all requests that are worked on may be together, with the files that they
-        refer to and large answers that are sent from the store, half of it for one key. A body that comes in one piece
-        does not count: every connection may hold that much anyway.
+    body_bytes_total: how large the bodies of all requests that are worked on may be together, with the files and the
+        large conversations that they refer to and large answers that are sent from the store, half of it for one key. A
+        body that comes in one piece does not count: every connection may hold that much anyway. Messages of WebSocket
+        count as bodies do.
     """
 
     def __init__(
@@ -177,9 +178,23 @@ class Room:
         self._held = 0
 
     def take(self, size: int) -> None:
-        """Raises RateLimited, Unavailable."""
+        """Raises RateLimited, Unavailable, and BodyTooLarge for more than there will ever be."""
+        most = self._limits.most_held(self._account)
+        if self._held + size > most:
+            raise BodyTooLarge(
+                f"With the files and the conversation that it refers to, this request takes more than {most:,} bytes, "
+                "which is all that may be held at once. Refer to less, or begin a new conversation."
+            )
         self._limits.hold(self._account, size)
         self._held += size
+
+    def hold(self, size: int) -> None:
+        """Exactly so much from now on; raises as `take`, and then it is as much as before."""
+        if size >= self._held:
+            self.take(size - self._held)
+        else:
+            self._limits.let_go(self._account, self._held - size)
+            self._held = size
 
     def take_large(self, size: int) -> None:
         """The same for an answer. A small one does not count, and one that is larger than all may be together is sent

@@ -10,6 +10,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Hashable, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,7 +40,7 @@ from fumehood.protocol.events import StreamEvent, TextDelta
 from fumehood.protocol.folding import project
 from fumehood.protocol.responses import Response
 from fumehood.serving.exchange import Headers, Receive, Scope, Send
-from fumehood.serving.websocket import SHUTDOWN
+from fumehood.serving.websocket import SHUTDOWN, UNHELD
 
 # As OpenAI has them.
 _MOST_AT_ONCE = 16
@@ -216,15 +217,16 @@ class Sockets:
         exchange.status = 101
         identity = (b"x-request-id", exchange.request_id.encode())
         largest = self.responses.message_bytes(caller)
+        connection = _Connection(self, exchange, caller, largest)
         await exchange.send_raw(
             {
                 "type": "websocket.accept",
                 "headers": [VERSION, identity],
                 "message_bytes": largest,
                 "slowest": exchange.slowest,
+                "hold": connection.hold_coming,
             }
         )
-        connection = _Connection(self, exchange, caller, largest)
         self._metrics.sockets += 1
         try:
             await connection.to_the_end()
@@ -331,18 +333,25 @@ class _Connection:
         }
         self._lanes: dict[str | None, _Lane] = {None: _Lane(None)}
         self._places = asyncio.Semaphore(_MOST_AT_ONCE)
+        self._coming = sockets.responses.room(caller)  # of the message that has begun
         self._waiting = 0
         self._waiting_bytes = 0
         self._left = False
         self._closing: asyncio.Task[None] | None = None
+
+    def hold_coming(self, size: int) -> None:
+        """So much has come of a message that is not whole; raises as `Room.take`."""
+        if not self._left:
+            self._coming.hold(size)
 
     async def to_the_end(self) -> None:
         try:
             while (received := await self._receive())["type"] != "websocket.disconnect":
                 if received["type"] == SHUTDOWN:
                     self._closing = self._closing or asyncio.ensure_future(self._close())
-                else:
-                    await self._take(received)
+                    continue
+                with self._coming.hand_over() as room:
+                    await self._take(received, room)
         finally:
             await self._leave()
 
@@ -358,6 +367,7 @@ class _Connection:
     async def _leave(self) -> None:
         """Nobody is there any more: what runs is cancelled, what waits and what is held is forgotten."""
         self._left = True
+        self._coming.give_back()
         if self._closing is not None:
             self._closing.cancel()
             await asyncio.gather(self._closing, return_exceptions=True)
@@ -371,19 +381,26 @@ class _Connection:
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
-    async def _take(self, received: MutableMapping[str, Any]) -> None:
-        """Put a request into its lane; what is none, or cannot wait, is answered at once."""
+    async def _take(self, received: MutableMapping[str, Any], room: Room) -> None:
+        """Put a request into its lane; what is none, or cannot wait, is answered at once.
+
+        room: holds what was held of it while it came.
+        """
         wire = self._lanes[None].wire
         try:
+            if received["type"] == UNHELD:
+                raise received["error"]
             text: str | None = received.get("text")
             if text is None:
                 raise InvalidRequest("A binary message is not understood; send text.", code="invalid_message")
             body = text.encode()
+            with suppress(ApiError):  # it is refused when its lane is known
+                room.hold(len(body))
             envelope = await aside(len(body), decode, _envelopes, body)
             if envelope.type == "response.create":
                 lane = self._lane(envelope.stream_id)
                 wire = lane.wire
-                self._enqueue(lane, envelope, body)
+                self._enqueue(lane, envelope, body, room)
             elif envelope.type == "response.steer":
                 steer = await aside(len(body), decode, _steers, body)
                 await self._write(text_message(_SteerFailed(steer)))
@@ -416,14 +433,13 @@ class _Connection:
         lane = self._lanes[name] = _Lane(name)
         return lane
 
-    def _enqueue(self, lane: _Lane, envelope: _Envelope, body: bytes) -> None:
+    def _enqueue(self, lane: _Lane, envelope: _Envelope, body: bytes, room: Room) -> None:
         if self._waiting >= _MOST_WAITING or self._waiting_bytes + len(body) > self._most_waiting:
             raise RateLimited("Too many requests wait on this connection; read their answers first.")
-        room = self._sockets.responses.room(self._caller)
-        room.take(len(body))
+        room.hold(len(body))
         self._waiting += 1
         self._waiting_bytes += len(body)
-        lane.waiting.append(_Waiting(envelope, body, room))
+        lane.waiting.append(_Waiting(envelope, body, room.hand_over()))
         if lane.task is None:
             lane.task = asyncio.ensure_future(self._work(lane))
 

@@ -104,6 +104,7 @@ class _Connection(asyncio.Protocol):
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
+        self._barren = 0  # bytes that have come since the last of the body
         self._in_body = False
         self._by_end = False  # the body ends with the connection
         self.complete = False
@@ -125,7 +126,7 @@ class _Connection(asyncio.Protocol):
             raise Broken
         self._parser = httptools.HttpResponseParser(self)
         self._parts, self._size = [], 0
-        self._head_bytes, self._in_body, self._by_end = 0, False, False
+        self._head_bytes, self._barren, self._in_body, self._by_end = 0, 0, False, False
         self.headers = {}
         self.complete = self._keeps_alive = False
         self._silence = silence
@@ -233,12 +234,15 @@ class _Connection(asyncio.Protocol):
         self._heard = self._loop.time()
         if not self._in_body:
             self._head_bytes += len(data)
+        size = self._size
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._fail(NotHttp())
             return
-        if not self._in_body and self._head_bytes > _LONGEST_HEAD:
+        # Between two pieces of a body, or after the last, can be as much of what is none as somebody likes to say.
+        self._barren = self._barren + len(data) if self._in_body and self._size == size else 0
+        if (self._head_bytes if not self._in_body else self._barren) > _LONGEST_HEAD:
             self._fail(NotHttp())
             return
         if self._parts and self._trouble is None and self._goes_on_listening():
@@ -273,7 +277,8 @@ class _Connection(asyncio.Protocol):
             self._keeps_alive = False  # an answer that nobody asked for
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers[name.lower()] = value
+        if not self._in_body:  # nobody looks at what comes after a body
+            self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         parser = self._parser

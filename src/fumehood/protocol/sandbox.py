@@ -212,11 +212,35 @@ type ArchiveFormat = Literal["zip", "tar", "tar.gz", "tar.zst"]
 
 
 class Unpacked(msgspec.Struct, frozen=True, kw_only=True):
-    """What an archive left behind; `skipped` tells the members that are neither files nor directories."""
+    """What an archive left behind; `skipped` tells the members that are neither files nor directories.
+
+    modified_ns: when the last of its files was written: one that is newer was changed since.
+    """
 
     files: int
     bytes: int
     skipped: int = 0
+    modified_ns: int = 0
+
+
+class Written(msgspec.Struct, frozen=True, kw_only=True):
+    """What was put in place of many files.
+
+    modified_ns: as in `Unpacked`.
+    refused: how many could not be; reasons: why, of the first of them, by name.
+    """
+
+    files: int
+    bytes: int
+    modified_ns: int = 0
+    refused: int = 0
+    reasons: list[str] = []
+
+
+class ReadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /sandboxes/{id}/read`: the content of many files, in this order."""
+
+    paths: list[str]
 
 
 class OneShotRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

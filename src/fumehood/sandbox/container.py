@@ -63,8 +63,8 @@ class ContainerSettings:
     uploads_at_once: how many files may be on their way into containers of one tenant; further ones wait.
     retained_bytes: how much of such files is kept for one tenant; the oldest go first.
     sandboxes_outlive: whether those of an earlier process may still be there; else containers that had one expire.
-    alone: whether no other process makes sandboxes for the containers of the same store, so that what is found at the
-        start, and no record knows, is nobody's.
+    alone: whether no other process uses the containers of the same store, so that what is found at the start, and no
+        record knows, is nobody's, and what is idle here is idle.
     sweep_seconds: how often somebody looks for containers that nobody uses any more.
     orphan_seconds: how long a sandbox that belongs to no container may have been idle.
     """

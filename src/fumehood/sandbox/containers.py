@@ -29,8 +29,9 @@ from fumehood.sandbox.admission import approved, name_for, path_of
 from fumehood.sandbox.container import ContainerSettings, House, Living, SandboxContainer, attached
 from fumehood.sandbox.domain_secrets import DomainSecrets
 from fumehood.sandbox.endings import ACTIVE_SECONDS, Endings
-from fumehood.sandbox.given_files import Given, GivenFiles
+from fumehood.sandbox.given_files import GivenFiles
 from fumehood.sandbox.kept_files import KeptFiles
+from fumehood.sandbox.transfers import Given
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,8 @@ class SandboxContainers:
         try:
             if heir_of is not None and not record.incarnation:
                 await self._inherit(caller, record, heir_of)
-            await self._used(record)
+            if (await self._used(record)).over:
+                raise ContainerExpired("Container is expired.")  # at this very moment
         except BaseException:
             container.leave()
             raise
@@ -190,7 +192,10 @@ class SandboxContainers:
         """What is over ends now, or as soon as nobody is in it any more."""
         if record.status != "running" or not self._endings.is_over(record):
             return record
-        await self._endings.expire(record)
+        if not await self._endings.expire(record):
+            latest = await self._house.store.container(record.id)
+            if latest is not None and not self._endings.is_over(latest):
+                return latest  # another process was faster, and uses it
         return msgspec.structs.replace(record, status="expired")
 
     def _shown(self, record: ContainerRecord) -> ContainerRecord:

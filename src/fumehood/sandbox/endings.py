@@ -55,7 +55,7 @@ class Endings:
 
     async def expire(self, record: ContainerRecord, because: Ending | None = None) -> bool:
         """The files of users stay, for whoever continues the conversation. `because`: if its time is not over. False
-        if it ends as soon as nobody is in it any more.
+        if somebody is in it, or another process has used it since the record was read.
         """
         if record.status != "running":
             return True
@@ -64,7 +64,8 @@ class Endings:
             return False
         kept = [file for file in files if file.source == "user" and file.blob]
         retained = sum(file.bytes for file in kept) if self._house.settings.retention_hours else 0
-        await self._end(record, "expired", because or self._time_over(record), retained)
+        if not await self._end(record, "expired", because or self._time_over(record), retained):
+            return False
         await self._trim(record.tenant)
         return True
 
@@ -89,17 +90,20 @@ class Endings:
 
     def _is_idle(self, record: ContainerRecord) -> bool:
         living = self._living.get(record.id)
-        if living is not None:
-            return not living.in_use
-        # Another process may know a later use of it, and writes that down now and then.
-        return record.last_active_at < self._house.clock.now() - 2 * ACTIVE_SECONDS
+        if living is not None and living.in_use:
+            return False
+        # Another process may be in it, whoever was there last, and writes that down now and then.
+        quiet = 0 if self._house.settings.alone else 2 * ACTIVE_SECONDS
+        return self.active_at(record) <= self._house.clock.now() - quiet
 
     async def delete(self, record: ContainerRecord) -> None:
         await self._end(record, "deleted", "deleted", 0)
 
     async def _end(
-        self, record: ContainerRecord, status: ContainerStatus, because: Ending, retained: int
-    ) -> None:
+        self, found: ContainerRecord, status: ContainerStatus, because: Ending, retained: int
+    ) -> bool:
+        """False if somebody else was faster: with an end, or with a use of what should have expired."""
+        record, seen = found, found if status == "expired" else None
         active_at, living = self.active_at(record), self._living.pop(record.id, None)
         if living is not None:
             living.over = True
@@ -120,8 +124,8 @@ class Endings:
         )
         files = await self._house.store.files(record.id)
         gone = [file for file in files if not retained or file.source == "assistant" or not file.blob]
-        if not await self._house.store.change_container(ended, [file.id for file in gone]):
-            return  # somebody else was faster
+        if not await self._house.store.change_container(ended, [file.id for file in gone], seen=seen):
+            return False
         if record.status == "running":
             figures = self._house.figures
             figures.ended[because] += 1
@@ -129,6 +133,7 @@ class Endings:
         for ref in (*self._sandboxes_of(record), *(living.passing if living else ())):
             await release(self._house.provider, ref)
         await self._house.files.drop(gone)
+        return True
 
     def _sandboxes_of(self, record: ContainerRecord) -> list[SandboxRef]:
         """The one that it has, or the one that a process which died may have made for it and not written down."""
@@ -162,12 +167,13 @@ class Endings:
         store, clock = self._house.store, self._house.clock
         running = await store.containers(running=True)
         self._house.figures.live = len(running)
-        for record in running:
+        for record in running:  # all of them before any ends: that may take longer than others wait
             living = self._living.get(record.id)
             if living is not None and self._is_in_use(record):
                 living.change(last_active_at=clock.now())
                 await living.write(store)
-            elif self.is_over(record):
+        for record in running:
+            if self.is_over(record) and not self._is_in_use(record):
                 await self.expire(record)
         await self._bury()
         self._may_have_orphans |= any(record.incarnation for record in running)

@@ -4,19 +4,21 @@ A file is kept first, then put into the sandbox if one lives, then recorded: wha
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
     Awaitable,
     Callable,
     Collection,
+    Iterable,
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, aclosing, suppress
 from weakref import WeakValueDictionary
 
+from fumehood.aside import ITEM, aside
 from fumehood.interfaces import Blobs, Kept, Sandbox
 from fumehood.protocol.containers import ContainerFileRecord
 from fumehood.protocol.errors import (
@@ -27,8 +29,9 @@ from fumehood.protocol.errors import (
     Unavailable,
 )
 from fumehood.protocol.names import clean_name, names_like
-from fumehood.protocol.sandbox import ArchiveFormat
+from fumehood.protocol.sandbox import ArchiveFormat, FileEntry
 from fumehood.protocol.sandbox_errors import (
+    FileRefused,
     RequestRefused,
     SandboxError,
     SandboxGone,
@@ -38,17 +41,10 @@ from fumehood.protocol.sandbox_errors import (
 )
 from fumehood.sandbox.container import House, Living, attached, fresh_sandbox
 from fumehood.sandbox.kept_files import NOT_IN_A_SANDBOX, file_id, kept_bytes
+from fumehood.sandbox.transfers import Admit, Given, Taken, Transfers
 
 # Puts files into a sandbox; when each of them was written, as the sandbox tells it.
 type Writing = Callable[[Sandbox], Awaitable[Mapping[str, int]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """A file that is kept, and where it is to be."""
-
-    path: str
-    kept: Kept
 
 
 class GivenFiles:
@@ -57,6 +53,7 @@ class GivenFiles:
     def __init__(self, house: House, blobs: Blobs) -> None:
         self._house = house
         self._blobs = blobs
+        self._transfers = Transfers(blobs)
         self._limits = house.settings.files
         self._turns = WeakValueDictionary[str, asyncio.Semaphore]()
 
@@ -124,33 +121,47 @@ class GivenFiles:
             async with fresh_sandbox(self._house, living) as sandbox:
                 unpacked = await sandbox.unpack(self._blobs.read(archive.name), kind=kind, into=into)
                 listing = await sandbox.list()
-                paths = [file.path for file in listing.files]
-                room = await self._room(living, paths)
+                room = await self._room(living, {file.path for file in listing.files})
                 if listing.truncated or unpacked.files > self._limits.files or unpacked.bytes > room:
                     raise self._too_large()
-                kept = [
-                    await keeping.enter_async_context(
-                        self._blobs.keep(self._bounded(sandbox.read(path), room))
-                    )
-                    for path in paths
-                ]
+                taking = self._transfers.take(sandbox, listing.files, self._within(room), keeping)
+                async with aclosing(taking) as batches:
+                    given = [_kept(one) async for batch in batches for one in batch]
+                return sorted(given, key=lambda one: one.path)
         except SandboxError as error:
             raise self._refusal(error) from error
-        return [Given(path, one) for path, one in zip(paths, kept, strict=True)]
+
+    def _within(self, room: int) -> Admit:
+        sizes = Counter[str]()
+
+        def admit(file: FileEntry, size: int) -> None:
+            nonlocal room
+            room -= size - sizes[file.path]
+            sizes[file.path] = size
+            if room < 0:
+                raise self._too_large()
+
+        return admit
 
     # ---- into the sandbox -----------------------------------------------------------------------------------------
 
     async def _write(self, sandbox: Sandbox, given: Sequence[Given]) -> dict[str, int]:
-        return {
-            one.path: (await sandbox.write(one.path, self._blobs.read(one.kept.name))).modified_ns
-            for one in given
-        }
+        """All of them, or it raises, and takes back what is there."""
+        handed = await self._transfers.give(sandbox, given)
+        if not (handed.refused or handed.gone):
+            return handed.modified_ns
+        for path in handed.modified_ns:
+            with suppress(SandboxError):
+                await sandbox.delete(path)
+        raise handed.errors[0] if handed.errors else FileRefused("What is kept of it is gone.")
 
     async def _unpack(
         self, sandbox: Sandbox, archive: Kept, kind: ArchiveFormat, into: str
     ) -> dict[str, int]:
-        await sandbox.unpack(self._blobs.read(archive.name), kind=kind, into=into)
-        return {file.path: file.modified_ns for file in (await sandbox.list()).files}
+        unpacked = await sandbox.unpack(self._blobs.read(archive.name), kind=kind, into=into)
+        # What is newer, code has changed already: then it must not look as if it were the user's.
+        newest = unpacked.modified_ns
+        return {file.path: min(file.modified_ns, newest) for file in (await sandbox.list()).files}
 
     async def delete(self, living: Living, wanted: str) -> bool:
         """False if there is none."""
@@ -179,23 +190,13 @@ class GivenFiles:
         if not given:
             return []
         container_id = living.record.id
-        known = {record.path: record for record in await self._house.store.files(container_id)}
-        self._check_room(known, given)
+        there = await self._house.store.files(container_id)
+        known = {record.path: record for record in there}
+        size = ITEM * (len(there) + len(given)) // 4
+        await aside(size, self._check_room, known, given)
         modified = await self._written(living, write)
         now = self._house.clock.now()
-        records = [
-            ContainerFileRecord(
-                id=file_id(container_id, one.path),
-                container_id=container_id,
-                path=one.path,
-                bytes=one.kept.bytes,
-                created_at=known[one.path].created_at if one.path in known else now,
-                modified_ns=modified.get(one.path, NOT_IN_A_SANDBOX),
-                source="user",
-                blob=one.kept.name,
-            )
-            for one in given
-        ]
+        records = await aside(size, _records, container_id, given, known, modified, now)
         if not await self._house.store.put_files(records):
             raise NotFound(f"Container with id '{container_id}' not found.")
         await self._house.files.drop([known[one.path] for one in given if one.path in known])
@@ -257,6 +258,36 @@ class GivenFiles:
         if isinstance(error, TryLater):
             return Unavailable("No sandbox is free at the moment; try again later.", retry_after=1.0)
         return Unavailable("The container's sandbox cannot be reached; try again later.")
+
+
+def _records(
+    container_id: str,
+    given: Iterable[Given],
+    known: Mapping[str, ContainerFileRecord],
+    modified: Mapping[str, int],
+    now: float,
+) -> list[ContainerFileRecord]:
+    return [
+        ContainerFileRecord(
+            id=file_id(container_id, one.path),
+            container_id=container_id,
+            path=one.path,
+            bytes=one.kept.bytes,
+            created_at=known[one.path].created_at if one.path in known else now,
+            modified_ns=modified.get(one.path, NOT_IN_A_SANDBOX),
+            source="user",
+            blob=one.kept.name,
+        )
+        for one in given
+    ]
+
+
+def _kept(taken: Taken) -> Given:
+    """Raises what was in the way."""
+    file, kept = taken
+    if isinstance(kept, Kept):
+        return Given(file.path, kept)
+    raise kept
 
 
 def _settled(

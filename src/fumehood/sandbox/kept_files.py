@@ -1,4 +1,4 @@
-"""The files of containers: what changed, what is kept of it, how it comes back; imports `interfaces`, `protocol`.
+"""The files of containers: what changed, what is kept of it, how it comes back; imports `interfaces`, siblings.
 
 Names and sizes are told by a sandbox and trusted by nobody: names are checked, bytes are counted on their way.
 """
@@ -6,33 +6,26 @@ Names and sizes are told by a sandbox and trusted by nobody: names are checked, 
 import asyncio
 import hashlib
 import logging
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
 import msgspec
 
-from fumehood.interfaces import Blobs, Clock, Sandbox, Store
+from fumehood.aside import ITEM, aside
+from fumehood.interfaces import Blobs, Clock, Kept, Sandbox, Store
 from fumehood.protocol.containers import ContainerFileRecord
 from fumehood.protocol.errors import Unavailable
 from fumehood.protocol.names import clean_name, free_name, in_words
 from fumehood.protocol.sandbox import FileEntry, FileListing
 from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, SandboxGone, TooLarge
+from fumehood.sandbox.transfers import Given, Taken, Transfers
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_PATH = 4096
-_IN_ONE_PIECE = 1 << 20  # a request with these bytes can be repeated
 _NAMED = 5
 NOT_IN_A_SANDBOX = 0  # in place of the time when it was written there
-_AT_ONCE = 8  # files on their way; each waits for a disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +39,7 @@ class FileLimits:
 
     file_bytes: int = 64 << 20
     container_bytes: int = 2 << 30
-    files: int = 1000
+    files: int = 10_000
     seconds: float = 60.0
 
 
@@ -74,14 +67,14 @@ class Restored:
 
     mark: str
     placed: dict[str, Placed]
-    gone: list[str]
-    refused: list[str]
+    gone: Collection[str]
+    refused: Collection[str]
 
     def notes(self) -> list[str]:
-        notes = [f"Not to be had any more: {_named(self.gone)}."] if self.gone else []
+        notes = [f"Not to be had any more: {_named(sorted(self.gone))}."] if self.gone else []
         return [
             *notes,
-            *([f"Not to be had in this sandbox: {_named(self.refused)}."] if self.refused else []),
+            *([f"Not to be had in this sandbox: {_named(sorted(self.refused))}."] if self.refused else []),
         ]
 
 
@@ -107,6 +100,7 @@ class KeptFiles:
     def __init__(self, store: Store, blobs: Blobs, clock: Clock, limits: FileLimits) -> None:
         self._store = store
         self._blobs = blobs
+        self._transfers = Transfers(blobs)
         self._clock = clock
         self._limits = limits
 
@@ -123,79 +117,55 @@ class KeptFiles:
         listing = await sandbox.list(mark or None)
         if not (listing.complete or listing.files or listing.deleted):
             return Look(listing.mark)
-        known = {record.path: record for record in await self._store.files(container_id)}
-        before = _as_placed(known.values()) if began is None else began
-        gone = [known.pop(path) for path in _deleted(listing, before) if _same(known.get(path), before[path])]
-        fresh = [
-            file
-            for file in listing.files
-            if (file.path in known or is_produced(file.path)) and _differs(file, before)
-        ]
-        harvest = _Harvest(container_id, known, {file.path for file in fresh}, self._limits)
+        records = await self._store.files(container_id)
+        size = ITEM * (len(records) + len(listing.files)) // 4
+        seen = await aside(size, _seen, records, listing, began)
+        harvest = _Harvest(container_id, seen.known, {file.path for file in seen.fresh}, self._limits)
         async with AsyncExitStack() as arrivals:
-            await self._take_all(sandbox, fresh, harvest, arrivals)
-            changed = [record for file in fresh if (record := harvest.taken.get(file.path)) is not None]
-            recorded = await self._store.put_files(changed, [record.id for record in gone])
+            await self._take_all(sandbox, seen.fresh, harvest, arrivals)
+            changed = [record for file in seen.fresh if (record := harvest.taken.get(file.path)) is not None]
+            recorded = await self._store.put_files(changed, [record.id for record in seen.gone])
         if not recorded:  # there is no such container any more
             await self.drop(changed)
             return Look(mark)
-        replaced = [known[record.path] for record in changed if record.path in known]
-        await self.drop((*gone, *replaced))
+        replaced = [seen.known[record.path] for record in changed if record.path in seen.known]
+        await self.drop((*seen.gone, *replaced))
         return Look(mark if harvest.cut_short else listing.mark, changed, harvest.notes())
 
     async def _take_all(
         self, sandbox: Sandbox, files: Iterable[FileEntry], harvest: "_Harvest", arrivals: AsyncExitStack
     ) -> None:
-        waiting = iter(files)
-
-        async def take_some() -> None:
-            for file in waiting:
-                if harvest.has_place_for(file.path):
-                    await self._take(sandbox, file, harvest, arrivals)
-
+        now = self._clock.now()
+        admitted = [file for file in files if harvest.admits(file, now)]
         try:
-            async with asyncio.timeout(self._limits.seconds), asyncio.TaskGroup() as group:
-                for _ in range(_AT_ONCE):
-                    group.create_task(take_some())
-        except* (SandboxError, TimeoutError) as errors:
+            async with (
+                asyncio.timeout(self._limits.seconds),
+                aclosing(self._transfers.take(sandbox, admitted, harvest.grow, arrivals)) as batches,
+            ):
+                async for batch in batches:
+                    await aside(ITEM * len(batch) // 4, harvest.add_all, batch, now)
+        except (SandboxError, TimeoutError) as error:
             harvest.cut_short = True
-            reason = str(errors.exceptions[0]) or "out of time"
+            reason = str(error) or "out of time"
             logger.warning("Files of %s could not all be kept: %s", harvest.container_id, reason)
-
-    async def _take(
-        self, sandbox: Sandbox, file: FileEntry, harvest: "_Harvest", arrivals: AsyncExitStack
-    ) -> None:
-        counted = _Counted(sandbox.read(file.path), harvest, max(file.size, 0))
-        try:
-            counted.reserve()
-            kept = await arrivals.enter_async_context(self._blobs.keep(counted))
-        except (FileNotFound, FileRefused):  # not there any more, or not a file any more
-            counted.give_back()
-        except (TooLarge, Unavailable):  # too much for one file, for the container, or for the disk
-            counted.give_back()
-            harvest.unkept.append(file.path)
-            harvest.add(file, max(file.size, 0), "", self._clock.now())
-        else:
-            harvest.add(file, kept.bytes, kept.name, self._clock.now())
 
     # ---- into a sandbox -------------------------------------------------------------------------------------------
 
     async def restore(self, container_id: str, sandbox: Sandbox) -> Restored:
         """Put into a fresh sandbox what is kept of the container; raises SandboxError."""
-        placed: dict[str, Placed] = {}
-        gone: list[str] = []
-        refused: list[str] = []
-        for record in await self._store.files(container_id):
-            try:
-                if not record.blob:
-                    raise KeyError(record.path)
-                entry = await sandbox.write(record.path, await self._content(record))
-            except (KeyError, FileRefused, TooLarge) as error:
-                logger.warning("%s of %s cannot be put back: %s", record.id, container_id, error)
-                (gone if isinstance(error, KeyError) else refused).append(record.path)
-                continue
-            placed[record.path] = Placed(record.bytes, entry.modified_ns, record.blob)
-        return Restored((await sandbox.list()).mark if placed else "", placed, gone, refused)
+        records = await self._store.files(container_id)
+        kept = [Given(record.path, Kept(record.blob, record.bytes)) for record in records if record.blob]
+        handed = await self._transfers.give(sandbox, kept)
+        for error in handed.errors:
+            logger.warning("A file of %s cannot be put back: %s", container_id, error)
+        placed = {
+            record.path: Placed(record.bytes, modified_ns, record.blob)
+            for record in records
+            if (modified_ns := handed.modified_ns.get(record.path)) is not None
+        }
+        mark = handed.mark or (await sandbox.list()).mark if placed else ""
+        gone = handed.gone.union(record.path for record in records if not record.blob)
+        return Restored(mark, placed, gone, handed.refused)
 
     async def settle(self, container_id: str, restored: Restored) -> None:
         """Let the records say what the container's one sandbox has now."""
@@ -211,14 +181,6 @@ class KeptFiles:
                 moved.append(msgspec.structs.replace(record, modified_ns=NOT_IN_A_SANDBOX))
         if moved or lost:
             await self._store.put_files(moved, [record.id for record in lost])
-
-    async def _content(self, record: ContainerFileRecord) -> bytes | AsyncGenerator[bytes]:
-        """Raises KeyError if it is not there, before anybody waits for the rest."""
-        pieces = self._blobs.read(record.blob)
-        if record.bytes <= _IN_ONE_PIECE:
-            async with aclosing(pieces):
-                return b"".join([piece async for piece in pieces])
-        return _chained(await anext(pieces, b""), pieces)
 
     # ---- besides --------------------------------------------------------------------------------------------------
 
@@ -301,20 +263,50 @@ class _Harvest:
     cut_short: bool = False
     room: int = field(init=False)
     places: int = field(init=False)
+    reserved: dict[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
         staying = [record for path, record in self.known.items() if path not in self.changing]
         self.room = self.limits.container_bytes - kept_bytes(staying)
         self.places = self.limits.files - len(self.known)
 
-    def has_place_for(self, path: str) -> bool:
-        if path in self.known:
-            return True
-        self.places -= 1
-        self.left_out += self.places < 0
-        return self.places >= 0
+    def admits(self, file: FileEntry, now: float) -> bool:
+        """Whether it is to be kept; those that come later have to do with the room that is left then."""
+        if file.path not in self.known:
+            self.places -= 1
+            if self.places < 0:
+                self.left_out += 1
+                return False
+        try:
+            self.grow(file, max(file.size, 0))
+        except TooLarge:
+            self._add_unkept(file, now)
+            return False
+        return True
 
-    def add(self, file: FileEntry, size: int, blob: str, now: float) -> None:
+    def grow(self, file: FileEntry, size: int) -> None:
+        """It has so many bytes, and not those that it was said to have; raises TooLarge."""
+        more = size - self.reserved.get(file.path, 0)
+        if size > self.limits.file_bytes or more > self.room:
+            raise TooLarge("There is no room for this file.")
+        self.room -= more
+        self.reserved[file.path] = size
+
+    def add_all(self, batch: Iterable[Taken], now: float) -> None:
+        for file, kept in batch:
+            if isinstance(kept, Kept):
+                self._add(file, kept.bytes, kept.name, now)
+                continue
+            self.room += self.reserved.pop(file.path, 0)
+            if isinstance(kept, TooLarge | Unavailable):  # for the container, or for the disk
+                self._add_unkept(file, now)
+            # Else it is not there any more, or not a file any more.
+
+    def _add_unkept(self, file: FileEntry, now: float) -> None:
+        self.unkept.append(file.path)
+        self._add(file, max(file.size, 0), "", now)
+
+    def _add(self, file: FileEntry, size: int, blob: str, now: float) -> None:
         old = self.known.get(file.path)
         self.taken[file.path] = ContainerFileRecord(
             id=file_id(self.container_id, file.path),
@@ -339,45 +331,27 @@ class _Harvest:
         return notes
 
 
-class _Counted:
-    """Bytes on their way, which take their room as they come: TooLarge where there is none."""
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a listing tells: the records of what is still there, by path; those of what is gone; what is to be kept."""
 
-    def __init__(self, pieces: AsyncGenerator[bytes], harvest: _Harvest, announced: int) -> None:
-        self.bytes = 0
-        self._pieces = pieces
-        self._harvest = harvest
-        self._announced = announced
-        self._reserved = 0
-
-    def reserve(self) -> None:
-        """What is announced; those who come later have to do with the rest."""
-        self._grow(self._announced)
-
-    def give_back(self) -> None:
-        self._harvest.room += self._reserved
-        self._reserved = 0
-
-    def _grow(self, size: int) -> None:
-        if size > self._harvest.limits.file_bytes or size - self._reserved > self._harvest.room:
-            raise TooLarge("There is no room for this file.")
-        self._harvest.room -= size - self._reserved
-        self._reserved = size
-
-    async def __aiter__(self) -> AsyncGenerator[bytes]:
-        async with aclosing(self._pieces) as pieces:
-            async for piece in pieces:
-                self.bytes += len(piece)
-                if self.bytes > self._reserved:
-                    self._grow(self.bytes)
-                yield piece
-        self._grow(self.bytes)  # less than was announced, perhaps
+    known: dict[str, ContainerFileRecord]
+    gone: list[ContainerFileRecord]
+    fresh: list[FileEntry]
 
 
-async def _chained(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    async with aclosing(rest):
-        yield first
-        async for piece in rest:
-            yield piece
+def _seen(
+    records: Iterable[ContainerFileRecord], listing: FileListing, began: Mapping[str, Placed] | None
+) -> _Seen:
+    known = {record.path: record for record in records}
+    before = _as_placed(known.values()) if began is None else began
+    gone = [known.pop(path) for path in _deleted(listing, before) if _same(known.get(path), before[path])]
+    fresh = [
+        file
+        for file in listing.files
+        if _differs(file, before) and (file.path in known or is_produced(file.path))
+    ]
+    return _Seen(known, gone, fresh)
 
 
 async def _part(pieces: AsyncGenerator[bytes], start: int, end: int | None) -> AsyncGenerator[bytes]:

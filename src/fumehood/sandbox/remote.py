@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from typing import Self
 
@@ -19,10 +19,13 @@ from fumehood.protocol.sandbox import (
     FileListing,
     Health,
     Name,
+    ReadRequest,
     SandboxInfo,
     SandboxSpec,
     Unpacked,
+    Written,
 )
+from fumehood.protocol.sandbox_bundles import Answers, Content, NotABundle, WholeFile, bundled
 from fumehood.protocol.sandbox_errors import (
     ExecutionNotFound,
     FileNotFound,
@@ -180,12 +183,26 @@ class RemoteSandbox:
 
     async def read(self, path: str) -> AsyncGenerator[bytes]:
         async with self._connection.open("GET", self._file(path)) as response:
-            while True:
-                with self._connection.translating():
-                    piece = await response.content.readany()
-                if not piece:
-                    return
+            while piece := await self._piece(response):
                 yield piece
+
+    async def read_all(self, paths: Sequence[str]) -> AsyncGenerator[Sequence[Content]]:
+        answers = Answers(paths)
+        body = _encoded(ReadRequest(paths=[path if _is_text(path) else "" for path in paths]))
+        try:
+            async with self._connection.open("POST", self._path("read"), body=body) as response:
+                while piece := await self._piece(response):
+                    yield answers.feed(piece)
+            answers.end()
+        except NotABundle as error:
+            raise self._connection.broken(str(error)) from error
+
+    async def _piece(self, response: aiohttp.ClientResponse) -> bytes:
+        with self._connection.translating():
+            return await response.content.readany()
+
+    async def write_all(self, files: AsyncIterable[Sequence[WholeFile]]) -> Written:
+        return await self._connection.ask("POST", self._path("write"), Written, body=bundled(files))
 
     async def write(self, path: str, content: bytes | AsyncIterable[bytes]) -> FileEntry:
         return await self._connection.ask("PUT", self._file(path), FileEntry, body=content)
@@ -318,8 +335,14 @@ def _encoded(value: msgspec.Struct) -> bytes:
 
 
 def _text(path: str) -> str:
+    if not _is_text(path):
+        raise FileRefused("A path is valid text.", param="path")
+    return path
+
+
+def _is_text(path: str) -> bool:
     try:
         path.encode()
-    except UnicodeEncodeError as error:
-        raise FileRefused("A path is valid text.", param="path") from error
-    return path
+    except UnicodeEncodeError:
+        return False
+    return True

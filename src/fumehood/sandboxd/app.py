@@ -13,7 +13,14 @@ from typing import override
 import msgspec
 from starlette.routing import Match, Route, Router
 
-from fumehood.protocol.sandbox import ArchiveFormat, End, ExecuteRequest, OneShotRequest, SandboxSpec
+from fumehood.protocol.sandbox import (
+    ArchiveFormat,
+    End,
+    ExecuteRequest,
+    OneShotRequest,
+    ReadRequest,
+    SandboxSpec,
+)
 from fumehood.protocol.sandbox_errors import (
     NotAllowed,
     NotThere,
@@ -38,6 +45,7 @@ _KINDS: dict[str, ArchiveFormat] = {kind: kind for kind in ARCHIVES}
 _encode_lines = msgspec.json.Encoder().encode_lines
 _decode_spec = msgspec.json.Decoder(SandboxSpec)
 _decode_execute = msgspec.json.Decoder(ExecuteRequest)
+_decode_read = msgspec.json.Decoder(ReadRequest)
 _decode_one_shot = msgspec.json.Decoder(OneShotRequest)
 
 
@@ -230,6 +238,23 @@ class App:
         served = self._sandbox(exchange)
         chunks = exchange.chunks(self._service.settings.file_bytes)
         await exchange.answer_json(await served.write(exchange.parameters["path"], chunks))
+
+    async def read_files(self, exchange: Exchange) -> None:
+        served = self._sandbox(exchange)
+        settings = self._service.settings
+        request = await exchange.read_json(_decode_read, settings.request_bytes, settings.request_seconds)
+        async with contextlib.aclosing(served.give(request.paths)) as pieces:
+            first = await anext(pieces, b"")  # until then it can be refused
+            await exchange.begin_bytes()
+            await exchange.send(first)
+            async for piece in pieces:
+                await exchange.send(piece)
+        await exchange.send(b"", more=False)
+
+    async def write_files(self, exchange: Exchange) -> None:
+        served = self._sandbox(exchange)
+        chunks = exchange.chunks(self._service.settings.file_bytes)
+        await exchange.answer_json(await served.receive(chunks))
 
     async def delete_file(self, exchange: Exchange) -> None:
         await self._sandbox(exchange).delete(exchange.parameters["path"])

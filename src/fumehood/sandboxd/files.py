@@ -10,17 +10,18 @@ import errno
 import json
 import os
 import secrets
+import socket
 import stat
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import msgspec
 
-from fumehood.protocol.sandbox import ArchiveFormat, FileEntry, FileListing, Unpacked
+from fumehood.protocol.sandbox import ArchiveFormat, FileEntry, FileListing, Unpacked, Written
 from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge
 from fumehood.sandboxd.helpers import Helper, Helpers
-from fumehood.sandboxd.inside import files, staging
+from fumehood.sandboxd.inside import bundles, files, staging
 from fumehood.sandboxd.marks import Marks
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.uploads import SourceFailed, Upload
@@ -109,7 +110,7 @@ class SandboxFiles:
     """Every method raises SandboxGone once the sandbox has ended, and ends in bounded time."""
 
     def __init__(self, access: Access) -> None:
-        self._access = access
+        self.access = access
         self._settings = access.settings
         self._marks = Marks()
         self._tasks = asyncio.Semaphore(_AT_ONCE)
@@ -135,19 +136,19 @@ class SandboxFiles:
         )
 
     async def _walk(self) -> _Walked:
-        if not self._access.directly:
+        if not self.access.directly:
             answer, opened = await self._help({"do": "walk"})
             return await asyncio.to_thread(_read_listing, opened.pop()), bool(answer["cut"])
         async with self._tasks:
             # A descriptor of its own: should the sandbox end meanwhile, its number may become a neighbour's.
-            data = os.dup(self._access.data())
+            data = os.dup(self.access.data())
             return await _in_time(asyncio.to_thread(_walk_and_close, data))
 
     async def open(self, path: str) -> OpenFile:
         """One regular file; raises FileNotFound, FileRefused, and TooLarge for more than `file_bytes`."""
         try:
-            if self._access.directly:
-                fd = files.open_regular(self._access.data(), path)
+            if self.access.directly:
+                fd = files.open_regular(self.access.data(), path)
             else:
                 _, opened = await self._help({"do": "open", "path": path})
                 fd = opened.pop()
@@ -168,6 +169,55 @@ class SandboxFiles:
             if file.size > limit:
                 raise _too_large(path, limit)
             return await file.read()
+
+    async def give(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
+        """The content of many small files as one stream, see `sandbox_bundles`; none is opened before its turn."""
+        pieces = self._read_here(paths) if self.access.directly else self._read_there(paths)
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+
+    async def _read_here(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
+        loop = asyncio.get_running_loop()
+        data = os.dup(self.access.data())
+        answers = bundles.answers(data, paths)
+        reading: asyncio.Future[bytes] = loop.create_future()
+        reading.set_result(b"")
+        try:
+            while True:
+                reading = loop.run_in_executor(None, next, answers, b"")
+                if not (piece := await asyncio.shield(reading)):
+                    return
+                yield piece
+        finally:
+            # As in `OpenFile`: a thread may still read, though nobody waits for it.
+            reading.add_done_callback(lambda _: os.close(data))
+
+    async def _read_there(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
+        if not paths:
+            return
+        loop = asyncio.get_running_loop()
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        mine.setblocking(False)
+        async with self._transfers:
+            try:
+                with mine, theirs:
+                    task = {"do": "give"}
+                    at_work = self.access.helpers.at_work(self.access.data(), task, [theirs.fileno()])
+                    async with at_work as helper:
+                        theirs.close()
+                        with mine:  # what the helper would still send ends with this
+                            await _in_time(loop.sock_sendall(mine, json.dumps(paths).encode()))
+                            mine.shutdown(socket.SHUT_WR)
+                            while piece := await _in_time(loop.sock_recv(mine, _PIECE)):
+                                yield piece
+                        answer, _ = await _in_time(helper.hear())
+            except EOFError:
+                self.access.data()
+                raise FileRefused(f"the sandbox's files: {_HELPER_ENDED}") from None
+            except OSError as error:
+                raise refusal("the sandbox's files", error) from error
+        _checked_answer(answer, "the sandbox's files")
 
     # ---- in ---------------------------------------------------------------------------------------------------
 
@@ -195,15 +245,20 @@ class SandboxFiles:
         """
         if into:
             _check_path(into, "into")
-        task = {
-            "do": "unpack",
-            "kind": kind,
-            "into": into,
-            "members": self._settings.unpacked_members,
-            "bytes": self._settings.unpacked_bytes,
-        }
+        task = {"do": "unpack", "kind": kind, "into": into, **self._bounds()}
         answer = await self._transfer(task, "the archive", content, limit)
         return _shaped(answer, Unpacked)
+
+    async def receive(self, content: AsyncIterable[bytes]) -> Written:
+        """Put many files in place that come as one stream, see `sandbox_bundles`.
+
+        Raises FileRefused and TooLarge, with bounds as those of archives, and then nothing is in place.
+        """
+        answer = await self._transfer({"do": "receive", **self._bounds()}, "the files", content, None)
+        return _shaped(answer, Written)
+
+    def _bounds(self) -> dict[str, int]:
+        return {"members": self._settings.unpacked_members, "bytes": self._settings.unpacked_bytes}
 
     async def delete(self, path: str) -> None:
         """Remove one file; raises FileNotFound, FileRefused."""
@@ -213,7 +268,7 @@ class SandboxFiles:
         self, task: dict[str, Any], subject: str, content: bytes | AsyncIterable[bytes], limit: int | None
     ) -> dict[str, Any]:
         _check(task)
-        self._access.data()
+        self.access.data()
         most = self._settings.file_bytes if limit is None else min(limit, self._settings.file_bytes)
         if isinstance(content, bytes) and len(content) > most:
             raise _too_large(subject, most)
@@ -221,17 +276,17 @@ class SandboxFiles:
         helper: Helper | None = None
         async with self._transfers:
             try:
-                upload = Upload(printable(subject), content, most, self._access.room, self._settings)
+                upload = Upload(printable(subject), content, most, self.access.room, self._settings)
                 with contextlib.closing(upload):
-                    at_work = self._access.helpers.at_work(
-                        self._access.data(), {**task, "token": token}, [upload.theirs.fileno()]
+                    at_work = self.access.helpers.at_work(
+                        self.access.data(), {**task, "token": token}, [upload.theirs.fileno()]
                     )
                     async with at_work as helper:
                         answer = await upload.run(helper)
             except SourceFailed as failed:
                 raise failed.error from None
             except EOFError:
-                self._access.data()
+                self.access.data()
                 raise FileRefused(f"{printable(subject)}: {_HELPER_ENDED}") from None
             except OSError as error:
                 raise refusal(subject, error, may_be_missing=False) from error
@@ -243,8 +298,8 @@ class SandboxFiles:
     async def _discard(self, token: str) -> None:
         """After a helper that was killed: what it left is known by its token."""
         with contextlib.suppress(SandboxError, OSError):
-            if self._access.directly:
-                data = os.dup(self._access.data())
+            if self.access.directly:
+                data = os.dup(self.access.data())
                 await asyncio.to_thread(_discard_and_close, data, token)
             else:
                 await self._help({"do": "discard", "token": token, "most": _DISCARD})
@@ -257,10 +312,10 @@ class SandboxFiles:
         subject: str = task.get("path", "the sandbox's files")
         async with self._tasks:
             try:
-                async with self._access.helpers.at_work(self._access.data(), task) as helper:
+                async with self.access.helpers.at_work(self.access.data(), task) as helper:
                     answer, opened = await _in_time(helper.hear())
             except EOFError:
-                self._access.data()
+                self.access.data()
                 raise FileRefused(f"{printable(subject)}: {_HELPER_ENDED}") from None
             except OSError as error:
                 raise refusal(subject, error) from error

@@ -136,11 +136,10 @@ class Exchange(BareExchange):
         await self.begin(204, [PROTOCOL])
         await self.send(b"", more=False)
 
-    async def begin_bytes(self, size: int) -> None:
-        await self.begin(
-            200,
-            [PROTOCOL, (b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % size)],
-        )
+    async def begin_bytes(self, size: int | None = None) -> None:
+        """`size`, where it is known before."""
+        length: Headers = [] if size is None else [(b"content-length", b"%d" % size)]
+        await self.begin(200, [PROTOCOL, (b"content-type", b"application/octet-stream"), *length])
 
     async def begin_events(self, execution_id: str) -> None:
         await self.begin(200, [*_NDJSON_HEADERS, (EXECUTION_HEADER.encode(), execution_id.encode())])

@@ -4,7 +4,9 @@ import asyncio
 import base64
 import secrets
 import time
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
+from itertools import batched
 from typing import Protocol
 
 from fumehood.protocol.sandbox import (
@@ -21,6 +23,7 @@ from fumehood.protocol.sandbox import (
     Stderr,
     Stdout,
 )
+from fumehood.protocol.sandbox_bundles import WholeFile, bundled
 from fumehood.protocol.sandbox_errors import (
     FileRefused,
     InstallFailed,
@@ -40,6 +43,7 @@ from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor
 
 _NAME = "one-shot"  # what logs call a sandbox that nobody named
+_AT_ONCE = 100
 
 
 class Host(Protocol):
@@ -109,15 +113,21 @@ async def run(
 
 
 async def _upload(local: LocalSandbox, uploads: dict[str, bytes]) -> dict[str, FileEntry]:
+    if not uploads:
+        return {}
     try:
-        for name, content in uploads.items():
-            await local.files.write(name, content)
+        written = await local.files.receive(bundled(_batches(uploads)))
+        if written.refused:
+            raise FileRefused(written.reasons[0])
     except (RequestRefused, TooLarge, NotThere) as error:
         kind = TooLarge if isinstance(error, TooLarge) else FileRefused
         raise kind(error.message, param="files") from error
-    if not uploads:
-        return {}
     return {entry.path: entry for entry in (await local.files.list()).files}
+
+
+async def _batches(uploads: dict[str, bytes]) -> AsyncGenerator[Sequence[WholeFile]]:
+    for some in batched(uploads.items(), _AT_ONCE):
+        yield some
 
 
 async def _produced(

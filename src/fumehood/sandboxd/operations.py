@@ -14,10 +14,12 @@ from fumehood.protocol.sandbox import (
     Name,
     OneShotRequest,
     OneShotResponse,
+    ReadRequest,
     SandboxInfo,
     SandboxSpec,
     Tenant,
     Unpacked,
+    Written,
 )
 
 type Method = Literal["GET", "PUT", "POST", "DELETE"]
@@ -196,6 +198,26 @@ OPERATIONS: tuple[Operation, ...] = (
         parameters=(_ID, _PATH),
         answers={204: None},
         errors=(404, 410),
+    ),
+    Operation(
+        method="POST",
+        path="/sandboxes/{id}/read",
+        handler="read_files",
+        summary="The content of many small files, one after another, or why one has none.",
+        parameters=(_ID,),
+        body=ReadRequest,
+        answers={200: BYTES},
+        errors=(404, 408, 410, 413),
+    ),
+    Operation(
+        method="POST",
+        path="/sandboxes/{id}/write",
+        handler="write_files",
+        summary="Put many files in place; one that cannot be is told, and the rest is there.",
+        parameters=(_ID,),
+        body=BYTES,
+        answers={200: Written},
+        errors=(404, 410, 413),
     ),
     Operation(
         method="POST",

@@ -10,6 +10,7 @@ import secrets
 import signal
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, Language, MemoryTier
@@ -59,7 +60,7 @@ class LocalSandbox:
         self.memory: MemoryTier = "1g"
         self.warm = False  # it was waiting when it was asked for
         self._settings = settings
-        self._zygote = zygote
+        self.zygote = zygote
         self._on_gone = on_gone
         self._next_number = next_number
         self._helpers = Helpers(zygote, place.uid, place.cgroup, next_number)
@@ -168,7 +169,7 @@ class LocalSandbox:
             return None
         quota = {"size": data_quota(memory), "inodes": self._settings.inodes}
         self._resized = asyncio.get_running_loop().create_future()
-        self._zygote.request({"op": "resize", "number": self.number, **quota}, [self._data])
+        self.zygote.request({"op": "resize", "number": self.number, **quota}, [self._data])
         return await self._resized
 
     def offer_packages(
@@ -179,10 +180,24 @@ class LocalSandbox:
 
     async def _attach(self, layers: list[str]) -> None:
         self._live_data()
-        await attached.attach(self._zygote, self._next_number(), self._namespace, layers)
+        await attached.attach(self.zygote, self._next_number(), self._namespace, layers)
+
+    # As a `hoards.Holder`:
+
+    def processes(self) -> list[int]:
+        return [] if self.place.cgroup is None else self.place.cgroup.processes()
+
+    def first_process(self) -> int | None:
+        return _pid_of(self._pidfd) if self._settings.mode == "namespaces" and self._pidfd >= 0 else None
+
+    def own_device(self) -> int | None:
+        if self._settings.mode == "namespaces" and self._data >= 0:
+            with contextlib.suppress(OSError):  # it ends just now
+                return os.fstat(self._data).st_dev
+        return None
 
     def made_by(self, zygote: Zygote | None) -> bool:
-        return self._zygote is zygote
+        return self.zygote is zygote
 
     def kill(self, reason: str) -> None:
         """End it now, with every process in it; a running call ends as lost."""
@@ -451,7 +466,7 @@ class LocalSandbox:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._settings.interrupt_grace
         while loop.time() < until:
-            self._zygote.interrupt(self.number)
+            self.zygote.interrupt(self.number)
             if not await self._wait(execution, _INTERRUPT_EVERY):
                 return
         self.kill(f"the {execution.noun} did not stop when it was interrupted")
@@ -534,9 +549,18 @@ class LocalSandbox:
             return
         except OSError:  # another user's process, or another PID namespace's: its parent may
             pass
-        self._zygote.request({"op": "signal", "number": self.number, "signal": int(number)})
+        self.zygote.request({"op": "signal", "number": self.number, "signal": int(number)})
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _pid_of(pidfd: int) -> int | None:
+    """None when the process has ended, or is not to be seen from here."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
+            if line.startswith("Pid:"):
+                return max(int(line.removeprefix("Pid:")), 0) or None
+    return None

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Sequence
 from typing import Literal
 
 from fumehood.protocol.sandbox import (
@@ -15,7 +15,9 @@ from fumehood.protocol.sandbox import (
     SandboxInfo,
     SandboxSpec,
     Unpacked,
+    Written,
 )
+from fumehood.protocol.sandbox_bundles import Answers, Content, WholeFile, bundled
 from fumehood.protocol.sandbox_errors import SandboxGone
 from fumehood.sandboxd.calls import Call, Calls
 from fumehood.sandboxd.executions import Execution
@@ -134,11 +136,36 @@ class ServedSandbox:
             async for chunk in opened.chunks():
                 yield chunk
 
+    async def give(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
+        """`read_all`, as it travels."""
+        with self._using():
+            async with contextlib.aclosing(self.local.files.give(paths)) as pieces:
+                async for piece in pieces:
+                    self._on_bytes("out", len(piece))
+                    yield piece
+
+    async def read_all(self, paths: Sequence[str]) -> AsyncGenerator[Sequence[Content]]:
+        answers = Answers(paths)
+        async with contextlib.aclosing(self.give(paths)) as pieces:
+            async for piece in pieces:
+                yield answers.feed(piece)
+        answers.end()
+
     async def write(self, path: str, content: bytes | AsyncIterable[bytes]) -> FileEntry:
         with self._using():
             entry = await self.local.files.write(path, content)
             self._on_bytes("in", entry.size)
             return entry
+
+    async def receive(self, content: AsyncIterable[bytes]) -> Written:
+        """`write_all`, as it travels."""
+        with self._using():
+            written = await self.local.files.receive(content)
+            self._on_bytes("in", written.bytes)
+            return written
+
+    async def write_all(self, files: AsyncIterable[Sequence[WholeFile]]) -> Written:
+        return await self.receive(bundled(files))
 
     async def delete(self, path: str) -> None:
         with self._using():

@@ -27,7 +27,7 @@ class Settings:
     processes, open_files: bounds of one sandbox.
     inodes: files one sandbox may have in /mnt/data, /tmp, home and /dev/shm together.
     file_bytes: how large one file or archive may be on its way in or out.
-    unpacked_members, unpacked_bytes: what one archive may hold.
+    unpacked_members, unpacked_bytes: what one archive may hold, or many files that come together.
     transfer_seconds: how long one may take in all; transfer_patience: how long nothing of it may move.
     output_bytes, display_bytes: what one call may print, and show.
     interrupt_grace: seconds between the first interrupt of code that ran too long and its being killed.
@@ -52,7 +52,7 @@ class Settings:
     idle_seconds: a sandbox that nobody has used for so long is ended, in case its owner is dead; None means never.
     waiting_calls: how many executions of one sandbox may wait behind the one that runs.
     kept_calls, kept_bytes: how many ended executions of one sandbox can still be read, and how large they may be
-        together; the last one can always be read.
+        together; the last one can always be read, unless all sandboxes keep more than 16 times as much.
     departed, departed_seconds: of how many sandboxes that have ended it is remembered why, and for how long.
     connections: how many callers may be connected at once.
     request_seconds: how long a JSON body may take to arrive.
@@ -88,7 +88,7 @@ class Settings:
     open_files: int = 4096
     inodes: int = 100_000
     file_bytes: int = 4 << 30
-    unpacked_members: int = 10_000
+    unpacked_members: int = 20_000
     unpacked_bytes: int = 4 << 30
     transfer_seconds: float = 3600.0
     transfer_patience: float = 30.0

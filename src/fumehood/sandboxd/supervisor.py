@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from fumehood.protocol.sandbox import MemoryTier, SandboxSpec
 from fumehood.protocol.sandbox_errors import AtCapacity, InstallFailed, SandboxError, SandboxStartFailed
-from fumehood.sandboxd import remains
+from fumehood.sandboxd import hoards, remains
 from fumehood.sandboxd.cgroups import joining
 from fumehood.sandboxd.disks import Disk
 from fumehood.sandboxd.egress.proxy import Egress, Grant
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _PARKED_MEMORY: MemoryTier = "1g"
 _LONGEST_PARK_PAUSE = 60.0
+_LAST_WORD = 0.5  # seconds: of the end of a zygote one may hear after that of its sandboxes
 _REFILL_PAUSE = (
     0.025  # so that the caller's first call need not share the processor with a replacement's start
 )
@@ -119,6 +120,8 @@ class Supervisor:
             self._bare = self._nursery(starter.bare)
         await asyncio.gather(*(shard.living() for shard in self._shards))
         self._refill()
+        if mode != "pod":
+            self._background(hoards.watch(lambda: [*self.sandboxes.values()]))
 
     def _open_packages(self, launch: Launch) -> None:
         """Get ready to install packages; where that cannot be, whoever asks for some is told why."""
@@ -279,7 +282,8 @@ class Supervisor:
                 try:
                     return await self._hand_over(sandbox, spec, provision, grant)
                 except SandboxStartFailed:
-                    if not sandbox.warm:  # else it died while it waited: the next one
+                    # One that died while it waited, or with its zygote: the next one.
+                    if not (sandbox.warm or await sandbox.zygote.ends_within(_LAST_WORD)):
                         raise
         finally:
             provision.close()
@@ -315,17 +319,25 @@ class Supervisor:
         return sandbox
 
     async def _start_for(self, order: _Order) -> LocalSandbox:
-        """A new one; again if the zygote ended meanwhile, which was not this caller's doing."""
-        for attempt in (1, 2):
+        """A new one; again whenever the zygote ended meanwhile, which was not this caller's doing."""
+        while True:
             self._make_room()
             self._starting += 1
             zygote = order.nursery.zygote
             try:
                 return await self._start(order)
-            except SandboxStartFailed:
-                if attempt == 2 or zygote is None or zygote.alive or self._settings.mode == "pod":
+            except (SandboxStartFailed, IsolationUnavailable):
+                if zygote is None or not await self._followed(zygote, order.nursery):
                     raise
-        raise AssertionError("unreachable")
+
+    async def _followed(self, zygote: Zygote, nursery: Nursery) -> bool:
+        """Whether a zygote has ended and there is another one, or may be at once."""
+        if self._settings.mode == "pod" or self._closing:
+            return False
+        if nursery.zygote is zygote and not await zygote.ends_within(_LAST_WORD):
+            return False
+        latest = nursery.zygote
+        return (latest is not None and latest.alive) or nursery.restarts.pause() == 0
 
     async def _hand_over(
         self, sandbox: LocalSandbox, spec: SandboxSpec, provision: Provision, grant: Grant | None

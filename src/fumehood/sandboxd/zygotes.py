@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -43,7 +44,18 @@ class Zygote:
         self._interpreters: Packets | None = None
         self.on_event: Callable[[dict[str, Any], list[int]], None] | None = None
         self.on_death: Callable[[], None] | None = None
-        self.alive = True
+        self._end = asyncio.Event()
+
+    @property
+    def alive(self) -> bool:
+        return not self._end.is_set()
+
+    async def ends_within(self, seconds: float) -> bool:
+        """Whether it has ended, or does in that time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._end.wait()
+        return not self.alive
 
     @classmethod
     async def launch(cls, launch: Launch) -> Self:
@@ -137,7 +149,7 @@ class Zygote:
     def _ended(self) -> None:
         if not self.alive:
             return
-        self.alive = False
+        self._end.set()
         if not self._ready.done():
             self._ready.set_exception(EOFError("it ended while starting"))
             self._ready.exception()  # seen, even if nobody waits any more
@@ -146,7 +158,7 @@ class Zygote:
 
     async def close(self) -> None:
         """End the zygote and with it every sandbox it made."""
-        self.alive = False
+        self._end.set()
         self.on_death = None
         self._warden.close()
         if self._interpreters is not None:

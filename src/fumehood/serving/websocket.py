@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any, override
+from collections.abc import Callable, Generator
+from typing import Any, cast, override
 
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 from websockets.protocol import State
+from websockets.streams import StreamReader
 
 from fumehood.serving.stalled import SLOWEST, LeavesStalled, Pace, nobody
 from fumehood.serving.web import Refusal
@@ -15,23 +17,31 @@ from fumehood.serving.web import Refusal
 SHUTDOWN = "fumehood.shutdown"
 """The type of what stands among the messages of a connection that should come to its end."""
 
+UNHELD = "fumehood.unheld"
+"""The type of what stands there instead of a message for which there was no room; its `error` says why."""
+
 _PING_SECONDS = 15.0
 # A client that runs a tool between two turns may answer no ping for as long as that takes.
 _SILENT_SECONDS = 1200.0
 _MESSAGE_SECONDS = 30.0  # for the next piece of a message
+_CONTROL_BYTES = 125  # of the largest frame that is no piece of a message
+_UNCOUNTED_BYTES = 4096  # of a message that is not whole: every connection may hold that much
 
 logger = logging.getLogger(__name__)
 
 
 class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
-    """Speaks ASGI with words of its own. `websocket.accept` may say the largest message as `message_bytes`, and how
-    slowly one may come as `slowest`. `websocket.send` may have `frames`: whole messages with their heads, as many as
-    there are, written in one piece. And a server that stops says SHUTDOWN instead of hanging up.
+    """Speaks ASGI with words of its own. `websocket.accept` may say the largest message as `message_bytes`, how slowly
+    one may come as `slowest`, and who is told how much has come of one as `hold`; if that raises, nothing of this
+    message is kept, and the application is told UNHELD. Once a message is whole, what it holds is the application's
+    affair. `websocket.send` may have `frames`: whole messages with their heads, as many as there are, written in one
+    piece. And a server that stops says SHUTDOWN instead of hanging up.
     """
 
     refusal: Refusal
     _message_timer: asyncio.TimerHandle | None = None
     _slowest = SLOWEST
+    _hold: Callable[[int], None] | None = None
     _pace: Pace | None = None  # of a message that has begun
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -41,6 +51,8 @@ class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
         self._heard_at = self.loop.time()
         # A small message can hold a large one, and all of it would be unpacked.
         self.conn.available_extensions = []
+        self._reader = _Reader(self.conn.reader)
+        self.conn.reader.read_exact = self._reader.read_exact
 
     @override
     def data_received(self, data: bytes) -> None:
@@ -51,14 +63,61 @@ class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
         super().data_received(data)
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             self._refuse("The request cannot be understood as the beginning of a WebSocket.")
-        elif (self.frames or self.conn.reader.buffer) and not self.transport.is_closing():
+        elif self._begun and not self.transport.is_closing():
             if self._pace is None:
                 self._pace = Pace(_MESSAGE_SECONDS, self._slowest)
             else:
                 self._pace.came(len(data), self._heard_at - heard_at)
             self._message_timer = self.loop.call_later(self._pace.left, self._give_up)
+            self._count()
         else:
             self._pace = None
+
+    @property
+    def _begun(self) -> bool:
+        """Whether a message has begun and is not whole."""
+        return bool(self.frames or self.conn.reader.buffer or self._reader.dropping)
+
+    def _count(self) -> None:
+        """Tell what has come of a message. While another waits before it, what was told is that one's, and the few
+        bytes that may have come of this one are not told.
+        """
+        size = len(self.conn.reader.buffer) + sum(map(len, self.frames))
+        if self._hold is None or self._reader.dropping or size <= _UNCOUNTED_BYTES or not self.queue.empty():
+            return
+        try:
+            self._hold(size)
+        except Exception as error:
+            self._drop(error)
+
+    def _drop(self, error: Exception) -> None:
+        """Forget what has come of a message, and what will come of it."""
+        self._reader.dropping = True
+        self.frames = []
+        self.conn.receive_data(b"")  # so that the reader lets go at once
+        word: Any = {"type": UNHELD, "error": error}
+        self.queue.put_nowait(word)
+        if not self.read_paused:  # as for a message: who does not hear that does not say more
+            self.read_paused = True
+            self.transport.pause_reading()
+
+    @override
+    def handle_cont(self, event: Frame) -> None:
+        """In one place: many pieces would take far more than what is in them, which may be nothing."""
+        if self.frames and not self._reader.dropping:
+            whole = self.frames[0] if isinstance(self.frames[0], bytearray) else bytearray(self.frames[0])
+            whole += event.data
+            self.frames = [cast("bytes", whole)]
+        if event.fin:
+            self.send_receive_event_to_app()
+
+    @override
+    def send_receive_event_to_app(self) -> None:
+        if self._reader.dropping:
+            self._reader.dropping = False
+            self.frames = []
+        else:
+            super().send_receive_event_to_app()
 
     @override
     def send_keepalive_ping(self) -> None:
@@ -89,6 +148,9 @@ class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
             return
         self.conn.max_size = message.get("message_bytes", self.conn.max_size)
         self._slowest = message.get("slowest", self._slowest)
+        if (hold := message.get("hold")) is not None:
+            self._hold = hold
+            self._count()  # who is in a hurry may have begun before
         await super().send(message)
         if message["type"] == "websocket.http.response.body":
             self.handshake_complete = True  # as far as it will ever be
@@ -106,6 +168,31 @@ class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
         if self._message_timer is not None:
             self._message_timer.cancel()
         super().connection_lost(exc)
+
+
+class _Reader:
+    """Reads the frames of a connection, and can let go of the payloads of a message while they come.
+
+    dropping: nothing is kept of the message that has begun.
+    """
+
+    def __init__(self, stream: StreamReader) -> None:
+        self.dropping = False
+        self._stream = stream
+
+    def read_exact(self, n: int) -> Generator[None, None, bytes]:
+        """As `StreamReader.read_exact`; a payload that is dropped is empty."""
+        stream, droppable = self._stream, n > _CONTROL_BYTES  # nor is a head that long
+        while len(stream.buffer) < n:
+            if stream.eof:
+                raise EOFError(f"stream ends {n - len(stream.buffer)} bytes early")
+            if droppable and self.dropping:
+                n -= len(stream.buffer)
+                stream.discard()
+            yield
+        found = b"" if droppable and self.dropping else cast("bytes", stream.buffer[:n])
+        del stream.buffer[:n]
+        return found
 
 
 def socket_protocol(refusal: Refusal, on_stalled: Callable[[], None] = nobody) -> type[SocketProtocol]:

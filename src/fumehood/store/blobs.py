@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fumehood.protocol.errors import Unavailable
+from fumehood.store.blob_batches import Batch, check_room, locked, make_directories, sync
 from fumehood.store.migrations import StoreRefused
 
 _NAME = re.compile(r"[0-9a-f]{64}")
@@ -57,15 +59,27 @@ class DiskBlobs:
             if named is not None:
                 await named(name)
             await _uninterrupted(_on_disk(self._move, incoming, name))
-        except Exception:
-            with suppress(OSError):  # what went wrong first is told
-                await asyncio.to_thread(incoming.discard)
-            raise
-        except BaseException:
-            # Whoever is cancelled does not wait for a thread that still writes.
-            asyncio.get_running_loop().run_in_executor(None, incoming.discard)
+        except BaseException as error:
+            await _discarded(incoming, error)
             raise
         return name
+
+    async def put_all(
+        self,
+        contents: Sequence[bytes],
+        named: Callable[[Sequence[str]], Awaitable[None]] | None = None,
+    ) -> Sequence[str]:
+        """Raises Unavailable as `put` does."""
+        batch = Batch(self._incoming, self._place, self._spare_bytes)
+        try:
+            names = await _on_disk(batch.write, contents)
+            if named is not None:
+                await named(names)
+            await _uninterrupted(_on_disk(batch.move))
+        except BaseException as error:
+            await _discarded(batch, error)
+            raise
+        return names
 
     async def size(self, name: str) -> int:
         return await _on_disk(_size, self._path(name), name)
@@ -78,9 +92,26 @@ class DiskBlobs:
         finally:
             reading.close()
 
-    async def delete(self, name: str) -> None:
-        with suppress(KeyError):
-            await _uninterrupted(_on_disk(self._path(name).unlink, missing_ok=True))
+    async def read_all(self, names: Sequence[str]) -> Sequence[bytes | None]:
+        return await _on_disk(self._read_all, names)
+
+    def _read_all(self, names: Sequence[str]) -> list[bytes | None]:
+        found: list[bytes | None] = []
+        for name in names:
+            try:
+                with open(self._place(name), "rb", buffering=0) as file:
+                    found.append(file.readall())
+            except (KeyError, FileNotFoundError):
+                found.append(None)
+        return found
+
+    async def delete(self, *names: str) -> None:
+        await _uninterrupted(_on_disk(self._delete, names))
+
+    def _delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            with suppress(KeyError, FileNotFoundError):
+                os.unlink(self._place(name))
 
     async def names(self, older_than: float) -> AsyncGenerator[Sequence[str]]:
         until = time.time() - older_than
@@ -90,15 +121,18 @@ class DiskBlobs:
                 yield found
 
     def _path(self, name: str) -> Path:
+        return Path(self._place(name))
+
+    def _place(self, name: str) -> str:
         """Raises KeyError for what is no name."""
         if not _NAME.fullmatch(name):
             raise KeyError(name)
-        return self._directory / name[:2] / name[2:4] / name
+        return f"{self._directory}/{name[:2]}/{name[2:4]}/{name}"
 
     def _move(self, incoming: "_Incoming", name: str) -> None:
         path = self._path(name)
-        _make_directory(path.parent.parent)
-        _make_directory(path.parent)
+        for changed in make_directories(str(path.parent)):
+            sync(changed)
         incoming.move(path)
 
 
@@ -119,15 +153,9 @@ class _Incoming:
     def write(self, content: bytes) -> None:
         with self._busy:
             file = self._opened()
-            if self._spare_bytes:
-                self._check_disk(file, len(content))
+            check_room(file.fileno(), self._spare_bytes, len(content))
             self._hash.update(content)
             file.write(content)
-
-    def _check_disk(self, file: BinaryIO, size: int) -> None:
-        disk = os.fstatvfs(file.fileno())
-        if disk.f_bavail * disk.f_frsize < self._spare_bytes + size:
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} but what is kept spare")
 
     def complete(self, rest: bytes) -> str:
         """All of it is on the disk; its name, which it does not have yet."""
@@ -143,7 +171,7 @@ class _Incoming:
         with self._busy:
             file = self._opened()
             self._path.rename(path)
-            _sync_directory(path.parent)
+            sync(str(path.parent))
             file.close()
 
     def discard(self) -> None:
@@ -202,6 +230,13 @@ class _Reading:
             self._busy.release()
 
 
+async def _discarded(arriving: _Incoming | Batch, error: BaseException) -> None:
+    discarding = asyncio.get_running_loop().run_in_executor(None, arriving.discard)
+    if isinstance(error, Exception):  # whoever is cancelled does not wait for a thread that still writes
+        with suppress(OSError):  # what went wrong first is told
+            await discarding
+
+
 async def _write(incoming: _Incoming, content: AsyncIterable[bytes]) -> bytes:
     """All but what is too little to be written alone."""
     waiting = bytearray()
@@ -230,20 +265,6 @@ def _older_names(directory: Path, until: float) -> list[str]:
     return found
 
 
-def _make_directory(path: Path) -> None:
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-        _sync_directory(path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 def _claim(path: Path, owner: str) -> None:
     """Raises StoreRefused."""
     if not path.exists():
@@ -260,9 +281,11 @@ def _claim(path: Path, owner: str) -> None:
 def _sweep(directory: Path) -> None:
     """Remove what processes left that are no more."""
     for path in directory.iterdir():
-        with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
+        with suppress(FileNotFoundError, BlockingIOError), locked(path):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 async def _on_disk[**P, T](work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -28,7 +28,16 @@ def put(db: sqlite3.Connection, record: ContainerRecord) -> None:
     )
 
 
-def change(db: sqlite3.Connection, record: ContainerRecord, deleted_files: Sequence[str]) -> bool:
+def change(
+    db: sqlite3.Connection,
+    record: ContainerRecord,
+    deleted_files: Sequence[str],
+    seen: ContainerRecord | None = None,
+) -> bool:
+    if seen is not None:
+        known = one(db, record.id)
+        if known is None or known.last_active_at != seen.last_active_at:
+            return False
     changed = db.execute(
         "UPDATE containers SET running = :running, listed = :listed, name = :name, ended_at = :ended_at,"
         " retained = :retained, record = :record"

@@ -8,7 +8,7 @@ whoever deletes lets nobody take hold of that name until it is done.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import batched
 from typing import Self
@@ -19,7 +19,7 @@ from fumehood.protocol.errors import Unavailable
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 3600.0
-_AT_ONCE = 100
+_AT_ONCE = 1000
 
 
 class ReferredBlobs:
@@ -52,8 +52,25 @@ class ReferredBlobs:
             self._unwanted.update(held)
             raise
         finally:
-            for name in held:
-                await self._let_go(name)
+            await self._let_go(held)
+
+    @asynccontextmanager
+    async def keep_all(self, contents: Sequence[bytes]) -> AsyncGenerator[Sequence[Kept]]:
+        held: list[str] = []
+
+        async def take_hold(names: Sequence[str]) -> None:
+            for name in names:
+                await self._take_hold(name)
+                held.append(name)
+
+        try:
+            names = await self._blobs.put_all(contents, take_hold)
+            yield [Kept(name, len(content)) for name, content in zip(names, contents, strict=True)]
+        except BaseException:
+            self._unwanted.update(held)
+            raise
+        finally:
+            await self._let_go(held)
 
     @asynccontextmanager
     async def hold(self, name: str) -> AsyncGenerator[None]:
@@ -62,13 +79,16 @@ class ReferredBlobs:
             await self._blobs.size(name)
             yield
         finally:
-            await self._let_go(name)
+            await self._let_go([name])
 
     async def drop(self, names: Iterable[str]) -> None:
         await self._drop(names)
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> AsyncGenerator[bytes]:
         return self._blobs.read(name, start, end)
+
+    async def read_all(self, names: Sequence[str]) -> Sequence[bytes | None]:
+        return await self._blobs.read_all(names)
 
     async def sweep(self) -> int:
         return await self._sweep(self._grace_seconds)
@@ -108,14 +128,15 @@ class ReferredBlobs:
             await going.wait()
         self._held[name] += 1
 
-    async def _let_go(self, name: str) -> None:
-        self._held[name] -= 1
-        if self._held[name]:
-            return
-        del self._held[name]
-        if name in self._unwanted:
-            self._unwanted.remove(name)
-            await self._drop([name])
+    async def _let_go(self, names: Sequence[str]) -> None:
+        self._held.subtract(names)
+        free = {name for name in names if not self._held[name]}
+        for name in free:
+            del self._held[name]
+        unwanted = free & self._unwanted
+        self._unwanted -= unwanted
+        if unwanted:
+            await self._drop(unwanted)
 
     async def _drop(self, names: Iterable[str]) -> int:
         number = 0
@@ -134,8 +155,7 @@ class ReferredBlobs:
         self._going.update((name, gone) for name in free)
         try:
             unused = await self._store.unused_blobs(free)
-            for name in unused:
-                await self._blobs.delete(name)
+            await self._blobs.delete(*unused)
             return len(unused)
         finally:
             for name in free:

@@ -233,8 +233,14 @@ class SqliteStore:
     async def put_container(self, record: ContainerRecord) -> None:
         await self._database.write(lambda db: container_rows.put(db, record))
 
-    async def change_container(self, record: ContainerRecord, deleted_files: Sequence[str] = ()) -> bool:
-        return await self._database.write(lambda db: container_rows.change(db, record, deleted_files))
+    async def change_container(
+        self,
+        record: ContainerRecord,
+        deleted_files: Sequence[str] = (),
+        *,
+        seen: ContainerRecord | None = None,
+    ) -> bool:
+        return await self._database.write(lambda db: container_rows.change(db, record, deleted_files, seen))
 
     async def container(self, container_id: str) -> ContainerRecord | None:
         if not _storable(container_id):

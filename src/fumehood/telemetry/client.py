@@ -34,7 +34,7 @@ from fumehood.parts.convert import from_vendor
 from fumehood.parts.forms import VIEWS
 from fumehood.parts.messages import finish_reason, to_messages
 from fumehood.parts.views import to_view
-from fumehood.telemetry.conventions import CAPTURE, LONGEST, PROPAGATORS, SECONDS, TOKENS
+from fumehood.telemetry.conventions import CAPTURE, LONGEST, PROPAGATORS, SECONDS, TOKENS, finish_reason_of
 
 _CAPTURING = frozenset({"true", "span_only", "span_and_event"})
 
@@ -348,7 +348,7 @@ class _Asking:
 
 def _finish_reason(answer: ModelAnswered) -> str:
     asks = any(item.get("type") == "function_call" for item in answer.output)
-    return "tool_call" if asks and answer.end == "stop" else answer.end
+    return "tool_call" if asks and answer.end == "stop" else finish_reason_of(answer.end)
 
 
 # --- content ------------------------------------------------------------------------------------------
@@ -371,8 +371,9 @@ class _Contents:
     def record_output(self, span: Span, answer: ModelAnswered) -> None:
         def made() -> list[JsonObject]:
             parts = self._shown(from_vendor("openai", _items(answer.output)))
+            stopped = answer.end == "stop"
             return to_messages(
-                self._view, parts, finish_reason(parts) if answer.end == "stop" else answer.end
+                self._view, parts, finish_reason(parts) if stopped else finish_reason_of(answer.end)
             )
 
         self._record(span, "gen_ai.output.messages", lambda: self._messages(made()))

@@ -18,7 +18,7 @@ from fumehood.parts.validate import validate
 from fumehood.parts.views import SOURCE, to_view
 from fumehood.protocol import models
 from fumehood.protocol.responses import Response
-from fumehood.telemetry.conventions import LONGEST
+from fumehood.telemetry.conventions import LONGEST, finish_reason_of
 from fumehood.telemetry.seen import CallSeen, Listener, RunSeen, Seen, TurnSeen
 
 _LOOKED_AT = 4  # times as much may be read to find what is recorded
@@ -249,10 +249,9 @@ def _latest(newest_first: Iterable[bytes], bytes_left: int) -> tuple[list[bytes]
 
 def _ending(response: Response, parts: list[Part]) -> str:
     if response.status in ("failed", "cancelled"):
-        return "error"
+        return finish_reason_of(response.status)
     if response.incomplete_details is not None:
-        cut = response.incomplete_details.reason == "max_output_tokens"
-        return "length" if cut else "content_filter"
+        return finish_reason_of(response.incomplete_details.reason)
     return finish_reason(parts)
 
 

@@ -29,6 +29,13 @@ _VENDORS_BELOW = {
 }
 OWN = "fumehood"
 
+_FINISHES = {"calls": "tool_call", "max_output_tokens": "length", "failed": "error", "cancelled": "error"}
+
+
+def finish_reason_of(end: str) -> str:
+    """Why a model stopped, in the words of the conventions."""
+    return _FINISHES.get(end, end)
+
 
 def provider_of(server: tuple[str, int] | None) -> str:
     """The vendor's name; ours where the server is anybody's, or is no server at all."""

@@ -20,7 +20,7 @@ from fumehood.parts.canonical import Json, JsonObject
 from fumehood.phases import Phase
 from fumehood.protocol.models import AnyModelEvent, ModelRequest, TurnEnded
 from fumehood.protocol.responses import CreateResponse, Response
-from fumehood.telemetry.conventions import SECONDS
+from fumehood.telemetry.conventions import SECONDS, finish_reason_of
 from fumehood.telemetry.quick_spans import NO_SPAN, QuickSpan
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class TurnSeen(Seen):
         """Why the model stopped, in the words of the conventions; nothing where it did not get that far."""
         if self.end is None:
             return ""
-        return "tool_call" if self.end.reason == "calls" else self.end.reason
+        return finish_reason_of(self.end.reason)
 
     def note(self, events: Sequence[AnyModelEvent]) -> None:
         """A piece has come."""

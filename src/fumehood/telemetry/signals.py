@@ -23,6 +23,7 @@ from fumehood import __version__
 from fumehood.figures import Figures
 from fumehood.interfaces import HostedTool, Models, Runs
 from fumehood.serving.exchange import Application
+from fumehood.telemetry.collector import CollectorSession
 from fumehood.telemetry.contents import Contents, ProfileName
 from fumehood.telemetry.conventions import CAPTURE, LONGEST
 from fumehood.telemetry.events import Events
@@ -47,6 +48,8 @@ _CAPTURING = {
 }
 _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _ENDPOINT_OF = "OTEL_EXPORTER_OTLP_{}_ENDPOINT"
+_SESSIONS = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER"
+_SESSIONS_OF = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_{}_CREDENTIAL_PROVIDER"
 _LAST_SECONDS = 2.0  # that a receiver which does not answer may hold up the end
 
 logger = logging.getLogger(__name__)
@@ -121,6 +124,11 @@ class Signals:
             return None
         return f"{self._endpoint.rstrip('/')}/v1/{signal}"
 
+    def _session(self, signal: str) -> CollectorSession | None:
+        """None where the operator has named who makes sessions."""
+        named = (_SESSIONS, _SESSIONS_OF.format(signal.upper()))
+        return None if any(self._environ.get(variable) for variable in named) else CollectorSession()
+
     def _contents(self, settings: SignalSettings) -> Contents | None:
         """None unless the operator asks for it in words that are known."""
         said = self._environ.get(CAPTURE, "").strip().lower()
@@ -138,8 +146,12 @@ class Signals:
         )
 
     def _spans(self, *, with_content: bool) -> Spans:
-        scope = InstrumentationScope(SCOPE, __version__)
-        exporter = QuickExporter(self._resource, scope, endpoint=self._address("traces"))
+        exporter = QuickExporter(
+            self._resource,
+            InstrumentationScope(SCOPE, __version__),
+            endpoint=self._address("traces"),
+            session=self._session("traces"),
+        )
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         processor = BatchSpanProcessor(exporter)
         provider.add_span_processor(processor)
@@ -148,7 +160,7 @@ class Signals:
 
     def _events(self, *, with_content: bool) -> Events:
         """By the conventions, an event for every turn is only there where it is asked for."""
-        exporter = OTLPLogExporter(endpoint=self._address("logs"))
+        exporter = OTLPLogExporter(endpoint=self._address("logs"), session=self._session("logs"))
         provider = LoggerProvider(self._resource, shutdown_on_exit=False)
         provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
         self._ends.append((provider.shutdown, exporter))
@@ -157,7 +169,9 @@ class Signals:
 
     def _metrics(self, figures: Figures, models: Sequence[str]) -> Metrics:
         metrics = Metrics(ModelNames(models))
-        exporter = PointExporter(metrics.instruments, endpoint=self._address("metrics"))
+        exporter = PointExporter(
+            metrics.instruments, endpoint=self._address("metrics"), session=self._session("metrics")
+        )
         provider = MeterProvider(
             [PeriodicExportingMetricReader(exporter)],
             resource=self._resource,

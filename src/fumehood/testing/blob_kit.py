@@ -6,7 +6,7 @@ which belong together, and inherit from `ReferencesKit`.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
@@ -87,6 +87,31 @@ class BlobKit:
         found = await asyncio.gather(*(whole(blobs, name) for name in names))
         assert found == contents
 
+    @pytest.mark.parametrize("number", [0, 1, 5, 300])
+    async def test_many_together(self, blobs: BlobStore, number: int) -> None:
+        contents = [b"%d" % (one % 200) * (one % 50) for one in range(number)]
+        told: list[str] = []
+
+        async def named(names: Sequence[str]) -> None:
+            assert not any(await blobs.read_all(names))
+            told.extend(names)
+
+        names = await blobs.put_all(contents, named)
+        assert names == told == [hashlib.sha256(content).hexdigest() for content in contents]
+        assert await blobs.read_all([*names, "ab" * 32, "../secret"]) == [*contents, None, None]
+        assert await blobs.put_all(contents) == names
+        assert await _all_names(blobs, -60) == {*names}
+        await blobs.delete(*names, "..")
+        assert await _all_names(blobs, -60) == set()
+
+    async def test_many_that_are_refused_are_not_there(self, blobs: BlobStore) -> None:
+        async def refuse(names: Sequence[str]) -> None:
+            raise RuntimeError(f"not these {len(names)}")
+
+        with pytest.raises(RuntimeError, match="not these 20"):
+            await blobs.put_all([bytes([number]) for number in range(20)], refuse)
+        assert await _all_names(blobs, -60) == set()
+
     async def test_reading_can_be_left(self, blobs: BlobStore) -> None:
         name = await blobs.put(b"y" * 3_000_000)
         reading = blobs.read(name)
@@ -161,6 +186,20 @@ class ReferencesKit:
             async with blobs.keep(b"content"):
                 raise RuntimeError("no room")
         assert await _all_names(primitive, -60) == set()
+
+    async def test_many_are_kept_together(self, blobs: Blobs, primitive: BlobStore, store: Store) -> None:
+        contents = [b"%d" % (number % 30) for number in range(40)]
+        async with blobs.keep_all(contents) as kept:
+            assert [one.bytes for one in kept] == [*map(len, contents)]
+            await blobs.drop([one.name for one in kept])
+            assert await blobs.read_all([one.name for one in kept]) == contents
+            for number in range(10):
+                await store.add_upload(_record(f"file-{number}", kept[number].name))
+        assert await _all_names(primitive, -60) == {one.name for one in kept[:10]}
+        with pytest.raises(RuntimeError, match="no room"):
+            async with blobs.keep_all(contents):
+                raise RuntimeError("no room")
+        assert await _all_names(primitive, -60) == {one.name for one in kept[:10]}
 
     async def test_who_fails_takes_nothing_from_others(
         self, blobs: Blobs, primitive: BlobStore, store: Store

@@ -28,14 +28,30 @@ class MemoryBlobs:
         self._put_at[name] = self._clock.now()
         return name
 
+    async def put_all(
+        self,
+        contents: Sequence[bytes],
+        named: Callable[[Sequence[str]], Awaitable[None]] | None = None,
+    ) -> Sequence[str]:
+        names = [hashlib.sha256(content).hexdigest() for content in contents]
+        if named is not None:
+            await named(names)
+        for content in contents:
+            await self.put(content)
+        return names
+
     async def size(self, name: str) -> int:
         return len(self.blobs[name])
 
     async def read(self, name: str, start: int = 0, end: int | None = None) -> AsyncGenerator[bytes]:
         yield self.blobs[name][start:end]
 
-    async def delete(self, name: str) -> None:
-        self.blobs.pop(name, None)
+    async def read_all(self, names: Sequence[str]) -> Sequence[bytes | None]:
+        return [self.blobs.get(name) for name in names]
+
+    async def delete(self, *names: str) -> None:
+        for name in names:
+            self.blobs.pop(name, None)
 
     async def names(self, older_than: float) -> AsyncGenerator[Sequence[str]]:
         until = self._clock.now() - older_than

@@ -8,15 +8,18 @@ import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from fumehood.protocol.sandbox import ArchiveFormat, FileEntry, FileListing, Unpacked
+from fumehood.protocol.sandbox import ArchiveFormat, FileEntry, FileListing, Unpacked, Written
+from fumehood.protocol.sandbox_bundles import SMALL, Content, WholeFile
 from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge
 
 _EPOCH_NS = 1_700_000_000 * 10**9  # a clock of its own: tests see the same times every day
 _MOST_PARTS = 32
+_MOST_REASONS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class MemoryFiles:
         self._limit = limit
         self._files: dict[str, _File] = {}
         self._deleted: dict[str, int] = {}
+        self._directories: Counter[str] = Counter()  # how many files are below each
         self._versions = itertools.count(1)
         self._version = 0
 
@@ -60,7 +64,7 @@ class MemoryFiles:
     def read(self, path: str) -> bytes:
         checked(path)
         if path not in self._files:
-            if any(name.startswith(f"{path}/") for name in self._files):
+            if path in self._directories:
                 raise FileRefused(f"{path}: not a regular file", param="path")
             raise FileNotFound(f"There is no file {path!r}.", param="path")
         return self._files[path].content
@@ -70,6 +74,8 @@ class MemoryFiles:
         if len(content) > self._limit:
             raise TooLarge(f"{path}: more than {self._limit} bytes", param="path")
         self._version = next(self._versions)
+        if path not in self._files:
+            self._directories.update(_above(path))
         self._files[path] = _File(content, self._version)
         self._deleted.pop(path, None)
         return self._entry(path)
@@ -77,6 +83,7 @@ class MemoryFiles:
     def delete(self, path: str) -> None:
         self.read(path)  # for its refusals
         del self._files[path]
+        self._directories -= Counter(_above(path))
         self._version = next(self._versions)
         self._deleted[path] = self._version
 
@@ -87,28 +94,61 @@ class MemoryFiles:
         members = _members(content, kind, self._limit)
         files = {_joined(into, member.name): member for member in members}
         wanted = {path: member.content for path, member in files.items() if member.content is not None}
-        before = dict(self._files), dict(self._deleted)
+        before = dict(self._files), dict(self._deleted), self._directories.copy()
         try:
             for path, data in wanted.items():
                 self.write(path, data)
         except SandboxError:
-            self._files, self._deleted = before
+            self._files, self._deleted, self._directories = before
             raise
         skipped = sum(member.content is None and not member.is_directory for member in members)
-        return Unpacked(files=len(wanted), bytes=sum(map(len, wanted.values())), skipped=skipped)
+        return Unpacked(
+            files=len(wanted),
+            bytes=sum(map(len, wanted.values())),
+            skipped=skipped,
+            modified_ns=_EPOCH_NS + self._version,
+        )
+
+    def content(self, path: str) -> Content:
+        try:
+            content = self.read(path)
+        except SandboxError as error:
+            return error
+        return content if len(content) <= SMALL else TooLarge(f"{path}: more than {SMALL} bytes")
+
+    def write_all(self, files: Iterable[WholeFile]) -> Written:
+        """As many as can be."""
+        entries: list[FileEntry] = []
+        reasons: list[str] = []
+        for path, content in files:
+            try:
+                entries.append(self.write(path, content))
+            except SandboxError as error:
+                reasons.append(error.message)
+        return Written(
+            files=len(entries),
+            bytes=sum(entry.size for entry in entries),
+            modified_ns=_EPOCH_NS + self._version,
+            refused=len(reasons),
+            reasons=reasons[:_MOST_REASONS],
+        )
 
     def check_place(self, path: str) -> None:
         """Whether a file could be there, whatever is in it."""
         checked(path)
-        parts = path.split("/")
-        if any("/".join(parts[:end]) in self._files for end in range(1, len(parts))):
+        if any(above in self._files for above in _above(path)):
             raise FileRefused(f"{path}: a file stands where its directory would be", param="path")
-        if any(name.startswith(f"{path}/") for name in self._files):
+        if path in self._directories:
             raise FileRefused(f"{path}: a directory stands there", param="path")
 
     def _entry(self, path: str) -> FileEntry:
         file = self._files[path]
         return FileEntry(path=path, size=len(file.content), modified_ns=_EPOCH_NS + file.version)
+
+
+def _above(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def checked(path: str) -> str:

@@ -180,9 +180,17 @@ class MemoryStore:
     async def put_container(self, record: ContainerRecord) -> None:
         self._open().containers[record.id] = record
 
-    async def change_container(self, record: ContainerRecord, deleted_files: Sequence[str] = ()) -> bool:
+    async def change_container(
+        self,
+        record: ContainerRecord,
+        deleted_files: Sequence[str] = (),
+        *,
+        seen: ContainerRecord | None = None,
+    ) -> bool:
         known = self._open().containers.get(record.id)
         if known is None or _ENDS.index(record.status) < _ENDS.index(known.status):
+            return False
+        if seen is not None and known.last_active_at != seen.last_active_at:
             return False
         self._data.containers[record.id] = record
         return await self.put_files((), deleted_files)

@@ -3,16 +3,18 @@
 import io
 import tarfile
 import zipfile
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from importlib import import_module
+from itertools import batched
 from typing import Any, Protocol
 
 import pytest
 
 from fumehood.interfaces import Sandbox
 from fumehood.protocol.sandbox import AnyOutput, ArchiveFormat
-from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused
+from fumehood.protocol.sandbox_bundles import SMALL, Content, WholeFile
+from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, TooLarge
 
 ODD_NAMES = [
     "with space.txt",
@@ -63,6 +65,15 @@ async def content_of(sandbox: Sandbox, path: str) -> bytes:
 
 async def paths_of(sandbox: Sandbox) -> list[str]:
     return [file.path for file in (await sandbox.list()).files]
+
+
+async def contents_of(sandbox: Sandbox, paths: Sequence[str]) -> list[Content]:
+    return [content async for some in sandbox.read_all(paths) for content in some]
+
+
+async def batches(files: Mapping[str, bytes], size: int = 100) -> AsyncGenerator[Sequence[WholeFile]]:
+    for some in batched(files.items(), size):
+        yield some
 
 
 async def in_pieces(content: bytes, size: int = 1000) -> AsyncGenerator[bytes]:
@@ -224,6 +235,84 @@ class FilesKit:
             await sandbox.write("here.txt", b"x")
             listing = await sandbox.list("not-a-mark")
             assert ([file.path for file in listing.files], listing.complete) == (["here.txt"], True)
+
+    async def test_many_files_go_in_and_out_at_once(self, subject: _Subject) -> None:
+        files = {f"d{number % 7}/{number}.txt": b"%d" % number * (number % 50) for number in range(300)}
+        files |= {name: name.encode() for name in ODD_NAMES}
+        files["large.bin"] = bytes(SMALL)
+        async with subject.sandbox() as sandbox:
+            await sandbox.write("d1/1.txt", b"replaced")
+            written = await sandbox.write_all(batches(files))
+            size = sum(map(len, files.values()))
+            assert (written.files, written.bytes, written.refused, written.reasons) == (
+                len(files),
+                size,
+                0,
+                [],
+            )
+            listing = await sandbox.list()
+            assert {file.path: file.size for file in listing.files} == {
+                path: len(content) for path, content in files.items()
+            }
+            assert max(file.modified_ns for file in listing.files) == written.modified_ns
+            assert await contents_of(sandbox, [*files]) == [*files.values()]
+            await subject.run(sandbox, "writes out.txt")
+            await sandbox.write("d1/1.txt", b"newer")
+            newer = {
+                file.path for file in (await sandbox.list()).files if file.modified_ns > written.modified_ns
+            }
+            assert newer == {"out.txt", "d1/1.txt"}
+
+    async def test_what_one_of_many_files_cannot_be_is_told_for_itself(self, subject: _Subject) -> None:
+        async with subject.sandbox() as sandbox:
+            await sandbox.write("folder/file.txt", b"x")
+            bad = [*BAD_NAMES, "folder", "folder/file.txt/below"]
+            written = await sandbox.write_all(batches({"a": b"a", **dict.fromkeys(bad, b"bad"), "b": b"b"}))
+            assert (written.files, written.bytes, written.refused) == (2, 2, len(bad))
+            assert len(written.reasons) == len(bad)
+            assert any(reason.startswith("folder/file.txt") for reason in written.reasons)
+            assert await paths_of(sandbox) == ["a", "b", "folder/file.txt"]
+            assert await content_of(sandbox, "folder/file.txt") == b"x"
+
+    async def test_many_files_of_which_some_cannot_be_read(self, subject: _Subject) -> None:
+        async with subject.sandbox() as sandbox:
+            await sandbox.write("folder/a", b"a")
+            await sandbox.write("large.bin", bytes(SMALL + 1))
+            asked = ["none", "folder", "folder/a", "large.bin", "folder/a/below", *BAD_NAMES, "folder/a"]
+            found = await contents_of(sandbox, asked)
+            kinds = [one if isinstance(one, bytes) else type(one) for one in found]
+            assert kinds == [
+                FileNotFound,
+                FileRefused,
+                b"a",
+                TooLarge,
+                FileNotFound,
+                *(FileRefused for _ in BAD_NAMES),
+                b"a",
+            ]
+            assert await contents_of(sandbox, []) == []
+
+    async def test_many_files_that_do_not_all_come_leave_nothing(self, subject: _Subject) -> None:
+        async def breaking() -> AsyncGenerator[Sequence[WholeFile]]:
+            yield [(f"new/{number}", b"x" * 1000) for number in range(500)]
+            raise SourceBroke
+
+        async with subject.sandbox() as sandbox:
+            await sandbox.write("new/1", b"old")
+            with pytest.raises(SourceBroke):
+                await sandbox.write_all(breaking())
+            assert await contents_of(sandbox, ["new/1"]) == [b"old"]
+            assert await paths_of(sandbox) == ["new/1"]
+            assert (await sandbox.write_all(batches({}))).files == 0
+
+    async def test_leaving_many_files_half_read(self, subject: _Subject) -> None:
+        async with subject.sandbox() as sandbox:
+            await sandbox.write_all(batches({f"{number}.bin": bytes(SMALL) for number in range(4)}))
+            paths = [f"{number % 4}.bin" for number in range(40)]
+            reading = sandbox.read_all(paths)
+            assert len(await anext(reading)) < 40
+            await reading.aclose()
+            assert await contents_of(sandbox, paths[:2]) == [bytes(SMALL)] * 2
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("streamed", [False, True])

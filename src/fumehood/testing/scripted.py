@@ -25,7 +25,9 @@ from fumehood.protocol.sandbox import (
     SandboxInfo,
     SandboxSpec,
     Unpacked,
+    Written,
 )
+from fumehood.protocol.sandbox_bundles import Content, WholeFile
 from fumehood.protocol.sandbox_errors import (
     AtCapacity,
     Conflict,
@@ -39,6 +41,7 @@ from fumehood.protocol.sandbox_errors import (
 from fumehood.testing.memory_files import MemoryFiles
 
 _PIECE = 1 << 16
+_AT_ONCE = 16
 _EPOCH = 1_700_000_000.0
 
 
@@ -404,6 +407,15 @@ class ScriptedSandbox:
         content = self.files.read(path)
         for start in range(0, len(content), _PIECE):
             yield content[start : start + _PIECE]
+
+    async def read_all(self, paths: Sequence[str]) -> AsyncGenerator[Sequence[Content]]:
+        self._check()
+        for some in itertools.batched(paths, _AT_ONCE):
+            yield [self.files.content(path) for path in some]
+
+    async def write_all(self, files: AsyncIterable[Sequence[WholeFile]]) -> Written:
+        self._check()
+        return self.files.write_all([file async for some in files for file in some])
 
     async def write(self, path: str, content: bytes | AsyncIterable[bytes]) -> FileEntry:
         self._check()

@@ -158,6 +158,19 @@ class ContainersKit:
         assert not await store.change_container(container, [first.id])
         assert list(await store.files(container.id)) == [first]
 
+    async def test_what_was_used_since_it_was_seen_does_not_change(self, subject: StoreSubject) -> None:
+        store, seen = subject.store, _container(1)
+        file = _file(1, seen)
+        await store.put_container(seen)
+        await store.put_files([file])
+        used = msgspec.structs.replace(seen, last_active_at=seen.last_active_at + 1e-6)
+        assert await store.change_container(used)
+        assert not await store.change_container(_as("expired", used), [file.id], seen=seen)
+        assert (await store.container(seen.id), list(await store.files(seen.id))) == (used, [file])
+        assert await store.change_container(_as("expired", used), [file.id], seen=used)
+        assert list(await store.files(seen.id)) == []
+        assert not await store.change_container(_container(2), seen=_container(2))
+
     async def test_those_that_ended_long_ago(self, subject: StoreSubject) -> None:
         store = subject.store
         statuses: list[ContainerStatus] = ["running", "expired", "deleted", "expired", "deleted"]

@@ -1,10 +1,11 @@
-"""What a call of code leaves behind: files, and pictures among them; imports `interfaces`, `protocol` and siblings."""
+"""What a call of code leaves behind: files, and pictures among them; imports `interfaces`, what is below, siblings."""
 
 import hashlib
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from fumehood.aside import ITEM, aside
 from fumehood.interfaces import Caller, Container, Containers
 from fumehood.protocol.containers import DATA_DIRECTORY, ContainerFileRecord
 from fumehood.protocol.errors import ApiError
@@ -60,7 +61,7 @@ class Gatherer:
     async def gather(self, figures: Sequence[Picture]) -> Produced:
         """The files that the container has found, with the figures beside them; pictures in the order of showing."""
         records = await self._container.collect()
-        produced = Produced([produced_file(record) for record in records])
+        produced = Produced(await aside(ITEM * len(records), _produced_files, records))
         written: dict[str, _PictureFile] = {}
         for record, file in zip(records, produced.files, strict=True):
             if may_be_picture(record.path) and len(written) < self._most:
@@ -102,6 +103,10 @@ class Gatherer:
         except (ApiError, SandboxError):  # there is no room for it
             return None
         return produced_file(record)
+
+
+def _produced_files(records: Sequence[ContainerFileRecord]) -> list[ProducedFile]:
+    return [produced_file(record) for record in records]
 
 
 def produced_file(record: ContainerFileRecord) -> ProducedFile:

@@ -1,9 +1,10 @@
-"""What outlives one evaluation: typed values, by their type; imports `events` and the standard library."""
+"""What outlives one evaluation: typed values, by their type; imports `dbc`, `events` and the standard library."""
 
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, overload
 
+from fumehood.client.dbc import require
 from fumehood.client.runtime.events import EVENTS, EventBus, InProcessDispatcher, new_id
 
 # Makes the new values of a slice of the old ones and of what happened.
@@ -76,8 +77,10 @@ class Session:
     """
 
     def __init__(self, bus: EventBus | None = None, *, dispatcher: EventBus | None = None) -> None:
-        if bus is not None and dispatcher is not None and bus is not dispatcher:
-            raise ValueError("bus and dispatcher are two names for one thing; give one of them")
+        require(
+            bus is None or dispatcher is None or bus is dispatcher,
+            "bus and dispatcher are two names for one thing; give one of them.",
+        )
         self._bus: EventBus = bus or dispatcher or InProcessDispatcher()
         self._id = new_id()
         self._slices: dict[type[Any], tuple[Any, ...]] = {}

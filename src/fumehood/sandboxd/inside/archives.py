@@ -6,16 +6,18 @@ they are moved into place one by one, each replacing what bears its name, and if
 """
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fumehood.sandboxd.inside import decoding, files, staging, syscalls, tars, zips
 from fumehood.sandboxd.inside.leave import Leave, Refused
 from fumehood.sandboxd.inside.members import member_parts, shown
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
+_MOST_REASONS = 20
 _HEADER_BYTES = 64 << 20  # what a tar may have besides its members' content
 
 # A file's number, or what is below a directory.
@@ -32,9 +34,17 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Done:
+    """
+    modified_ns: when the last file was written; what is newer, somebody else has changed since.
+    refused: how many files could not be put in place; reasons: why, of the first of them, by name.
+    """
+
     files: int
     size: int
-    skipped: int
+    skipped: int = 0
+    modified_ns: int = field(default=0, compare=False)
+    refused: int = 0
+    reasons: list[str] = field(default_factory=list[str])
 
 
 def unpack(data: int, source: int, *, kind: str, into: str, token: str, bounds: Bounds, leave: Leave) -> Done:
@@ -85,16 +95,25 @@ def _unpack_zip(data: int, arriving: Arriving, unpacker: "Unpacker", leave: Leav
 
 
 class Unpacker:
-    """Takes members, keeps them aside, and puts all of them in place at the end."""
+    """Takes members, keeps them aside, and puts all of them in place at the end.
 
-    def __init__(self, data: int, into: str, token: str, bounds: Bounds, leave: Leave) -> None:
+    partly: what cannot be put in place is told, and the rest is; else there is all or nothing.
+    """
+
+    def __init__(
+        self, data: int, into: str, token: str, bounds: Bounds, leave: Leave, *, partly: bool = False
+    ) -> None:
         self._data = data
         self._into = files.checked(into).split(b"/") if into else []
         self._bounds = bounds
         self.most_members = bounds.members
         self._leave = leave
+        self._partly = partly
         self._tree: _Tree = {}
-        self._members = self._files = self._size = self._skipped = self._name_bytes = 0
+        self._members = self._size = self._skipped = self._name_bytes = self._modified_ns = 0
+        self._sizes: list[int] = []  # of the files that are aside, by their numbers
+        self._placed = self._placed_size = self._refused = 0
+        self._reasons: list[str] = []
         self._undo: list[Callable[[], None]] = []
         self._name = staging.staging_name(token)
         os.mkdir(self._name, 0o700, dir_fd=data)
@@ -104,23 +123,42 @@ class Unpacker:
         parts = self._member(name)
         if not parts:
             raise Refused(f"{shown(name)}: a file without a name")
+        self._settle(parts, lambda: self._save(content, 0o755 if executable else 0o644))
+
+    def plain_file(self, raw: bytes, content: Iterator[bytes]) -> None:
+        """One that is called exactly so, as if it were written alone; refused for itself where it would be."""
+        self._count(len(raw))
+        try:
+            parts = files.checked(raw.decode(errors="surrogateescape")).split(b"/")
+            number = self._save(content, 0o644)
+            self._settle(parts, lambda: number)
+        except (OSError, files.UnsafePath, Refused) as error:
+            self._refuse(raw, 1, _refusal(error))
+            for _ in content:  # the next one comes behind it
+                pass
+
+    def _settle(self, parts: list[bytes], number: Callable[[], int]) -> None:
         above = self._directory(parts[:-1])
         if parts[-1] in above:
-            raise Refused(f"{shown(name)}: the name is there twice")
-        above[parts[-1]] = self._files
-        mode = 0o755 if executable else 0o644
-        target = syscalls.openat2(
-            self._aside,
-            str(self._files).encode(),
-            os.O_WRONLY | os.O_CREAT | os.O_EXCL,
-            mode,
-            resolve=files.BENEATH,
-        )
-        self._files += 1
+            raise Refused(f"{shown(b'/'.join(parts))}: the name is there twice")
+        above[parts[-1]] = number()
+
+    def _save(self, content: Iterable[bytes], mode: int) -> int:
+        """Write it aside; its number there."""
+        number = len(self._sizes)
+        name = str(number).encode()
+        self._sizes.append(0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        target = syscalls.openat2(self._aside, name, flags, mode, resolve=files.BENEATH)
         try:
-            staging.save(target, self._counted(content), self._leave)
+            self._sizes[number] = staging.save(target, self._counted(content), self._leave)
+            self._modified_ns = max(self._modified_ns, os.fstat(target).st_mtime_ns)
+        except BaseException:
+            os.unlink(name, dir_fd=self._aside)
+            raise
         finally:
             os.close(target)
+        return number
 
     def directory(self, name: str) -> None:
         self._directory(self._member(name))
@@ -131,17 +169,26 @@ class Unpacker:
         self._skipped += 1
 
     def _member(self, name: str) -> list[bytes]:
-        self._count()
-        self._name_bytes += len(name)
-        if self._name_bytes > files.MAX_NAME_BYTES:
-            raise Refused("the names in the archive are too long together", "too_large")
+        self._count(len(name))
         return member_parts(name, self._into)
 
-    def _count(self) -> None:
+    def _count(self, name_bytes: int = 0) -> None:
         self._leave.take(0)
         self._members += 1
         if self._members > self._bounds.members:
-            raise Refused(f"the archive has more than {self._bounds.members} members", "too_large")
+            raise Refused(f"there are more than {self._bounds.members} members", "too_large")
+        self._name_bytes += name_bytes
+        if self._name_bytes > files.MAX_NAME_BYTES:
+            raise Refused("the names are too long together", "too_large")
+
+    def _refuse(self, path: bytes, number: int, refusal: Refused) -> None:
+        """So many files are not put in place; raises what tells why, where that is the end of all of them."""
+        if not self._partly or refusal.kind != "refused":
+            raise refusal
+        self._refused += number
+        if len(self._reasons) < _MOST_REASONS:
+            text = str(refusal)
+            self._reasons.append(text if text.startswith(shown(path)) else f"{shown(path)}: {text}")
 
     def _directory(self, parts: list[bytes]) -> _Tree:
         here = self._tree
@@ -156,7 +203,7 @@ class Unpacker:
         for piece in content:
             self._size += len(piece)
             if self._size > self._bounds.size:
-                raise Refused(f"the archive holds more than {self._bounds.size} bytes", "too_large")
+                raise Refused(f"there are more than {self._bounds.size} bytes", "too_large")
             yield piece
 
     # ---- into place -------------------------------------------------------------------------------------------
@@ -173,7 +220,9 @@ class Unpacker:
                 with contextlib.suppress(OSError):  # the code has moved it meanwhile
                     undo()
             raise
-        return Done(self._files, self._size, self._skipped)
+        return Done(
+            self._placed, self._placed_size, self._skipped, self._modified_ns, self._refused, self._reasons
+        )
 
     def _place_all(self, here: int, prefix: bytes, tree: _Tree) -> None:
         """Depth is bounded with the names."""
@@ -185,8 +234,9 @@ class Unpacker:
                     self._place(here, name, path, below)
                     continue
                 directory = self._enter(here, name, path)
-            except OSError as error:
-                raise Refused(f"{shown(path)}: {error.strerror}", number=error.errno or 0) from error
+            except (OSError, Refused) as error:
+                self._refuse(path, _files_below(below), _refusal(error, path))
+                continue
             try:
                 self._place_all(directory, path + b"/", below)
             finally:
@@ -209,6 +259,8 @@ class Unpacker:
                 raise Refused(f"{shown(path)}: a directory is there already")
             os.link(name, old, src_dir_fd=here, dst_dir_fd=self._aside, follow_symlinks=False)
         os.rename(str(number), name, src_dir_fd=self._aside, dst_dir_fd=here)
+        self._placed += 1
+        self._placed_size += self._sizes[number]
         self._undo.append(lambda: self._at(path, os.unlink) if about is None else self._put_back(path, old))
 
     def _put_back(self, path: bytes, old: str) -> None:
@@ -231,3 +283,15 @@ class Unpacker:
             staging.empty(self._aside, 2 * self._bounds.members)
             os.rmdir(self._name, dir_fd=self._data)
         os.close(self._aside)
+
+
+def _refusal(error: OSError | files.UnsafePath | Refused, path: bytes | None = None) -> Refused:
+    if isinstance(error, Refused):
+        return error
+    text = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+    number = error.errno or 0 if isinstance(error, OSError) else errno.EINVAL
+    return Refused(text if path is None else f"{shown(path)}: {text}", number=number)
+
+
+def _files_below(tree: int | _Tree) -> int:
+    return 1 if isinstance(tree, int) else sum(_files_below(below) for below in tree.values())

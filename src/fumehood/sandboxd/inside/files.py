@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fumehood.sandboxd.inside import syscalls
 
 MAX_DEPTH = 32
-MAX_ENTRIES = 10_000
+MAX_ENTRIES = 20_000
 MAX_NAME_BYTES = 4 << 20  # of all paths in one listing
 RESERVED = (
     ".fumehood-"  # what a helper has not finished lies at the top of the data directory under such a name

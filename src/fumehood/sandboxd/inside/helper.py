@@ -10,7 +10,7 @@ import socket
 from dataclasses import astuple
 from typing import Any, NoReturn
 
-from fumehood.sandboxd.inside import archives, files, filters, jail, landlock, staging
+from fumehood.sandboxd.inside import archives, bundles, files, filters, jail, landlock, staging
 from fumehood.sandboxd.inside.leave import AskedLeave, Refused
 
 _MAX_TASK = 64 * 1024
@@ -61,6 +61,10 @@ class _Task:
                 return {"size": found.size, "modified_ns": found.modified_ns}
             case "unpack":
                 return self._unpack(leave)
+            case "receive":
+                return self._receive(leave)
+            case "give":
+                return self._give()
             case "discard":
                 staging.discard(data, task["token"], task["most"])
             case "delete":
@@ -83,10 +87,40 @@ class _Task:
             kind=task["kind"],
             into=task["into"],
             token=task["token"],
-            bounds=archives.Bounds(members=task["members"], size=task["bytes"]),
+            bounds=self._bounds(),
             leave=leave,
         )
-        return {"files": done.files, "bytes": done.size, "skipped": done.skipped}
+        return {
+            "files": done.files,
+            "bytes": done.size,
+            "skipped": done.skipped,
+            "modified_ns": done.modified_ns,
+        }
+
+    def _receive(self, leave: AskedLeave) -> dict[str, Any]:
+        landlock.restrict_to_directory(self._data)
+        done = bundles.receive(
+            self._data, self._source, token=self._task["token"], bounds=self._bounds(), leave=leave
+        )
+        return {
+            "files": done.files,
+            "bytes": done.size,
+            "modified_ns": done.modified_ns,
+            "refused": done.refused,
+            "reasons": done.reasons,
+        }
+
+    def _bounds(self) -> archives.Bounds:
+        return archives.Bounds(members=self._task["members"], size=self._task["bytes"])
+
+    def _give(self) -> dict[str, Any]:
+        """The paths come through the same socket through which the files go: there can be many."""
+        with socket.socket(fileno=os.dup(self._source)) as stream:
+            paths = json.loads(b"".join(staging.received_from(self._source)))
+            for piece in bundles.answers(self._data, paths):
+                stream.sendall(piece)
+            stream.shutdown(socket.SHUT_WR)
+        return {}
 
     def _walk(self) -> dict[str, Any]:
         """A listing can be longer than a packet."""

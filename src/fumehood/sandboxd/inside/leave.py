@@ -30,7 +30,7 @@ class Refused(Exception):
 
 class Leave(Protocol):
     def take(self, size: int) -> None:
-        """Before that many bytes of memory or disk are used; raises Refused."""
+        """Before that many bytes of memory or disk are used; raises Refused, and then none are taken."""
         ...
 
     def settle(self, received: int) -> None:
@@ -47,12 +47,13 @@ class AskedLeave:
         self._asked_at = time.monotonic()
 
     def take(self, size: int) -> None:
-        self._left -= size
-        if self._left < 0 or time.monotonic() - self._asked_at > _SIGN_OF_LIFE:
-            wanted = max(0, -self._left)
+        left = self._left - size
+        if left < 0 or time.monotonic() - self._asked_at > _SIGN_OF_LIFE:
+            wanted = max(0, -left)
             wanted += -wanted % STEP
             self._ask({"ask": "room", "size": wanted})
-            self._left += wanted
+            left += wanted
+        self._left = left
 
     def settle(self, received: int) -> None:
         self._ask({"ask": "whole", "size": received})

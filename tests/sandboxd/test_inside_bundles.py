@@ -1,0 +1,296 @@
+"""Many files in one stream of untrusted authors, in and out; imports `fumehood.sandboxd.inside` and `protocol`."""
+
+import asyncio
+import errno
+import os
+import struct
+from collections.abc import AsyncGenerator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fumehood.protocol.sandbox_bundles import SMALL, Answers, NotABundle, WholeFile, bundled
+from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, TooLarge
+from fumehood.sandboxd.inside import bundles, files
+from fumehood.sandboxd.inside.archives import Bounds, Done
+from fumehood.sandboxd.inside.leave import Refused
+from tests.support.unpacking import Granted, Place
+
+END = bytes(7)
+
+
+def body(*wanted: tuple[str | bytes, bytes]) -> bytes:
+    named = [(path if isinstance(path, bytes) else path.encode(), content) for path, content in wanted]
+    packed = (struct.pack("!BHI", 1, len(path), len(content)) + path + content for path, content in named)
+    return b"".join(packed) + END
+
+
+async def _gathered(*batches: Sequence[WholeFile]) -> bytes:
+    async def given() -> AsyncGenerator[Sequence[WholeFile]]:
+        for batch in batches:
+            yield batch
+
+    return b"".join([piece async for piece in bundled(given())])
+
+
+# ---- in ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_two_ends_agree(place: Place) -> None:
+    wanted = [("a", b"a"), ("d/e/ü", b""), ("d/f", bytes(100_000))]
+    sent = asyncio.run(_gathered(wanted[:1], [], wanted[1:]))
+    assert sent == body(*wanted)
+    leave = Granted()
+    assert place.receive(sent, leave=leave) == Done(3, 100_001)
+    assert leave.received == len(sent)
+    assert place.tree() == {"a": b"a", "d": None, "d/e": None, "d/e/ü": b"", "d/f": bytes(100_000)}
+    assert (place.data / "a").stat().st_mode & 0o777 == 0o644
+    assert place.receive(body(("a", b"new"))) == Done(1, 3)
+    assert (place.data / "a").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "..",
+        "../up",
+        "a/../../up",
+        "/etc/passwd",
+        "a//b",
+        "./a",
+        "nul\0",
+        b"\xff",
+        b"\xed\xb3\xbf",
+        "x" * 300,
+        "/".join("d" * 33),
+        "y" * 5000,
+        ".fumehood-token",
+        ".fumehood-token/0",
+    ],
+)
+def test_names_that_are_none_are_refused_and_the_rest_is_there(place: Place, name: str | bytes) -> None:
+    done = place.receive(body(("before", b"1"), (name, b"bad" * 50_000), ("after", b"2")))
+    assert (done.files, done.size, done.refused, len(done.reasons)) == (2, 2, 1, 1)
+    assert place.tree() == {"after": b"2", "before": b"1"}
+
+
+def test_what_is_in_the_way(place: Place) -> None:
+    """A directory, a file, a link out of the tree: none is followed, and none is replaced but what is no directory."""
+    (place.data / "directory").mkdir()
+    (place.data / "tree/below").mkdir(parents=True)
+    (place.data / "file").write_bytes(b"kept")
+    (place.data / "out").symlink_to("/")
+    (place.data / "link").symlink_to("/etc/passwd")
+    os.mkfifo(place.data / "pipe")
+    done = place.receive(
+        body(
+            ("directory", b"x"),
+            ("file/below", b"x"),
+            ("out/tmp/x", b"x"),
+            ("out/y", b"x"),
+            ("link", b"instead"),
+            ("pipe", b"instead"),
+            ("tree/below/new", b"n"),
+        )
+    )
+    assert (done.files, done.size, done.refused) == (3, 15, 4)
+    assert [reason.partition(":")[0] for reason in done.reasons] == ["directory", "file", "out"]
+    assert (place.data / "out").is_symlink()
+    assert not (place.data / "link").is_symlink()
+    assert place.tree() == {
+        "directory": None,
+        "file": b"kept",
+        "link": b"instead",
+        "out": None,
+        "pipe": b"instead",
+        "tree": None,
+        "tree/below": None,
+        "tree/below/new": b"n",
+    }
+
+
+def test_names_that_disagree(place: Place) -> None:
+    done = place.receive(body(("a", b"1"), ("a", b"2"), ("a/b", b"3"), ("d/e", b"4"), ("d", b"5")))
+    assert (done.files, done.refused) == (2, 3)
+    assert place.tree() == {"a": b"1", "d": None, "d/e": b"4"}
+
+
+@pytest.mark.parametrize(
+    ("stream", "reason"),
+    [
+        (b"", "cut short"),
+        (body(("a", b"abc"))[:-8], "cut short"),
+        (body(("a", b"abc"))[:-7], "cut short"),
+        (body(("a", b"abc"))[:-1], "cut short"),
+        (body(("a", b"abc")) + b"\0", "end as it should"),
+        (body(("a", b"abc")) + body(("b", b"")), "end as it should"),
+        (body(("a", b"abc"))[:-7] + b"\2" + bytes(6), "end as it should"),
+        (struct.pack("!BHI", 0, 1, 0) + b"a", "end as it should"),
+        (struct.pack("!BHI", 1, 1, (1 << 32) - 1) + b"a", "cut short"),
+    ],
+)
+def test_streams_that_are_not_sound_leave_nothing(place: Place, stream: bytes, reason: str) -> None:
+    (place.data / "a").write_bytes(b"old")
+    with pytest.raises(Refused, match=reason):
+        place.receive(stream)
+    assert place.tree() == {"a": b"old"}
+
+
+@given(st.binary(max_size=200))
+def test_no_stream_writes_what_it_may_not(tmp_path_factory: pytest.TempPathFactory, stream: bytes) -> None:
+    data = tmp_path_factory.mktemp("data")
+    fd = os.open(data, os.O_RDONLY)
+    here = Place(data, fd)
+    try:
+        here.receive(body(("f", b"f"))[:-7] + stream)
+    except Refused:
+        assert here.tree() == {}
+    else:
+        assert "f" in here.tree()
+    finally:
+        os.close(fd)
+
+
+def test_too_much_leaves_nothing(place: Place) -> None:
+    many = body(*((f"{number}", b"x") for number in range(100_000)))
+    with pytest.raises(Refused, match="more than 500 members") as caught:
+        place.receive(many, Bounds(500, 1 << 20))
+    assert caught.value.kind == "too_large"
+    with pytest.raises(Refused, match="more than 10 bytes"):
+        place.receive(body(("a", b"123456"), ("b", b"78901")), Bounds(500, 10))
+    long = body(
+        *((f"{number:04}/{'n' * 200}/{'m' * 200}", b"") for number in range(files.MAX_NAME_BYTES // 400))
+    )
+    with pytest.raises(Refused, match="too long together"):
+        place.receive(long, Bounds(20_000, 10))
+    assert place.tree() == {}
+
+
+def test_what_does_not_fit_is_left_out_and_told(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = place.receive(
+        body(("d/a", bytes(10)), ("e/b", bytes(1000)), ("d/c", bytes(10))), leave=Granted(room=100)
+    )
+    assert (done.files, done.size, done.refused) == (2, 20, 1)
+    assert done.reasons == ["e/b: no room"]
+    written = os.write
+
+    def full(fd: int, content: bytes) -> int:
+        if len(content) > 100:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written(fd, content)
+
+    monkeypatch.setattr(os, "write", full)
+    done = place.receive(body(("d/f", bytes(1000)), ("d/g", b"g")))
+    assert done.reasons == ["d/f: No space left on device"]
+    assert place.tree() == {"d": None, "d/a": bytes(10), "d/c": bytes(10), "d/g": b"g"}
+
+
+def test_reasons_are_bounded(place: Place) -> None:
+    done = place.receive(body(*((f"../{number}" + "x" * 4000, b"") for number in range(300))))
+    assert (done.refused, len(done.reasons)) == (300, 20)
+    assert max(map(len, done.reasons)) < 400
+
+
+class Leaving(Granted):
+    """Whoever sent it goes away when so much has come, or is being put in place."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self._left = after
+
+    def take(self, size: int) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise Refused("whoever sent it went away", "abandoned")
+
+
+@pytest.mark.parametrize("after", range(0, 130, 7))
+def test_who_leaves_in_the_middle_leaves_nothing(place: Place, after: int) -> None:
+    (place.data / "d3").mkdir()
+    (place.data / "d3/3").write_bytes(b"old")
+    before = place.tree()
+    with pytest.raises(Refused, match="went away"):
+        place.receive(
+            body(*((f"d{number % 10}/{number}", b"new") for number in range(60))), leave=Leaving(after)
+        )
+    assert place.tree() == before
+
+
+# ---- out --------------------------------------------------------------------------------------------------------
+
+
+def read(place: Place, paths: Sequence[str], piece: int = 1 << 20) -> list[object]:
+    answers = Answers(paths)
+    whole = b"".join(bundles.answers(place.fd, paths))
+    found = [one for at in range(0, len(whole), piece) for one in answers.feed(whole[at : at + piece])]
+    answers.end()
+    return [one if isinstance(one, bytes) else type(one) for one in found]
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 20])
+def test_only_regular_files_below_are_read(place: Place, piece: int) -> None:
+    (place.data / "d").mkdir()
+    (place.data / "d/a").write_bytes(b"a")
+    (place.data / "empty").touch()
+    (place.data / "out").symlink_to("/etc")
+    (place.data / "link").symlink_to("d/a")
+    (place.data / "most").write_bytes(bytes(SMALL if piece > 7 else 10))
+    with (place.data / "more").open("wb") as file:
+        file.truncate(1 << 40)
+    os.mkfifo(place.data / "pipe")
+    paths = [
+        "d/a",
+        "out/passwd",
+        "link",
+        "d",
+        "pipe",
+        "../x",
+        "/etc/passwd",
+        "none",
+        "empty",
+        "more",
+        "most",
+        "d/a",
+    ]
+    found = read(place, paths, piece)
+    assert found[:-2] == [
+        b"a",
+        *[FileRefused] * 6,
+        FileNotFound,
+        b"",
+        TooLarge,
+    ]
+    assert found[-2:] == [(place.data / "most").read_bytes(), b"a"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"\4\0\0\0\0", b"\0\0\x10\0\1", b"\1\0\0\0\1x", b"\0\0\0\0\1x" * 3, b"\xff" * 5],
+)
+def test_answers_that_nobody_would_give(answer: bytes) -> None:
+    with pytest.raises(NotABundle):
+        Answers(["a", "b"]).feed(answer)
+
+
+def test_answers_that_end_too_soon() -> None:
+    for said in (b"", b"\0\0\0\0\1x", b"\0\0\0\0\1x\0\0\0\0\5abc"):
+        answers = Answers(["a", "b"])
+        answers.feed(said)
+        with pytest.raises(NotABundle, match="it ended"):
+            answers.end()
+
+
+@given(st.binary(max_size=60), st.integers(1, 9))
+def test_no_answer_holds_more_than_was_asked_for(said: bytes, piece: int) -> None:
+    answers = Answers(["a", "b", "c"])
+    found = 0
+    try:
+        for at in range(0, len(said), piece):
+            found += len(answers.feed(said[at : at + piece]))
+        answers.end()
+    except NotABundle:
+        assert found <= 3
+    else:
+        assert found == 3
