@@ -85,6 +85,8 @@ class History:
     def _entry(self, item: Item, kept: Mapping[str, Entry], where: str) -> Entry:
         known = kept.get(item.id) if item.id else None
         if item.type == "item_reference":
+            if item.id is None:
+                raise InvalidRequest(f"{where}: an item_reference needs an id.", param=where)
             if known is None:
                 raise InvalidRequest(f"Item with id '{item.id}' not found.", param=where)
             return msgspec.structs.replace(known, turn=0)
