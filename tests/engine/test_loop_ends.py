@@ -61,6 +61,20 @@ async def test_a_function_call_that_was_cut_off_needs_no_answer() -> None:
     assert text_of(after.output[0]) == "Again"
 
 
+async def test_a_response_that_is_deleted_while_it_runs_says_so() -> None:
+    go = asyncio.Event()
+    engine = Engine(ScriptedModel([Text("Hal"), go, Text("lo")]))
+    run = await engine.start()
+    await until(lambda: bool(engine.model.requests))
+    assert await engine.store.delete_response("", run.id)
+    go.set()
+    response = check_invariants(await collected(run))
+    assert response.status == "failed"
+    assert response.error is not None
+    assert "deleted" in response.error.message
+    assert await engine.store.response("", run.id) is None
+
+
 async def test_the_content_filter() -> None:
     turn = [Text("Hm"), TurnEnded("content_filter", None)]
     response = check_invariants(await Engine(ScriptedModel(turn)).stream())
