@@ -13,6 +13,7 @@ from fumehood.engine.loop import LoopLimits
 from fumehood.interfaces import Lease
 from fumehood.protocol.errors import (
     ApiError,
+    InvalidRequest,
     ModelRateLimited,
     ModelUnreachable,
     ServerFault,
@@ -57,6 +58,10 @@ async def test_a_function_call_that_was_cut_off_needs_no_answer() -> None:
         engine = Engine(model)
         response = await engine.block(tools=[FUNCTION])
         assert response.status == "incomplete"
+        answer = {"type": "function_call_output", "call_id": "call_1", "output": "1"}
+        with pytest.raises(InvalidRequest, match="call_1 was cut off") as refused:
+            await engine.block(input=[answer], previous_response_id=response.id)
+        assert refused.value.param == "input"
         after = await engine.block(input="Go on", previous_response_id=response.id)
     assert text_of(after.output[0]) == "Again"
 
