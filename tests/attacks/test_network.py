@@ -193,3 +193,20 @@ def test_interfaces_cannot_be_changed(box: SandboxClient) -> None:
     assert flags == "ENOTTY"
     assert tun == "ENOENT"
     assert {bind, tables} <= {"EPERM", "ENOSYS"}
+
+
+def test_packets_of_the_host_cannot_be_counted(host: Host, box: SandboxClient) -> None:
+    """Some files of a network namespace tell of all: when a neighbour is answered could be seen to the microsecond."""
+    program = """
+        answers = {}
+        for place in ("self", "thread-self", "1", str(os.getpid())):
+            for name in ("softnet_stat", "protocols", "sockstat"):
+                path = f"/proc/{place}/net/{name}"
+                answers.setdefault(name, set()).update([attempt(os.chmod, path, 0o444), attempt(open, path)])
+        report({name: sorted(found) for name, found in answers.items()})
+    """
+    answers: dict[str, list[str]] = box.ask(dedent(program))
+    if not host.driver.started["user_each"]:  # then it belongs to the user whom all sandboxes share
+        del answers["sockstat"]
+    for name, found in answers.items():
+        assert set(found) <= {"EACCES", "EROFS", "ENOENT", "EPERM"}, (name, found)

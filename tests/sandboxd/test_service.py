@@ -281,6 +281,24 @@ async def test_ended_calls_are_forgotten_by_size(sandbox: ServedSandbox) -> None
     assert [event async for event in sandbox.follow("larger", after=len(last.events))] == []
 
 
+async def test_output_counts_as_the_memory_it_takes(sandbox: ServedSandbox) -> None:
+    """One character beyond the usual ones, and Python keeps all of the text in four bytes each."""
+    await outcome(sandbox, "display({'text/html': '\\U0001f600' + 'x' * 99_999}, raw=True)", "wide")
+    assert sandbox.calls.kept_bytes > 400_000
+
+
+async def test_all_sandboxes_together_keep_a_bounded_output(service: Service, sandbox: ServedSandbox) -> None:
+    """The least recently used lets go, also of its last call; the newest one stays readable."""
+    other = await service.create(SandboxSpec())
+    await outcome(sandbox, "print('x' * 200_000)", "first")
+    await outcome(other, "print('x' * 200_000)", "second")
+    with pytest.raises(ExecutionNotFound, match="not kept any more"):
+        sandbox.calls.find("first")
+    assert other.calls.find("second").execution.ended
+    assert (sandbox.calls.kept_bytes, other.calls.kept_bytes > 200_000) == (0, True)
+    await service.destroy(other)
+
+
 async def test_a_call_that_is_read_is_not_lost_when_it_is_forgotten(sandbox: ServedSandbox) -> None:
     first = await outcome(sandbox, "print(1)\nprint(2)", "first")
     events = sandbox.follow("first")

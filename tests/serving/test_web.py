@@ -1,6 +1,7 @@
 """What both servers stand on: readers that take nothing, callers over the bound; imports `fumehood.serving`."""
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -8,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from fumehood.serving import stalled
-from fumehood.serving.exchange import BareExchange, Headers, Receive, Scope, Send
+from fumehood.serving.exchange import Application, BareExchange, Headers, Receive, Scope, Send
 from fumehood.serving.sockets import Address, listen
 from fumehood.serving.web import WebServer, render_refusal
 
@@ -33,8 +34,21 @@ class Flood:
         self.ended.set()
 
 
+class Echo:
+    """Answers at once with the names of the headers it sees once the body has been read, or without reading it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = BareExchange(scope, receive, send)
+        if scope["path"] == "/read":
+            async for _ in exchange.pieces(1 << 20):
+                pass
+        names = b",".join(name for name, _ in scope["headers"])
+        await exchange.begin(200, [*PLAIN, (b"content-length", b"%d" % len(names))])
+        await exchange.send(names, more=False)
+
+
 @asynccontextmanager
-async def served(app: Flood, connections: int | None = None) -> AsyncGenerator[int]:
+async def served(app: Application, connections: int | None = None) -> AsyncGenerator[int]:
     """A server until the block is left, and its port."""
     listener = listen(Address(port=0))
     server = WebServer(
@@ -77,6 +91,42 @@ async def test_who_comes_when_all_places_are_taken_is_told_so() -> None:
         writer.close()
         assert not first.at_eof()
         holder.close()
+
+
+@pytest.mark.parametrize("path", ["/", "/read"])
+async def test_what_follows_a_body_is_no_header(path: str) -> None:
+    """Whoever stands in front of the server has looked at the headers, and not at these."""
+    request = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with served(Echo()) as port, asyncio.timeout(PATIENCE):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):  # the connection can go on
+            writer.write(request.encode() + b"1\r\nx\r\n0\r\nauthorization: Bearer x\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            names = b"host,transfer-encoding"
+            assert await reader.readexactly(len(names)) == names
+        writer.close()
+
+
+@pytest.mark.parametrize("path", ["/", "/read"])
+@pytest.mark.parametrize("trailers", [b"a:b\r\n" * 2000, b"a" * 10000], ids=["many", "one"])
+async def test_what_follows_a_body_is_bounded(path: str, trailers: bytes) -> None:
+    """Also after the answer, and for whoever may see nothing but it: every line of these was kept."""
+    request = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with served(Echo()) as port, asyncio.timeout(PATIENCE):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request.encode() + b"1\r\nx\r\n0\r\nfirst: ")
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof() and sent < 64 << 20:
+                writer.write(trailers)
+                await writer.drain()
+                await asyncio.sleep(0)
+                sent += len(trailers)
+        with contextlib.suppress(ConnectionError):
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 400 " if path == "/read" else b"HTTP/1.1 200 ")
+        assert sent < 64 << 20
+        writer.close()
 
 
 async def test_a_machine_that_confirms_nothing_is_noticed_by_the_kernel() -> None:

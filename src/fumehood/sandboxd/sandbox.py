@@ -10,6 +10,7 @@ import secrets
 import signal
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, Language, MemoryTier
@@ -180,6 +181,20 @@ class LocalSandbox:
     async def _attach(self, layers: list[str]) -> None:
         self._live_data()
         await attached.attach(self._zygote, self._next_number(), self._namespace, layers)
+
+    # As a `hoards.Holder`:
+
+    def processes(self) -> list[int]:
+        return [] if self.place.cgroup is None else self.place.cgroup.processes()
+
+    def first_process(self) -> int | None:
+        return _pid_of(self._pidfd) if self._settings.mode == "namespaces" and self._pidfd >= 0 else None
+
+    def own_device(self) -> int | None:
+        if self._settings.mode == "namespaces" and self._data >= 0:
+            with contextlib.suppress(OSError):  # it ends just now
+                return os.fstat(self._data).st_dev
+        return None
 
     def made_by(self, zygote: Zygote | None) -> bool:
         return self._zygote is zygote
@@ -540,3 +555,12 @@ class LocalSandbox:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _pid_of(pidfd: int) -> int | None:
+    """None when the process has ended, or is not to be seen from here."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
+            if line.startswith("Pid:"):
+                return max(int(line.removeprefix("Pid:")), 0) or None
+    return None

@@ -52,7 +52,7 @@ class Settings:
     idle_seconds: a sandbox that nobody has used for so long is ended, in case its owner is dead; None means never.
     waiting_calls: how many executions of one sandbox may wait behind the one that runs.
     kept_calls, kept_bytes: how many ended executions of one sandbox can still be read, and how large they may be
-        together; the last one can always be read.
+        together; the last one can always be read, unless all sandboxes keep more than 16 times as much.
     departed, departed_seconds: of how many sandboxes that have ended it is remembered why, and for how long.
     connections: how many callers may be connected at once.
     request_seconds: how long a JSON body may take to arrive.

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from fumehood.protocol.sandbox import MemoryTier, SandboxSpec
 from fumehood.protocol.sandbox_errors import AtCapacity, InstallFailed, SandboxError, SandboxStartFailed
-from fumehood.sandboxd import remains
+from fumehood.sandboxd import hoards, remains
 from fumehood.sandboxd.cgroups import joining
 from fumehood.sandboxd.disks import Disk
 from fumehood.sandboxd.egress.proxy import Egress, Grant
@@ -119,6 +119,8 @@ class Supervisor:
             self._bare = self._nursery(starter.bare)
         await asyncio.gather(*(shard.living() for shard in self._shards))
         self._refill()
+        if mode != "pod":
+            self._background(hoards.watch(lambda: [*self.sandboxes.values()]))
 
     def _open_packages(self, launch: Launch) -> None:
         """Get ready to install packages; where that cannot be, whoever asks for some is told why."""

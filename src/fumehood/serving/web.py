@@ -172,8 +172,10 @@ class _Protocol(LeavesStalled, HttpToolsProtocol):
     refusal: Refusal
     most: int | None
     _head_timer: asyncio.TimerHandle | None = None
-    _head_bytes = 0
+    _head_bytes = 0  # of the head, or of what came since the last piece of the body and is none
     _in_head = True
+    _in_body = False
+    _brought_body = False
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -195,12 +197,25 @@ class _Protocol(LeavesStalled, HttpToolsProtocol):
 
     @override
     def data_received(self, data: bytes) -> None:
+        self._brought_body = False
         super().data_received(data)
-        if self._in_head and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._in_head:
             self._expect_head()  # the rest of it: mostly all of it came at once
             self._head_bytes += len(data)
             if self._head_bytes > _HEADER_BYTES:
                 self.send_400_response("The head of the request is too large.")
+        elif self._in_body and not self._brought_body:
+            self._head_bytes += len(data)
+            if self._head_bytes > _HEADER_BYTES:
+                self._end_in_body()
+
+    def _end_in_body(self) -> None:
+        if self.cycle.response_started:  # a second answer would be taken for a part of the first
+            self.transport.close()
+        else:
+            self.send_400_response("What follows the body of the request is too large.")
 
     @override
     def on_message_begin(self) -> None:
@@ -209,8 +224,27 @@ class _Protocol(LeavesStalled, HttpToolsProtocol):
         self._head_bytes = 0
 
     @override
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Not what follows a body: it would pass for a header that nobody in front of this server has seen."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    @override
+    def on_body(self, body: bytes) -> None:
+        self._brought_body = True
+        self._head_bytes = 0
+        super().on_body(body)
+
+    @override
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
+
+    @override
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._in_body = True
+        self._head_bytes = 0
         self._forget_head()
         if len(self.headers) > _HEADER_COUNT:
             raise ValueError("too many headers")

@@ -19,6 +19,9 @@ from fumehood.sandboxd.inside import filters, landlock, layout, syscalls
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP_RUNNING = 0x1 | 0x40
 _BACKLOG = 64
+# Files of a network namespace that tell of the whole host: every packet it takes, its sockets and their memory. The
+# supervisor still reads the last one, which is its own or, for root, any.
+_OF_THE_HOST = {"softnet_stat": 0, "protocols": 0, "rt_acct": 0, "sockstat": 0o400}
 NAMESPACES = os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS
 _MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
 
@@ -155,6 +158,11 @@ def _raise_loopback() -> None:
         _put(f"/proc/sys/net/ipv4/{name}", b"4096 4096 65536")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as control:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP_RUNNING))
+    for name, mode in _OF_THE_HOST.items():
+        try:  # nobody can undo it in the read-only proc of the sandbox
+            os.chmod(f"/proc/self/net/{name}", mode)
+        except FileNotFoundError:
+            continue  # not in this kernel
 
 
 def listen(port: int) -> int:

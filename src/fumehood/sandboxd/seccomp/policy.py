@@ -206,6 +206,8 @@ CLONE_NEW = {
 }
 # CLONE_PARENT hands the caller's parent (init, or the zygote) a child it does not know of.
 CLONE_PARENT = 0x00008000
+# Descriptors shared with another process, not thread: its locks would outlive the process that the kernel names.
+CLONE_FILES, CLONE_THREAD = 0x00000400, 0x00010000
 
 MAP_HUGETLB = 0x40000
 MFD_HUGETLB = 0x4
@@ -259,9 +261,6 @@ FCNTL = {
     "F_SETLK": 6,
     "F_SETLKW": 7,
     "F_GETOWN": 9,
-    "F_OFD_GETLK": 36,
-    "F_OFD_SETLK": 37,
-    "F_OFD_SETLKW": 38,
     "F_DUPFD_QUERY": 1027,
     "F_DUPFD_CLOEXEC": 1030,
     "F_SETPIPE_SZ": 1031,
@@ -269,8 +268,12 @@ FCNTL = {
     "F_ADD_SEALS": 1033,
     "F_GET_SEALS": 1034,
 }
-# EINVAL is how fcntl says "no such command".
+# EINVAL is how fcntl says "no such command". Not the locks of open files: the kernel names no process for them, so
+# nobody could tell whose they are when there are too many (see hoards.py).
 FCNTL_UNKNOWN = {
+    "F_OFD_GETLK": 36,
+    "F_OFD_SETLK": 37,
+    "F_OFD_SETLKW": 38,
     "F_SETOWN": 8,
     "F_SETSIG": 10,
     "F_GETSIG": 11,
@@ -370,7 +373,15 @@ SOCKET_OPTIONS = {
 
 
 def _clone() -> tuple[Rule, ...]:
-    return _without(0, CLONE_PARENT | sum(CLONE_NEW.values()), fail(errno.EPERM))
+    never = CLONE_PARENT | sum(CLONE_NEW.values())
+    both = CLONE_FILES | CLONE_THREAD
+    _, *denied = _without(0, never, fail(errno.EPERM))
+    return (
+        Rule((Arg(0, 0, never | CLONE_FILES),), ALLOW),
+        Rule((Arg(0, both, never | both),), ALLOW),
+        Rule((Arg(0, CLONE_FILES, both),), fail(errno.EPERM)),
+        *denied,
+    )
 
 
 def _ioctl() -> tuple[Rule, ...]:
