@@ -162,6 +162,10 @@ async def test_tool_choice(choice: Any, names: list[str], mode: str) -> None:
         {"tool_choice": "required"},
         {"tool_choice": "sometimes"},
         {"tool_choice": {"type": "allowed_tools", "tools": [{"type": "nothing"}]}},
+        {"tool_choice": {"type": "allowed_tools"}, "tools": [FUNCTION]},
+        {"tool_choice": {"type": "allowed_tools", "tools": [{"type": "function"}]}, "tools": [FUNCTION]},
+        {"tool_choice": {"type": "function"}, "tools": [FUNCTION]},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": [FUNCTION]},
         {"tool_choice": {"type": "web_search"}, "tools": [FUNCTION, {"type": "web_search"}]},
         {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}, "tools": [FUNCTION]},
     ],
@@ -170,6 +174,13 @@ async def test_a_choice_of_what_is_not_there(body: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as refused:
         await Engine(ScriptedModel()).start(**body)
     assert refused.value.param == "tool_choice"
+
+
+async def test_a_choice_without_a_mode_is_shown_with_one() -> None:
+    allowed = {"type": "allowed_tools", "tools": [{"type": "function", "name": "f"}]}
+    async with ScriptedModel(says("ok")) as model:
+        response = await Engine(model).block(tools=[FUNCTION], tool_choice=allowed)
+    assert msgspec.json.decode(response.tool_choice) == {**allowed, "mode": "auto"}
 
 
 async def test_a_tool_that_is_not_there_is_told_to_the_model_alone() -> None:

@@ -13,6 +13,7 @@ from fumehood.engine.loop import LoopLimits
 from fumehood.interfaces import Lease
 from fumehood.protocol.errors import (
     ApiError,
+    InvalidRequest,
     ModelRateLimited,
     ModelUnreachable,
     ServerFault,
@@ -57,8 +58,26 @@ async def test_a_function_call_that_was_cut_off_needs_no_answer() -> None:
         engine = Engine(model)
         response = await engine.block(tools=[FUNCTION])
         assert response.status == "incomplete"
+        answer = {"type": "function_call_output", "call_id": "call_1", "output": "1"}
+        with pytest.raises(InvalidRequest, match="call_1 was cut off") as refused:
+            await engine.block(input=[answer], previous_response_id=response.id)
+        assert refused.value.param == "input"
         after = await engine.block(input="Go on", previous_response_id=response.id)
     assert text_of(after.output[0]) == "Again"
+
+
+async def test_a_response_that_is_deleted_while_it_runs_says_so() -> None:
+    go = asyncio.Event()
+    engine = Engine(ScriptedModel([Text("Hal"), go, Text("lo")]))
+    run = await engine.start()
+    await until(lambda: bool(engine.model.requests))
+    assert await engine.store.delete_response("", run.id)
+    go.set()
+    response = check_invariants(await collected(run))
+    assert response.status == "failed"
+    assert response.error is not None
+    assert "deleted" in response.error.message
+    assert await engine.store.response("", run.id) is None
 
 
 async def test_the_content_filter() -> None:

@@ -92,6 +92,8 @@ class History:
     def _entry(self, item: Item, kept: Mapping[str, Entry], where: str) -> Entry:
         known = kept.get(item.id) if item.id else None
         if item.type == "item_reference":
+            if item.id is None:
+                raise InvalidRequest(f"{where}: an item_reference needs an id.", param=where)
             if known is None:
                 raise InvalidRequest(f"Item with id '{item.id}' not found.", param=where)
             return msgspec.structs.replace(known, turn=0)
@@ -154,12 +156,18 @@ def _check_calls(entries: Sequence[Entry], past: Sequence[Segment], cut: int = 0
     results = {_call_id(entry, number) for number, entry in shown if entry.type in _OUTPUTS}
     calls = {_call_id(entry, number) for number, entry in shown if entry.type in _CALLS}
     # One that was cut off is no call: nobody can answer it, and the model is not shown it.
+    cut_off = {_call_id(entry) for entry in newest if entry.type in _CALLS and _is_cut_off(entry)}
     calls |= {_call_id(entry) for entry in newest if entry.type in _CALLS and not _is_cut_off(entry)}
     answered = {_call_id(entry) for entry in newest if entry.type in _OUTPUTS}
     missing = calls - results - answered
     if missing:
         raise InvalidRequest(f"No tool output found for function call {min(missing)}.", param="input")
     strangers = results - calls
+    if vain := strangers & cut_off:
+        raise InvalidRequest(
+            f"Function call {min(vain)} was cut off, so it cannot be answered: leave its output out.",
+            param="input",
+        )
     if strangers:
         strangers -= {
             _call_id(entry) for segment in past for entry in segment.entries if entry.type in _CALLS

@@ -398,7 +398,7 @@ def _why_not_kept(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Fenced):
-        return ServerFault("The response was taken over by another server.")
+        return ServerFault("The response was deleted or taken over by another server while it ran.")
     return ServerFault("The response could not be kept.")
 
 

@@ -308,7 +308,7 @@ def _sealed(past: Sequence[Segment], added: Segment) -> int:
 
 def _refuse_what_is_not_served(request: CreateResponse) -> None:
     for name in ("background", "conversation", "prompt"):
-        if getattr(request, name):
+        if getattr(request, name) not in (None, False):
             raise InvalidRequest(f"`{name}` is not served yet.", param=name, code="unsupported_parameter")
     form = request.text.format if request.text else None
     if form is not None and form.type == "json_schema" and (form.name is None or form.schema is None):
@@ -331,7 +331,6 @@ def _read_tools(request: CreateResponse) -> list[ToolSpec]:
 
 
 def _function(spec: ToolSpec, where: str) -> FunctionTool:
-    """A function of the client's; older clients put it under `function`, as for chat completions."""
     try:
         return msgspec.json.decode(spec.raw, type=FunctionTool)
     except msgspec.ValidationError as error:

@@ -4,25 +4,27 @@ A tool of a request is kept as its bytes with its type peeked at: newer clients 
 here knows. What is hosted, and how it is configured, is the affair of whoever serves it.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Raw
+from msgspec import Meta, Raw
 
 from fumehood.protocol.errors import InvalidRequest
+
+type ToolName = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class FunctionTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
     """A function of the client's, as it comes back in the response."""
 
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Raw] | None = None
     strict: bool | None = True
 
 
 class CustomTool(msgspec.Struct, kw_only=True, tag_field="type", tag="custom"):
-    name: str
+    name: ToolName
     description: str | None = None
     format: dict[str, Raw] | None = None
 
@@ -74,7 +76,7 @@ class _ChoiceShape(msgspec.Struct):
     type: str
     name: str | None = None
     mode: Literal["auto", "required"] = "auto"
-    tools: list[_ToolTag] = []
+    tools: list[_ToolTag] | None = None
 
 
 _tool_tags = msgspec.json.Decoder(_ToolTag)
@@ -107,9 +109,27 @@ def read_choice(value: str | dict[str, Raw]) -> ToolChoice:
     if not isinstance(choice, _ChoiceShape):
         return ToolChoice(mode=choice, raw=raw)
     if choice.type == "allowed_tools":
-        only = tuple((tool.type, tool.name) for tool in choice.tools)
-        return ToolChoice(mode=choice.mode, only=only, raw=raw)
-    kind, name = (
-        (choice.name, None) if choice.type == "built_in" and choice.name else (choice.type, choice.name)
+        if choice.tools is None:
+            raise _missing("tools")
+        shown: dict[str, Raw] = msgspec.json.decode(raw, type=dict[str, Raw])
+        shown["mode"] = Raw(msgspec.json.encode(choice.mode))
+        only = tuple(_chosen(tool.type, tool.name) for tool in choice.tools)
+        return ToolChoice(mode=choice.mode, only=only, raw=Raw(msgspec.json.encode(shown)))
+    if choice.type == "built_in" and choice.name:
+        return ToolChoice(mode="required", only=((choice.name, None),), raw=raw)
+    return ToolChoice(mode="required", only=(_chosen(choice.type, choice.name),), raw=raw)
+
+
+def _chosen(kind: str, name: str | None) -> tuple[str, str | None]:
+    """Of these there may be several, so that a type alone says too little."""
+    if kind in ("function", "custom") and name is None:
+        raise _missing("name")
+    return kind, name
+
+
+def _missing(field: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Missing required parameter: 'tool_choice.{field}'.",
+        param="tool_choice",
+        code="missing_required_parameter",
     )
-    return ToolChoice(mode="required", only=((kind, name),), raw=raw)
