@@ -65,7 +65,7 @@ QUICK = Scale(9, 24, 8, 100, 4, CHUNKS // 2, 100, 3, 4, 4, 8, 3)
 class Bench:
     """Both sides, what is behind them, and where ours keeps its data (nowhere, in a rehearsal).
 
-    observed: one like ours, which sends telemetry; it is started when it is needed.
+    observed: one that sends telemetry and one that does not; they are started when they are needed.
     """
 
     ours: Served
@@ -73,7 +73,7 @@ class Bench:
     model: Client
     scale: Scale
     database: Path | None
-    observed: Callable[[], contextlib.AbstractAsyncContextManager[Served]] | None = None
+    observed: Callable[[], contextlib.AbstractAsyncContextManager[tuple[Served, Served]]] | None = None
 
     @property
     def joined(self) -> Served:
@@ -452,7 +452,7 @@ def stored_row(sizes: dict[int, int], number: int) -> list[Row]:
 
 
 async def telemetry_rows(bench: Bench) -> list[Row]:
-    """What a gateway costs that sends telemetry, without content, against ours, which sends none."""
+    """What a gateway costs that sends telemetry, without content, against one that sends none."""
     if bench.observed is None:
         return []
     scale = bench.scale
@@ -481,8 +481,7 @@ async def telemetry_rows(bench: Bench) -> list[Row]:
         ("code", "turn with code, gateway alone", "ms", code, 1, MS / scale.tool_turns, a_tenth),
     )
     found: list[Row] = []
-    async with bench.observed() as observed:
-        sides = (observed, replace(bench.ours, name="without telemetry"))
+    async with bench.observed() as sides:
         for key, what, unit, work, rounds, share, goals in kinds:
             ours, reference = await on_balance(sides, scale.balances, rounds, work, share)
             title = f"CPU per {what}, with telemetry"

@@ -153,15 +153,19 @@ async def gateway(directory: Path, upstream: str, otlp: str | None = None) -> As
 
 
 @contextlib.asynccontextmanager
-async def observed(directory: Path, upstream: str) -> AsyncGenerator[Served]:
-    """Another gateway, with a directory of its own, that sends its telemetry to where it is thrown away."""
-    own = directory / "observed"
-    own.mkdir()
+async def observed(directory: Path, upstream: str) -> AsyncGenerator[tuple[Served, Served]]:
+    """Two more gateways, equally young, with directories of their own: one sends its telemetry to where it is thrown
+    away, the other sends none.
+    """
+    telling, silent = directory / "telling", directory / "silent"
+    telling.mkdir()
+    silent.mkdir()
     async with (
-        _addressed("The collector", own, "collector") as (_, address),
-        gateway(own, upstream, address) as served,
+        _addressed("The collector", telling, "collector") as (_, address),
+        gateway(telling, upstream, address) as told,
+        gateway(silent, upstream) as untold,
     ):
-        yield replace(served, name="with telemetry")
+        yield replace(told, name="with telemetry"), replace(untold, name="without telemetry")
 
 
 def _without_telemetry() -> dict[str, str]:
