@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-EVERY = 0.5  # seconds; in that time code can take some 150 MB
+EVERY = 0.5  # seconds; docs/security.md says what can be taken in that time
 MOST_LOCKS = 1024
 MOST_SOCKETS = 8192
 _FILE_NUMBERS = "/proc/sys/fs/file-nr"

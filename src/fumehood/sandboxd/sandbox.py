@@ -196,9 +196,6 @@ class LocalSandbox:
                 return os.fstat(self._data).st_dev
         return None
 
-    def made_by(self, zygote: Zygote | None) -> bool:
-        return self.zygote is zygote
-
     def kill(self, reason: str) -> None:
         """End it now, with every process in it; a running call ends as lost."""
         if self._gone is None:

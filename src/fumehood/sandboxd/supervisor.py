@@ -191,7 +191,7 @@ class Supervisor:
         return min(self._shards, key=self._population)
 
     def _population(self, nursery: Nursery) -> int:
-        return sum(sandbox.made_by(nursery.zygote) for sandbox in self._live.values())
+        return sum(sandbox.zygote is nursery.zygote for sandbox in self._live.values())
 
     def _zygote_event(self, event: dict[str, Any], fds: list[int]) -> None:
         sandbox = self._live.get(event["number"])
@@ -202,7 +202,7 @@ class Supervisor:
 
     def _zygote_died(self, nursery: Nursery, zygote: Zygote) -> None:
         """Its sandboxes died with it, by the kernel's doing; another one follows, asked for or not."""
-        lost = [sandbox for sandbox in self._live.values() if sandbox.made_by(zygote)]
+        lost = [sandbox for sandbox in self._live.values() if sandbox.zygote is zygote]
         said = zygote.last_words
         logger.error(
             "The zygote ended; %d sandboxes are lost with it.%s", len(lost), said and f" It said: {said}"
@@ -373,7 +373,7 @@ class Supervisor:
             for candidate in [*self._parked]:
                 if candidate.gone is not None:
                     self._parked.remove(candidate)
-                elif candidate.made_by(shard.zygote):
+                elif candidate.zygote is shard.zygote:
                     self._parked.remove(candidate)
                     return candidate
             if not self._parking or len(self._live) + self._starting < self._settings.capacity:
@@ -409,7 +409,7 @@ class Supervisor:
         """The shard that is to get the next one of several that are being made."""
 
         def parked(shard: Nursery) -> int:
-            return sum(sandbox.made_by(shard.zygote) for sandbox in self._parked)
+            return sum(sandbox.zygote is shard.zygote for sandbox in self._parked)
 
         return sorted(self._shards, key=parked)[number % len(self._shards)]
 

@@ -6,6 +6,7 @@ made of it (spans, metrics, events) is the listeners' affair.
 
 import logging
 import traceback
+from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -169,14 +170,14 @@ class PhaseSeen(Seen):
     call: CallSeen
 
 
-class Listener:
+class Listener(ABC):
     """Who does not want to know of beginnings is not told of them."""
 
-    def began(self, seen: Seen) -> None:
+    def began(self, seen: Seen) -> None:  # noqa: B027 - not everybody has to
         pass
 
-    def ended(self, seen: Seen) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def ended(self, seen: Seen) -> None: ...
 
 
 class Observer:

@@ -1,0 +1,138 @@
+"""Zygotes that die, and forks that fail: whoever waits for a sandbox still gets one; imports `fumehood.sandboxd`."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fumehood.protocol.sandbox_errors import SandboxStartFailed
+from fumehood.sandboxd.cgroups import CgroupLimits
+from fumehood.sandboxd.sandbox import LocalSandbox
+from fumehood.sandboxd.supervisor import Supervisor
+from tests.support.census import descendants
+from tests.support.sandboxes import run, settings
+
+
+async def test_a_zygotes_death_is_reported_and_mended() -> None:
+    async with Supervisor(settings()) as mended:
+        sandbox = await mended.create()
+        execution = sandbox.start("import time; time.sleep(60)", timeout=60)
+        await asyncio.sleep(0.2)
+        pid = mended.zygote.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        *_, end = [event async for event in execution.events()]
+        assert (getattr(end, "status", None), getattr(end, "state_kept", None)) == ("lost", False)
+        assert (await run(await mended.create(), "1 + 1")).result == "2"
+
+
+async def test_a_zygote_that_died_is_followed_by_another_before_anybody_asks() -> None:
+    async with Supervisor(settings(preload=(), pool=0)) as mended:
+        pid = mended.zygote.pid
+        assert pid is not None
+        assert mended.can_start
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while mended.can_start:
+                await asyncio.sleep(0.001)
+            while not mended.can_start:
+                await asyncio.sleep(0.01)
+        assert mended.zygote.pid != pid
+
+
+@pytest.mark.parametrize("who", ["jail", "warden", "zygote"])
+async def test_callers_who_wait_when_the_zygote_dies_are_served_by_the_next(who: str) -> None:
+    async with Supervisor(settings(preload=(), pool=1, capacity=32)) as mended:
+        for _ in range(2):  # as often as is made good at once
+            warden, zygote = _forkers(mended)
+            victim = {"jail": mended.zygote.pid, "warden": warden, "zygote": zygote}[who]
+            assert victim is not None
+            callers = [asyncio.create_task(mended.create()) for _ in range(8)]
+            async with asyncio.timeout(20):
+                while mended.live < 4:  # some are on their way
+                    await asyncio.sleep(0)
+            os.kill(victim, signal.SIGKILL)
+            boxes = await asyncio.gather(*callers, return_exceptions=True)
+            assert [box for box in boxes if isinstance(box, BaseException)] == []
+            async with asyncio.timeout(20):
+                while not mended.can_start:
+                    await asyncio.sleep(0.01)
+        assert (await run(await mended.create(), "1 + 1")).result == "2"
+
+
+async def test_a_zygote_whose_death_is_heard_of_late_costs_nobody_a_sandbox(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with Supervisor(settings(preload=(), pool=0)) as mended:
+        pid, start = mended.zygote.pid, mended._start  # pyright: ignore[reportPrivateUsage]
+        assert pid is not None
+
+        async def starting(order: Any) -> LocalSandbox:
+            monkeypatch.undo()
+            (await start(order)).kill("a part of its jail has ended")
+            asyncio.get_running_loop().call_later(0.02, os.kill, pid, signal.SIGKILL)
+            raise SandboxStartFailed("The sandbox ended.")
+
+        monkeypatch.setattr(mended, "_start", starting)
+        assert (await run(await mended.create(), "1 + 1")).result == "2"
+        assert mended.zygote.pid != pid
+
+
+async def test_a_zygote_that_dies_while_it_starts_costs_nobody_a_sandbox() -> None:
+    async with Supervisor(settings(preload=(), pool=0)) as mended:
+        first = mended.zygote.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        caller = asyncio.create_task(mended.create())
+        async with asyncio.timeout(20):
+            while not (started := _jails() - {first}):
+                await asyncio.sleep(0)
+        os.kill(started.pop(), signal.SIGKILL)
+        assert (await run(await caller, "1 + 1")).result == "2"
+
+
+@pytest.mark.root
+async def test_a_fork_that_fails_says_why() -> None:
+    """The host has no room for one more process: of the zygote, or of the warden."""
+    async with Supervisor(settings(preload=())) as crowded:
+        warden, zygote = _forkers(crowded)
+        places = crowded._places  # pyright: ignore[reportPrivateUsage]
+        assert places.tree is not None
+        assert places.zygote_cgroup is not None
+        for pid in (zygote, warden):
+            alone = places.tree.create("alone", CgroupLimits(memory=1 << 30, pids=1))
+            alone.add(pid)
+            with pytest.raises(SandboxStartFailed, match=r"no process could be forked .* too few processes"):
+                await crowded.create()
+            places.zygote_cgroup.add(pid)
+            assert alone.remove()
+            assert (await run(await crowded.create(), "1 + 1")).result == "2"
+        async with asyncio.timeout(10):
+            while crowded.live > 2:
+                await asyncio.sleep(0.01)
+
+
+def _forkers(running: Supervisor) -> tuple[int, int]:
+    """The warden and its zygote, the oldest processes of the jail that Python runs in."""
+    top = running.zygote.pid
+    assert top is not None
+    found = [
+        pid
+        for pid in descendants(top)
+        if b"warden.main" in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b" ", b"")
+    ]
+    warden, zygote, *_ = sorted(found)
+    return warden, zygote
+
+
+def _jails() -> set[int]:
+    """Children of this process that are, or will be, the outermost of a zygote."""
+    found: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        for pid in path.read_text().split():
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            found |= {int(pid)} if b"launch.py" in line or b"bwrap" in line else set()
+    return found
