@@ -257,7 +257,7 @@ def open_signals(
         models=[model.match for model in config.models if not model.is_pattern],
     )
     signals = Signals(settings, environ, figures)
-    stack.push_async_callback(asyncio.to_thread, signals.close)
+    stack.push_async_callback(signals.close)
     return signals
 
 

@@ -71,7 +71,9 @@ def run(**more: Any) -> RunSeen:
     request = {"model": "m", "input": "Hi", "instructions": "Be brief.", "tools": [SECRETS]}
     written = msgspec.json.encode(request | more)
     response = Response(id="resp_1", created_at=1, model="m", status="completed", output=[CALL])
-    return RunSeen(request=msgspec.json.decode(written, type=CreateResponse), response=response)
+    seen = RunSeen.of(msgspec.json.decode(written, type=CreateResponse))
+    seen.response = response
+    return seen
 
 
 def turn(pieces: list[AnyModelEvent], *entries: Entry, **more: Any) -> TurnSeen:
@@ -84,7 +86,8 @@ def turn(pieces: list[AnyModelEvent], *entries: Entry, **more: Any) -> TurnSeen:
         others=[ToolSpec("web_search", None, b"{}")],
         **more,
     )
-    seen = TurnSeen(request=request, pieces=[])
+    seen = TurnSeen.of(request)
+    seen.pieces = []
     seen.note(pieces)
     return seen
 
@@ -215,6 +218,7 @@ def test_a_call_is_recorded_as_the_model_wrote_and_read_it() -> None:
 def test_everything_that_is_recorded_was_redacted() -> None:
     pieces: list[AnyModelEvent] = [Text("A secret."), TurnEnded("stop")]
     seen = turn(pieces, entry(message("user", "My secret.")))
+    assert seen.request is not None
     seen.request = msgspec.structs.replace(seen.request, instructions="Keep the secret.")
     content = told(seen, redact=without("secret"))
     check(content, "option2")

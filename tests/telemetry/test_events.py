@@ -21,26 +21,24 @@ from fumehood.telemetry.spans import Spans
 from fumehood.telemetry.trace_context import Propagation
 
 
-def emitted(seen: Seen, *, contents: Contents | None = None, **settings: bool) -> list[ReadableLogRecord]:
+async def emitted(seen: Seen, *, contents: Contents | None = None, **settings: bool) -> list[ReadableLogRecord]:
     exporter = InMemoryLogRecordExporter()
     provider = LoggerProvider(shutdown_on_exit=False)
     provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
     tracer = QuickTracer(TracerProvider(shutdown_on_exit=False), SimpleSpanProcessor(InMemorySpanExporter()))
     events = Events(provider.get_logger("test"), **settings)
     listeners = [Spans(tracer, Propagation({})), events]
-    observer = Observer(listeners if contents is None else [contents, *listeners])
+    observer = Observer(listeners, contents)
     observer.began(seen)
     observer.ended(seen)
+    observer.tell()
     return list(exporter.get_finished_logs())
 
 
 def turn(error: str = "") -> TurnSeen:
-    seen = TurnSeen(
-        request=ModelRequest(model="m", sampling=Sampling(temperature=0.5)),
-        server=("127.0.0.1", 8000),
-        pieces=[],
-        error=error,
-    )
+    request = ModelRequest(model="m", sampling=Sampling(temperature=0.5))
+    seen = TurnSeen.of(request, ("127.0.0.1", 8000))
+    seen.pieces, seen.error = [], error
     seen.note([Text("Hello.")])
     if not error:
         seen.note([TurnEnded("stop", Usage(input_tokens=7, output_tokens=2))])
@@ -51,10 +49,10 @@ def facts(record: ReadableLogRecord) -> dict[str, Any]:
     return dict(record.log_record.attributes or {})
 
 
-def test_a_turn_has_an_event_where_it_is_asked_for() -> None:
-    assert emitted(turn()) == []
+async def test_a_turn_has_an_event_where_it_is_asked_for() -> None:
+    assert await emitted(turn()) == []
     seen = turn()
-    (record,) = emitted(seen, with_details=True)
+    (record,) = await emitted(seen, with_details=True)
     assert record.log_record.event_name == "gen_ai.client.inference.operation.details"
     assert record.log_record.severity_number == SeverityNumber.INFO
     assert record.log_record.span_id == seen.span.span_id
@@ -75,9 +73,9 @@ def test_a_turn_has_an_event_where_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("with_content", [True, False])
-def test_what_was_said_is_in_the_event_only_where_it_is_recorded_there(with_content: bool) -> None:
+async def test_what_was_said_is_in_the_event_only_where_it_is_recorded_there(with_content: bool) -> None:
     contents = Contents(in_spans=not with_content, in_events=with_content)
-    (record,) = emitted(turn(), contents=contents, with_details=True, with_content=with_content)
+    (record,) = await emitted(turn(), contents=contents, with_details=True, with_content=with_content)
     told = facts(record)
     assert (OUTPUT in told, INPUT in told) == (with_content, with_content)
     if with_content:
@@ -88,19 +86,19 @@ def test_what_was_said_is_in_the_event_only_where_it_is_recorded_there(with_cont
         assert "Hello." not in str(told)
 
 
-def test_a_turn_that_failed_is_an_exception_without_its_words() -> None:
-    (record,) = emitted(turn("server_error"))
+async def test_a_turn_that_failed_is_an_exception_without_its_words() -> None:
+    (record,) = await emitted(turn("server_error"))
     assert record.log_record.event_name == "gen_ai.client.operation.exception"
     assert record.log_record.severity_number == SeverityNumber.WARN
     assert facts(record) == {"exception.type": "server_error"}
-    assert emitted(turn("cancelled")) == []
-    details, _ = emitted(turn("server_error"), with_details=True)
+    assert await emitted(turn("cancelled")) == []
+    details, _ = await emitted(turn("server_error"), with_details=True)
     assert facts(details)["error.type"] == "server_error"
 
 
-def test_a_tool_that_failed_and_a_sandbox_that_was_lost_are_told() -> None:
+async def test_a_tool_that_failed_and_a_sandbox_that_was_lost_are_told() -> None:
     call = CallSeen(name="code_interpreter", call_id="call_1", error="failed")
-    (record,) = emitted(call)
+    (record,) = await emitted(call)
     assert (record.log_record.event_name, facts(record)) == (
         "fumehood.tool.failed",
         {
@@ -110,9 +108,9 @@ def test_a_tool_that_failed_and_a_sandbox_that_was_lost_are_told() -> None:
             "error.type": "failed",
         },
     )
-    assert emitted(CallSeen(name="code_interpreter", call_id="call_1")) == []
+    assert await emitted(CallSeen(name="code_interpreter", call_id="call_1")) == []
     for status, name in (("out_of_memory", "fumehood.sandbox.lost"), ("ok", None), ("error", None)):
         phase = Phase("run", None)
         phase.note("status", status)
-        found = emitted(PhaseSeen(phase=phase, call=call, took=1))
+        found = await emitted(PhaseSeen(phase=phase, call=call, took=1))
         assert [each.log_record.event_name for each in found] == ([name] if name else [])

@@ -91,7 +91,8 @@ async def test_what_is_not_streamed_has_no_first_pieces() -> None:
 
 
 def turn(model: str = "m", *, error: str = "", **more: Any) -> TurnSeen:
-    seen = TurnSeen(request=ModelRequest(model=model), error=error, **more)
+    seen = TurnSeen.of(ModelRequest(model=model), **more)
+    seen.error = error
     if not error:
         seen.note(says("x"))
         seen.note([TurnEnded("stop", Usage(input_tokens=1, output_tokens=2))])

@@ -17,7 +17,7 @@ from fumehood.figures import Distribution
 from fumehood.interfaces import Caller
 from fumehood.phases import phase
 from fumehood.protocol.models import AnyModelEvent, ModelRequest
-from fumehood.protocol.responses import CreateResponse
+from fumehood.protocol.responses import CreateResponse, Response
 from fumehood.telemetry.conventions import SECONDS
 from fumehood.telemetry.observing import ObservedModels, ObservedRuns, ObservedTool
 from fumehood.telemetry.seen import CallSeen, Listener, Observer, RunSeen, Seen, TurnSeen
@@ -50,8 +50,8 @@ class Broken(Listener):
         raise RuntimeError("with a secret")
 
 
-async def observed(observer: Observer, tool: Echo | None = None, **body: Any) -> str:
-    """The status of a response with a call and an answer."""
+async def observed(observer: Observer, tool: Echo | None = None, *, told: bool = True, **body: Any) -> str:
+    """The status of a response with a call and an answer. told: whether listeners are told of all of it by then."""
     clock = FakeClock()
     model = ScriptedModel([*calls("echo", {"text": "x"})], says("Done"), usage=tokens(3))
     runs = ObservedRuns(
@@ -72,6 +72,9 @@ async def observed(observer: Observer, tool: Echo | None = None, **body: Any) ->
         pass
     response = await run.wait()
     await runs.drain(0)
+    assert not observer.running
+    if told:
+        observer.tell()
     return response.status
 
 
@@ -82,7 +85,7 @@ async def test_everything_is_told_when_it_begins_and_when_it_has_ended() -> None
     assert [type(seen) for seen in notes.over] == [TurnSeen, CallSeen, TurnSeen, RunSeen]
     run = notes.begun[0]
     assert isinstance(run, RunSeen)
-    assert run.response is not None
+    assert run.answer is not None
     assert (run.turns, run.calls) == (2, 1)
     first, second = _turns(notes)
     assert first.first < run.first < run.took
@@ -95,11 +98,59 @@ async def test_everything_is_told_when_it_begins_and_when_it_has_ended() -> None
     assert all(not seen.error for seen in notes.over)
 
 
-async def test_what_models_say_is_kept_only_where_content_is_recorded() -> None:
+class Recorder(Notes):
+    """Sees things whole."""
+
+    @override
+    def ended(self, seen: Seen) -> None:
+        super().ended(seen)
+        match seen:
+            case TurnSeen(request=ModelRequest(), pieces=list() as pieces):
+                seen.content["said"] = len(pieces)
+                assert pieces[-1] == seen.end
+            case RunSeen(request=CreateResponse(), response=Response() as response):
+                seen.content["status"] = response.status
+            case CallSeen():
+                seen.content["heard"] = seen.output
+            case _:
+                raise AssertionError(seen)
+
+
+async def test_what_was_said_is_seen_at_once_and_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    notes, recorder = Notes(), Recorder()
+    await observed(Observer([notes], recorder))
+    assert [seen.content for seen in notes.over] == [
+        {"said": 5},
+        {"heard": "x"},
+        {"said": 4},
+        {"status": "completed"},
+    ]
+    assert recorder.over == notes.over
+    assert not caplog.records
+    for seen in notes.over:
+        match seen:
+            case RunSeen():
+                assert (seen.request, seen.response) == (None, None)
+                assert seen.answer is not None
+            case TurnSeen():
+                assert (seen.request, seen.pieces) == (None, None)
+            case _:
+                assert isinstance(seen, CallSeen)
+                assert (seen.arguments, seen.output) == ("", "")
+
+
+async def test_ends_are_told_together_and_soon() -> None:
     notes = Notes()
-    await observed(Observer([notes], records_content=True))
-    said = [seen.pieces for seen in notes.over if isinstance(seen, TurnSeen)]
-    assert all(pieces and pieces[-1] == turn.end for pieces, turn in zip(said, _turns(notes), strict=True))
+    observer = Observer([notes])
+    for number in range(100):
+        observer.ended(CallSeen(name="f", call_id=str(number), took=1))
+        assert len(notes.over) == (0 if number < 63 else 64)
+    async with asyncio.timeout(30):
+        while len(notes.over) < 100:
+            await asyncio.sleep(0.05)
+    assert [seen.call_id for seen in notes.over if isinstance(seen, CallSeen)] == [*map(str, range(100))]
+    observer.tell()
+    assert len(notes.over) == 100
 
 
 async def test_connections_made_meanwhile_keep_nothing_of_what_was_seen() -> None:
@@ -140,7 +191,8 @@ async def test_a_listener_that_breaks_is_nobodys_trouble(caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("pieces", [None, []])
 def test_pauses_between_pieces_are_counted(pieces: list[AnyModelEvent] | None) -> None:
-    turn = TurnSeen(request=ModelRequest(model="m"), pieces=pieces)
+    turn = TurnSeen.of(ModelRequest(model="m"))
+    turn.pieces = pieces
     take = turn.noting(lambda events: events == [*says("x")])
     turn.note(())
     turn.note(says("x"))
@@ -154,7 +206,8 @@ def test_pauses_between_pieces_are_counted(pieces: list[AnyModelEvent] | None) -
 
 @given(st.lists(st.integers(0, 100_000_000_000)))
 def test_pauses_are_counted_as_one_by_one(pauses: list[int]) -> None:
-    turn = TurnSeen(request=ModelRequest(model="m"), moments=array("q", accumulate(pauses, initial=0)))
+    turn = TurnSeen.of(ModelRequest(model="m"))
+    turn.moments = array("q", accumulate(pauses, initial=0))
     expected = Distribution(SECONDS)
     for pause in pauses:
         expected.add(pause / 1e9)

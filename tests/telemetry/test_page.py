@@ -22,7 +22,7 @@ def table(title: str) -> set[str]:
 
 def test_every_metric_is_on_the_page() -> None:
     metrics, figures, reader = Metrics(ModelNames()), Figures(), InMemoryMetricReader()
-    metrics.observe(MeterProvider([reader], shutdown_on_exit=False).get_meter("test"), figures)
+    metrics.observe(MeterProvider([reader], shutdown_on_exit=False).get_meter("test"), figures, lambda: 0)
     metrics.starts["warm"] += 1
     figures.containers.calls["ok"] += 1
     figures.containers.ended["idle"] += 1

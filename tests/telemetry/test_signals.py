@@ -40,9 +40,9 @@ def send(environ: Mapping[str, str], settings: SignalSettings | None = None) -> 
     async def run() -> None:
         signals = Signals(settings or SignalSettings(), environ, Figures())
         try:
-            assert await observed(signals.observer) == "completed"
+            assert await observed(signals.observer, told=False) == "completed"
         finally:
-            await asyncio.to_thread(signals.close)
+            await signals.close()
 
     asyncio.run(run())
 

@@ -42,10 +42,9 @@ class Traced:
 
     def __post_init__(self) -> None:
         tracer = QuickTracer(TracerProvider(shutdown_on_exit=False), SimpleSpanProcessor(self.exporter))
-        recorded = self.contents is not None
-        spans = Spans(tracer, Propagation({}), with_content=recorded)
-        listeners = [spans] if self.contents is None else [self.contents, spans]
-        observer, clock = Observer(listeners, records_content=recorded), FakeClock()
+        spans = Spans(tracer, Propagation({}), with_content=self.contents is not None)
+        self.observer = observer = Observer([spans], self.contents)
+        clock = FakeClock()
         runs = EngineRuns(
             ObservedModels(ScriptedModels(self.model), observer),
             [ObservedTool(tool, observer) for tool in self.tools],
@@ -60,6 +59,7 @@ class Traced:
         return await self.runs.start(msgspec.json.decode(written, type=CreateResponse), Caller())
 
     def finished(self) -> list[ReadableSpan]:
+        self.observer.tell()
         as_the_sdk_has_them = partial(readable, Resource({}), InstrumentationScope("test"))
         return [*map(as_the_sdk_has_them, cast("Sequence[QuickSpan]", self.exporter.get_finished_spans()))]
 

@@ -17,7 +17,7 @@ from fumehood.parts.messages import finish_reason, to_messages
 from fumehood.parts.validate import validate
 from fumehood.parts.views import SOURCE, to_view
 from fumehood.protocol import models
-from fumehood.protocol.responses import Response
+from fumehood.protocol.responses import CreateResponse, Response
 from fumehood.telemetry.conventions import LONGEST, finish_reason_of
 from fumehood.telemetry.seen import CallSeen, Listener, RunSeen, Seen, TurnSeen
 
@@ -51,7 +51,7 @@ _HOSTED = {"code_interpreter": "code", "shell": "commands"}
 
 
 class Contents(Listener):
-    """Puts what was said into what has ended, for those who are told after this.
+    """Puts what was said into what has ended, before that is forgotten.
 
     in_spans, in_events: who of them wants it.
     longest: bytes for all attributes of a span together; half of them are for the output.
@@ -77,10 +77,10 @@ class Contents(Listener):
         if not self.in_events and not seen.span.sampled:
             return
         match seen:
-            case RunSeen():
-                seen.content = self._of_run(seen)
-            case TurnSeen():
-                seen.content = self._of_turn(seen)
+            case RunSeen(request=CreateResponse() as request):
+                seen.content = self._of_run(request, seen.response)
+            case TurnSeen(request=models.ModelRequest() as request):
+                seen.content = self._of_turn(request, seen)
             case CallSeen():
                 seen.content = self._of_call(seen)
             case _:
@@ -88,8 +88,7 @@ class Contents(Listener):
 
     # ---- runs, turns, calls ---------------------------------------------------------------------------------------
 
-    def _of_run(self, run: RunSeen) -> JsonObject:
-        request = run.request
+    def _of_run(self, request: CreateResponse, response: Response | None) -> JsonObject:
         given = request.input if isinstance(request.input, list) else []
         raws, left_out = _latest([bytes(raw) for raw in reversed(given)], _LOOKED_AT * self._longest)
         asked: list[Part] = _from_items(raws)
@@ -102,14 +101,13 @@ class Contents(Listener):
             instructions = _from_items([bytes(raw) for raw in told])
         tools = _definitions(map(msgspec.json.decode, request.tools or ()))
         found = self._asked(asked, left_out, instructions, tools)
-        if run.response is not None:
-            parts = from_vendor("openai", msgspec.json.decode(msgspec.json.encode(run.response.output)))
-            ending = _ending(run.response, parts)
+        if response is not None:
+            parts = from_vendor("openai", msgspec.json.decode(msgspec.json.encode(response.output)))
+            ending = _ending(response, parts)
             found[OUTPUT] = self._messages(parts, self._longest // 2, ending, way_back=self._profile.way_back)
         return found
 
-    def _of_turn(self, turn: TurnSeen) -> JsonObject:
-        request = turn.request
+    def _of_turn(self, request: models.ModelRequest, turn: TurnSeen) -> JsonObject:
         entries = (entry for segment in reversed(request.segments) for entry in reversed(segment.entries))
         raws, left_out = _latest((entry.raw for entry in entries), _LOOKED_AT * self._longest)
         told = request.instructions

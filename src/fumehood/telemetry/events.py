@@ -10,7 +10,6 @@ from opentelemetry._logs import Logger, SeverityNumber
 from opentelemetry.util.types import AnyValue
 
 from fumehood.telemetry.seen import CallSeen, Listener, PhaseSeen, Seen, TurnSeen
-from fumehood.telemetry.spans import Answered, Asked
 
 DETAILS = "gen_ai.client.inference.operation.details"
 EXCEPTION = "gen_ai.client.operation.exception"
@@ -54,7 +53,7 @@ class Events(Listener):
 
     def _turn(self, turn: TurnSeen) -> None:
         if self._with_details:
-            told: dict[str, AnyValue] = {**Asked.of(turn).attributes(), **Answered.of(turn).attributes()}
+            told: dict[str, AnyValue] = {**turn.asked.attributes(), **turn.answered().attributes()}
             if turn.error:
                 told["error.type"] = turn.error
             if self._with_content:

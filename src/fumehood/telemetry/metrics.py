@@ -116,7 +116,6 @@ class Metrics(Listener):
         self._of_turns: dict[tuple[str, tuple[str, int] | None], _TurnSeries] = {}
         self._of_runs: dict[tuple[str, str | None], _RunSeries] = {}
         self.starts = Counter[str]()
-        self._running = 0
 
     @property
     def instruments(self) -> Sequence[Distributions]:
@@ -125,17 +124,11 @@ class Metrics(Listener):
     # ---- what was seen --------------------------------------------------------------------------------------------
 
     @override
-    def began(self, seen: Seen) -> None:
-        if isinstance(seen, RunSeen):
-            self._running += 1
-
-    @override
     def ended(self, seen: Seen) -> None:
         match seen:
             case TurnSeen():
                 self._turn(seen)
             case RunSeen():
-                self._running -= 1
                 self._run(seen)
             case CallSeen():
                 labels: Labels = (("gen_ai.tool.name", seen.name), ("gen_ai.tool.type", "extension"))
@@ -146,15 +139,16 @@ class Metrics(Listener):
                 pass
 
     def _turn(self, turn: TurnSeen) -> None:
-        model = self._names.label(turn.request.model, answered=turn.end is not None)
-        series = self._of_turns.get((model, turn.server))
+        asked = turn.asked
+        model = self._names.label(asked.model, answered=turn.end is not None)
+        series = self._of_turns.get((model, asked.server))
         if series is None:
-            series = self._of_turns[model, turn.server] = self._turn_series(model, turn.server)
+            series = self._of_turns[model, asked.server] = self._turn_series(model, asked.server)
         if turn.error:
             self._turns.of(_with_error(series.labels, turn)).add(turn.seconds)
         else:
             series.durations.add(turn.seconds)
-        if turn.first and turn.request.streamed:
+        if turn.first and asked.streamed:
             series.first_chunks.add(turn.first / 1e9)
             if len(turn.moments) > 1:
                 series.chunks.add_all(turn.gaps())
@@ -181,9 +175,9 @@ class Metrics(Listener):
 
     def _run(self, run: RunSeen) -> None:
         begun = bool(run.first)
-        model = self._names.label(run.request.model, answered=begun)
-        response = run.response
-        answered = None if response is None else self._names.label(response.model, answered=begun)
+        model = self._names.label(run.model, answered=begun)
+        answer = run.answer
+        answered = None if answer is None else self._names.label(answer.model, answered=begun)
         series = self._of_runs.get((model, answered))
         if series is None:
             series = self._of_runs[model, answered] = self._run_series(model, answered)
@@ -196,10 +190,10 @@ class Metrics(Listener):
         if run.turns:
             self._agent_turns.of(()).add(run.turns)
             self._agent_calls.of(()).add(run.calls)
-        if run.error or response is None or not begun or not run.request.stream:
+        if run.error or answer is None or not begun or not run.streamed:
             return
         series.first_tokens.add(run.first / 1e9)
-        after_first = _tokens_of(response.usage) - run.turns
+        after_first = _tokens_of(answer.usage) - run.turns
         if after_first > 0:
             series.each_token.add(run.writing / 1e9 / after_first)
 
@@ -228,11 +222,11 @@ class Metrics(Listener):
 
     # ---- what is asked for when it is sent ------------------------------------------------------------------------
 
-    def observe(self, meter: Meter, figures: Figures) -> None:
+    def observe(self, meter: Meter, figures: Figures, running: Callable[[], int]) -> None:
         """Have the meter ask for what is only looked at: how many there are now, and what others have counted."""
         containers = figures.containers
         meter.create_observable_up_down_counter(
-            "fumehood.responses.active", [_numbers(lambda: self._running)], "{response}", "Being made now."
+            "fumehood.responses.active", [_numbers(running)], "{response}", "Being made now."
         )
         meter.create_observable_counter(
             "fumehood.sandbox.starts",

@@ -86,16 +86,15 @@ class ObservedRuns:
         past: Sequence[Segment] | None = None,
         take: TakeRoom | None = None,
     ) -> Run:
-        seen = RunSeen(request=request)
+        seen = RunSeen.of(request)
+        self._observer.running += 1
         self._observer.began(seen)
         link = _Link(seen)
         token = _run.set(link)
         try:
             run = await self._runs.start(request, caller, response_id, past=past, take=take)
         except BaseException as error:
-            seen.error = kind_of(error)
-            link.seen = None
-            self._observer.ended(seen)
+            self._end(seen, link, error)
             raise
         finally:
             _run.reset(token)
@@ -109,6 +108,7 @@ class ObservedRuns:
         else:
             seen.error = kind_of(outcome)
         link.seen = None
+        self._observer.running -= 1
         self._observer.ended(seen)
 
 
@@ -151,13 +151,11 @@ class _ObservedBackend:
     async def stream(
         self, request: ModelRequest, take: Take | None = None
     ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
-        seen = TurnSeen(
-            request=request, run=_current_run(), server=self._backend.profile(request.model).server
-        )
+        seen = TurnSeen.of(request, self._backend.profile(request.model).server, _current_run())
         if self._observer.records_content:
             seen.pieces = []
         self._observer.began(seen)
-        batches = self._backend.stream(seen.request, None if take is None else seen.noting(take))
+        batches = self._backend.stream(seen.request or request, None if take is None else seen.noting(take))
         try:
             async with aclosing(batches):
                 async for batch in batches:

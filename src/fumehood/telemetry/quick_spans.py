@@ -61,53 +61,41 @@ class _Place(NamedTuple):
     trace_flags: TraceFlags
 
 
-class QuickSpan:
+class QuickSpan(msgspec.Struct, eq=False):
     """One that a single task begins and ends.
 
     parent_id: that of the span above, 0 if there is none. is_remote: whether that is somebody else's.
-    sampled: whether it is sent; else nothing needs to be told of it.
     error: what kind of error it ended with, empty if with none.
+    later: what is told of it when it is sent.
     """
 
-    __slots__ = (
-        *("_told", "began_at", "ended_at", "error", "flags", "is_remote", "known", "parent_id", "sampled"),
-        *("span_id", "state", "trace_id"),
-    )
+    known: Known
+    began_at: int
+    trace_id: int
+    span_id: int
+    flags: int
+    state: TraceState | None = None
+    parent_id: int = 0
+    is_remote: bool = False
+    ended_at: int = 0
+    error: str = ""
+    later: tuple[Tell, ...] = ()
     context: ClassVar = _Place(TraceFlags(TraceFlags.SAMPLED))
 
-    def __init__(
-        self,
-        known: Known,
-        began_at: int,
-        trace_id: int,
-        span_id: int,
-        flags: int,
-        state: TraceState | None = None,
-        parent_id: int = 0,
-    ) -> None:
-        self.known = known
-        self.began_at = began_at
-        self.ended_at = 0
-        self.trace_id = trace_id
-        self.span_id = span_id
-        self.flags = flags
-        self.state = state
-        self.parent_id = parent_id
-        self.is_remote = False
-        self.sampled = bool(flags & TraceFlags.SAMPLED)
-        self.error = ""
-        self._told: tuple[Tell, ...] = ()
+    @property
+    def sampled(self) -> bool:
+        return bool(self.flags & TraceFlags.SAMPLED)
 
     def tell(self, attributes: Tell) -> None:
         """What it gives belongs to the span. It is called when that is sent, by another thread, and must hold on to
         nothing large until then.
         """
-        self._told = (*self._told, attributes)
+        self.later = (*self.later, attributes)
 
     def told(self) -> dict[str, AttributeValue]:
         """Everything that has come to what was known."""
         found: dict[str, AttributeValue] = {}
-        for tell in self._told:
+        for tell in self.later:
             found |= tell()
         if self.error:
             found["error.type"] = self.error
@@ -136,6 +124,7 @@ class QuickTracer:
         self._new_trace_id = ids.generate_trace_id
         self._new_span_id = ids.generate_span_id
         self._random = TraceFlags.RANDOM_TRACE_ID if ids.is_trace_id_random() else TraceFlags.DEFAULT
+        self._taken = TraceFlags.SAMPLED | self._random
         self._send = cast("Callable[[QuickSpan], None]", processor.on_end)
 
     def begin(self, known: Known, began_at: int, parent: QuickSpan | Context) -> QuickSpan:
@@ -147,8 +136,7 @@ class QuickTracer:
             return QuickSpan(known, began_at, trace_id, self._new_span_id(), flags, state, above)
         if parent or not self._takes_all:
             return self._ask(known, began_at, parent)
-        flags = TraceFlags.SAMPLED | self._random
-        return QuickSpan(known, began_at, self._new_trace_id(), self._new_span_id(), flags)
+        return QuickSpan(known, began_at, self._new_trace_id(), self._new_span_id(), self._taken)
 
     def _ask(self, known: Known, began_at: int, within: Context) -> QuickSpan:
         """The sampler has its say, and may have something to tell."""
@@ -288,7 +276,11 @@ def _known(known: Known) -> bytes:
 
 
 def _attribute(key: str, value: AttributeValue) -> bytes:
-    return _field(b"\x4a", _key(key) + _field(b"\x12", _value(value)))
+    name, written = _key(key), _value(value)
+    size = len(name) + len(written) + 2
+    if size < 128:  # as nearly all are
+        return b"".join((b"\x4a", _SMALL[size], name, b"\x12", _SMALL[len(written)], written))
+    return _field(b"\x4a", name + _field(b"\x12", written))
 
 
 def _value(value: AttributeValue) -> bytes:
@@ -298,11 +290,11 @@ def _value(value: AttributeValue) -> bytes:
         case bool():
             return b"\x10\x01" if value else b"\x10\x00"
         case int():
-            return b"\x18" + _varint(value & 0xFFFF_FFFF_FFFF_FFFF)
+            return b"\x18" + (_SMALL[value] if 0 <= value < 128 else _varint(value & 0xFFFF_FFFF_FFFF_FFFF))
         case float():
             return _DOUBLE(0x21, value)
         case list() | tuple():
-            return _field(b"\x2a", b"".join(_field(b"\x0a", _value(each)) for each in value))
+            return _field(b"\x2a", b"".join([_field(b"\x0a", _value(each)) for each in value]))
         case _:
             raise _Unusual
 

@@ -1,100 +1,144 @@
 """What happens at the seams, as records that listeners are told of; imports siblings and what is below.
 
-Every record is made once, by whoever sees it happen, and is told twice: when it begins and when it has ended. What is
-made of it (spans, metrics, events) is the listeners' affair.
+Every record is made once, by whoever sees it happen. Listeners hear of it when it begins, and a little after it has
+ended, of many in a row: what is done once a request finds nothing of itself in the processor's caches, and takes several
+times as long. What is made of a record (spans, metrics, events) is their affair.
 """
 
+import asyncio
 import logging
 import traceback
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import sub
 from time import perf_counter_ns, time_ns
+from typing import override
+
+from msgspec import Struct, field
 
 from fumehood.figures import Distribution
 from fumehood.interfaces import Take
-from fumehood.parts.canonical import Json, JsonObject
+from fumehood.parts.canonical import JsonObject
 from fumehood.phases import Phase
 from fumehood.protocol.models import AnyModelEvent, ModelRequest, TurnEnded
-from fumehood.protocol.responses import CreateResponse, Response
+from fumehood.protocol.responses import CreateResponse, Response, Usage
 from fumehood.telemetry.conventions import SECONDS, finish_reason_of
 from fumehood.telemetry.quick_spans import NO_SPAN, QuickSpan
+from fumehood.telemetry.turns import Answered, Asked
+
+_TOGETHER = 64  # records
+_SECONDS_UNTIL_TOLD = 0.5
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Seen:
+class Seen(Struct, eq=False, kw_only=True):
     """Something that takes its time.
 
     began_at: nanoseconds since 1970. took: nanoseconds, 0 until it has ended.
+    since: when it began, by the performance counter.
     error: what kind of error it ended with, empty if with none; a code or a type, never a sentence.
     span: which listeners may need to tell what belongs together.
     content: what was said, by attribute; empty unless it is to be recorded.
     """
 
     began_at: int = field(default_factory=time_ns)
+    since: int = field(default_factory=perf_counter_ns)
     took: int = 0
     error: str = ""
-    span: QuickSpan = NO_SPAN
-    content: JsonObject = field(default_factory=dict[str, Json])
-    _since: int = field(default_factory=perf_counter_ns)
+    span: QuickSpan = field(default_factory=lambda: NO_SPAN)
+    content: JsonObject = {}
 
     def so_far(self) -> int:
-        return perf_counter_ns() - self._since
+        return perf_counter_ns() - self.since
 
     @property
     def seconds(self) -> float:
         return self.took / 1e9
 
+    def forget(self) -> None:
+        """It has ended, and waits until it is told: whatever may be large is let go of."""
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class RunSeen(Seen):
+
+class Answer(Struct, frozen=True):
+    """What is kept of a response."""
+
+    id: str
+    model: str
+    usage: Usage | None
+
+
+class RunSeen(Seen, eq=False, kw_only=True):
     """A response, from the request until it is durable.
 
-    response: as it ended, None if there was none.
+    request: None once it has ended. model, streamed: as the request has them.
+    response: as it ended, None if there was none, and once it is forgotten. answer: what is kept of it then.
     turns, calls: how many there were.
     first: nanoseconds until the first piece of its first turn came, 0 if none has.
     writing: nanoseconds that models have written, after the first pieces of their turns.
     """
 
-    request: CreateResponse
+    request: CreateResponse | None
+    model: str | None
+    streamed: bool
     response: Response | None = None
+    answer: Answer | None = None
     turns: int = 0
     calls: int = 0
     first: int = 0
     writing: int = 0
 
+    @staticmethod
+    def of(request: CreateResponse) -> "RunSeen":
+        return RunSeen(request=request, model=request.model, streamed=request.stream is True)
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class TurnSeen(Seen):
+    @override
+    def forget(self) -> None:
+        response = self.response
+        if response is not None:
+            self.answer = Answer(response.id, response.model, response.usage)
+        self.request = self.response = None
+
+
+class TurnSeen(Seen, eq=False, kw_only=True):
     """A turn of a model.
 
-    request: what the model's server is asked; a listener may put the trace in before it is sent.
-    server: the host and the port of that server, None where there is none.
+    request: what the model's server is asked, None once that has ended; a listener may put the trace in before it is
+        sent. asked: what is kept of it.
     first: nanoseconds until its first piece came, 0 if none has.
     moments: when each of its pieces came, by the performance counter.
     pieces: everything that it said, None unless content is recorded.
     """
 
-    request: ModelRequest
+    request: ModelRequest | None
+    asked: Asked
     run: RunSeen | None = None
-    server: tuple[str, int] | None = None
     first: int = 0
-    moments: "array[int]" = field(default_factory=lambda: array("q"))
+    moments: "array[int]" = field(default_factory=partial(array, "q"))
     pieces: list[AnyModelEvent] | None = None
     end: TurnEnded | None = None
+
+    @staticmethod
+    def of(
+        request: ModelRequest, server: tuple[str, int] | None = None, run: RunSeen | None = None
+    ) -> "TurnSeen":
+        return TurnSeen(request=request, asked=Asked.of(request, server), run=run)
+
+    @override
+    def forget(self) -> None:
+        self.request = self.pieces = None
 
     @property
     def finish_reason(self) -> str:
         """Why the model stopped, in the words of the conventions; nothing where it did not get that far."""
-        if self.end is None:
-            return ""
-        return finish_reason_of(self.end.reason)
+        return "" if self.end is None else finish_reason_of(self.end.reason)
+
+    def answered(self) -> Answered:
+        usage = None if self.end is None else self.end.usage
+        return Answered(self.first if self.asked.streamed else 0, self.finish_reason, usage)
 
     def note(self, events: Sequence[AnyModelEvent]) -> None:
         """A piece has come."""
@@ -103,7 +147,7 @@ class TurnSeen(Seen):
         now = perf_counter_ns()
         self.moments.append(now)
         if not self.first:
-            self.first = now - self._since
+            self.first = now - self.since
             if self.run is not None and not self.run.first:
                 self.run.first = self.run.so_far()
         if self.pieces is not None:
@@ -147,11 +191,11 @@ class TurnSeen(Seen):
         return found
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class CallSeen(Seen):
-    """A call of a tool that the gateway runs itself; arguments and output as the model wrote and read them.
+class CallSeen(Seen, eq=False, kw_only=True):
+    """A call of a tool that the gateway runs itself.
 
     item_id: of the item that clients see of it, once it has ended.
+    arguments, output: as the model wrote and read them; empty once they are forgotten.
     """
 
     name: str
@@ -161,9 +205,12 @@ class CallSeen(Seen):
     arguments: str = ""
     output: str = ""
 
+    @override
+    def forget(self) -> None:
+        self.arguments = self.output = ""
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class PhaseSeen(Seen):
+
+class PhaseSeen(Seen, eq=False, kw_only=True):
     """A phase of a call: a sandbox was acquired, packages were installed, code has run, files were looked for."""
 
     phase: Phase
@@ -183,15 +230,23 @@ class Listener(ABC):
 class Observer:
     """Tells all listeners; what goes wrong with one of them is logged, and is nobody else's trouble.
 
-    records_content: whether what models say has to be kept for them.
+    contents: sees what has ended at once, while it is whole, and puts into it what is recorded of it.
+    running: responses that are being made now.
     """
 
-    def __init__(self, listeners: Sequence[Listener], *, records_content: bool = False) -> None:
+    def __init__(self, listeners: Sequence[Listener], contents: Listener | None = None) -> None:
         self._told_of_ends = [listener.ended for listener in listeners]
         self._told_of_beginnings = [
             listener.began for listener in listeners if type(listener).began is not Listener.began
         ]
-        self.records_content = records_content
+        self._contents = contents
+        self._ended: list[Seen] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self.running = 0
+
+    @property
+    def records_content(self) -> bool:
+        return self._contents is not None
 
     def began(self, seen: Seen) -> None:
         for tell in self._told_of_beginnings:
@@ -202,11 +257,31 @@ class Observer:
 
     def ended(self, seen: Seen) -> None:
         seen.took = seen.took or seen.so_far()
-        for tell in self._told_of_ends:
-            try:
-                tell(seen)
-            except Exception as error:
-                _complain(error)
+        if self._contents is not None:
+            _tell([seen], self._contents.ended)
+        seen.forget()
+        self._ended.append(seen)
+        if len(self._ended) >= _TOGETHER:
+            self.tell()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_SECONDS_UNTIL_TOLD, self.tell)
+
+    def tell(self) -> None:
+        """Of everything that has ended, now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        ended, self._ended = self._ended, []
+        for listener in self._told_of_ends:
+            _tell(ended, listener)
+
+
+def _tell(ended: Sequence[Seen], listener: Callable[[Seen], None]) -> None:
+    for seen in ended:
+        try:
+            listener(seen)
+        except Exception as error:
+            _complain(error)
 
 
 def _complain(error: Exception) -> None:

@@ -2,6 +2,7 @@
 `interfaces`, `figures`, `serving` and siblings.
 """
 
+import asyncio
 import logging
 import threading
 import time
@@ -84,15 +85,14 @@ class Signals:
         self._ends: list[tuple[Callable[[], None], _Exporter]] = []
         self._propagation = Propagation(environ)
         contents = self._contents(settings)
-        # Who begins a span comes first, who looks at what was said before it ends comes before that.
-        listeners: list[Listener] = [] if contents is None else [contents]
+        listeners: list[Listener] = []  # who begins spans comes first
         if self._wants("traces"):
             listeners.append(self._spans(with_content=contents is not None and contents.in_spans))
         if self._wants("metrics"):
             listeners.append(self._metrics(figures, settings.models))
         if self._wants("logs"):
             listeners.append(self._events(with_content=contents is not None and contents.in_events))
-        self.observer = Observer(listeners, records_content=contents is not None)
+        self.observer = Observer(listeners, contents)
 
     # ---- what is put around the seams -----------------------------------------------------------------------------
 
@@ -179,13 +179,17 @@ class Signals:
             exemplar_filter=AlwaysOffExemplarFilter(),
         )
         self._ends.append((provider.shutdown, exporter))
-        metrics.observe(provider.get_meter(SCOPE, __version__), figures)
+        metrics.observe(provider.get_meter(SCOPE, __version__), figures, lambda: self.observer.running)
         return metrics
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Send what is left, as far as that takes no longer than two seconds."""
+        self.observer.tell()
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
         until = time.monotonic() + _LAST_SECONDS
         # Daemons: who waits for an answer beyond that keeps no process alive.
         ending = [

@@ -6,22 +6,16 @@ was seen, only the caller's own trace is looked at.
 
 import json
 from functools import partial
-from typing import ClassVar, override
+from typing import override
 
-import msgspec
 from opentelemetry.context import Context
-from opentelemetry.trace import SpanKind
-from opentelemetry.util.types import AttributeValue
 
 from fumehood.parts.canonical import JsonObject
-from fumehood.protocol.models import TurnEnded
-from fumehood.protocol.responses import Response, TextConfig, Usage
-from fumehood.telemetry.conventions import OWN, provider_of
+from fumehood.telemetry.conventions import OWN
 from fumehood.telemetry.quick_spans import Known, QuickSpan, QuickTracer
-from fumehood.telemetry.seen import CallSeen, Listener, PhaseSeen, RunSeen, Seen, TurnSeen
+from fumehood.telemetry.seen import Answer, CallSeen, Listener, PhaseSeen, RunSeen, Seen, TurnSeen
 from fumehood.telemetry.trace_context import Propagation, callers_trace
-
-type Attributes = dict[str, AttributeValue]
+from fumehood.telemetry.turns import Attributes, usage_attributes
 
 
 class Spans(Listener):
@@ -29,27 +23,24 @@ class Spans(Listener):
 
     def __init__(self, tracer: QuickTracer, propagation: Propagation, *, with_content: bool = False) -> None:
         self._tracer = tracer
+        self._begin = tracer.begin
         self._propagation = propagation
         self._with_content = with_content
 
     @override
     def began(self, seen: Seen) -> None:
-        match seen:
-            case TurnSeen():
-                self._begin(seen, Asked.of(seen), _within(seen.run))
+        if isinstance(seen, TurnSeen):
+            seen.span = self._begin(seen.asked, seen.began_at, _within(seen.run))
+            if seen.request is not None:
                 seen.request = self._propagation.told(seen.request, seen.span)
-            case RunSeen():
-                self._begin(seen, _Run(seen.request.model), self._propagation.parent_of(seen.request))
-            case CallSeen():
-                self._begin(seen, _Call(seen.name), _within(seen.run))
-                seen.span.tell(partial(_call_attributes, seen.call_id))
-            case PhaseSeen(phase=phase):
-                self._begin(seen, _Phase(phase.name, tuple(phase.facts.items())), _within(seen.call))
-            case _:
-                pass
-
-    def _begin(self, seen: Seen, known: Known, parent: QuickSpan | Context) -> None:
-        seen.span = self._tracer.begin(known, seen.began_at, parent)
+        elif isinstance(seen, RunSeen):
+            seen.span = self._begin(_Run(seen.model), seen.began_at, self._propagation.parent_of(seen.request))
+        elif isinstance(seen, CallSeen):
+            seen.span = self._begin(_Call(seen.name), seen.began_at, _within(seen.run))
+            seen.span.tell(partial(_call_attributes, seen.call_id))
+        elif isinstance(seen, PhaseSeen):
+            known = _Phase(seen.phase.name, tuple(seen.phase.facts.items()))
+            seen.span = self._begin(known, seen.began_at, _within(seen.call))
 
     @override
     def ended(self, seen: Seen) -> None:
@@ -57,10 +48,10 @@ class Spans(Listener):
         if not span.sampled:
             return
         match seen:
-            case RunSeen(response=Response() as response):
-                span.tell(partial(_response_attributes, response.id, response.model, response.usage))
             case TurnSeen():
-                span.tell(Answered.of(seen).attributes)
+                span.tell(seen.answered().attributes)
+            case RunSeen(answer=Answer() as answer):
+                span.tell(partial(_answer_attributes, answer))
             case CallSeen(item_id=item_id) if item_id:
                 span.tell(lambda: {"fumehood.item.id": item_id})
             case _:
@@ -120,9 +111,9 @@ class _Phase(Known, frozen=True):
         return {f"fumehood.sandbox.{fact}": value for fact, value in self.facts}
 
 
-def _response_attributes(response_id: str, model: str, usage: Usage | None) -> Attributes:
-    told: Attributes = {"gen_ai.response.id": response_id, "gen_ai.response.model": model}
-    return told if usage is None else told | _usage(usage)
+def _answer_attributes(answer: Answer) -> Attributes:
+    told: Attributes = {"gen_ai.response.id": answer.id, "gen_ai.response.model": answer.model}
+    return told if answer.usage is None else told | usage_attributes(answer.usage)
 
 
 def _call_attributes(call_id: str) -> Attributes:
@@ -131,100 +122,3 @@ def _call_attributes(call_id: str) -> Attributes:
 
 def _content_attributes(content: JsonObject) -> Attributes:
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in content.items()}
-
-
-# --- turns --------------------------------------------------------------------------------------------
-
-
-class Asked(Known, frozen=True):
-    """What is known of a turn before it begins; its request itself may be large."""
-
-    model: str
-    server: tuple[str, int] | None
-    streamed: bool
-    temperature: float | None
-    top_p: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    max_tokens: int | None
-    output_type: str | None
-    kind: ClassVar[SpanKind] = SpanKind.CLIENT
-
-    @staticmethod
-    def of(turn: TurnSeen) -> "Asked":
-        sampling = turn.request.sampling
-        return Asked(
-            turn.request.model,
-            turn.server,
-            turn.request.streamed,
-            sampling.temperature,
-            sampling.top_p,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-            sampling.max_output_tokens,
-            _output_type(sampling.text),
-        )
-
-    @override
-    def title(self) -> str:
-        return f"chat {self.model}"
-
-    @override
-    def attributes(self) -> Attributes:
-        told = {
-            "gen_ai.operation.name": "chat",
-            "gen_ai.provider.name": provider_of(self.server),
-            "gen_ai.request.model": self.model,
-            "gen_ai.request.stream": self.streamed or None,
-            "gen_ai.request.temperature": self.temperature,
-            "gen_ai.request.top_p": self.top_p,
-            "gen_ai.request.presence_penalty": self.presence_penalty,
-            "gen_ai.request.frequency_penalty": self.frequency_penalty,
-            "gen_ai.request.max_tokens": self.max_tokens,
-            "gen_ai.output.type": self.output_type,
-        }
-        if self.server is not None:
-            told["server.address"], told["server.port"] = self.server
-        return {name: value for name, value in told.items() if value is not None}
-
-
-class Answered(msgspec.Struct, frozen=True):
-    """What is known of it once it has ended. first: nanoseconds, 0 where that is not told."""
-
-    first: int
-    finish_reason: str
-    end: TurnEnded | None
-
-    @staticmethod
-    def of(turn: TurnSeen) -> "Answered":
-        return Answered(turn.first if turn.request.streamed else 0, turn.finish_reason, turn.end)
-
-    def attributes(self) -> Attributes:
-        told: Attributes = {}
-        if self.first:
-            told["gen_ai.response.time_to_first_chunk"] = self.first / 1e9
-        if self.end is not None:
-            told["gen_ai.response.finish_reasons"] = [self.finish_reason]
-            if self.end.usage is not None:
-                told |= _usage(self.end.usage)
-        return told
-
-
-def _output_type(text: TextConfig | None) -> str | None:
-    """What was asked for, if something was."""
-    if text is None or text.format is None:
-        return None
-    return "text" if text.format.type == "text" else "json"
-
-
-def _usage(usage: Usage) -> Attributes:
-    told: Attributes = {
-        "gen_ai.usage.input_tokens": usage.input_tokens,
-        "gen_ai.usage.output_tokens": usage.output_tokens,
-    }
-    details = {
-        "gen_ai.usage.cache_read.input_tokens": usage.input_tokens_details.cached_tokens,
-        "gen_ai.usage.cache_creation.input_tokens": usage.input_tokens_details.cache_write_tokens,
-        "gen_ai.usage.reasoning.output_tokens": usage.output_tokens_details.reasoning_tokens,
-    }
-    return told | {name: number for name, number in details.items() if number}

@@ -67,9 +67,10 @@ class Propagation:
         """The application, with whatever it begins knowing the trace of its caller."""
         return _Edge(app) if self._on else app
 
-    def parent_of(self, request: CreateResponse) -> Context:
+    def parent_of(self, request: CreateResponse | None) -> Context:
         """What the message itself says goes before what its connection does."""
-        return (_in_metadata(request.client_metadata) if self._on else None) or callers_trace()
+        said = None if request is None or not self._on else _in_metadata(request.client_metadata)
+        return said or _callers.get()
 
     def told(self, request: ModelRequest, span: QuickSpan) -> ModelRequest:
         """The request of a turn, with the turn's span as the parent of whatever comes of it."""
@@ -91,14 +92,11 @@ class _Edge:
 
 
 def _in_headers(headers: Iterable[tuple[bytes, bytes]]) -> Context:
-    parents: list[str] = []
-    states: list[str] = []
-    for name, value in headers:
-        if name == b"traceparent":
-            parents.append(value.decode("latin-1"))
-        elif name == b"tracestate":
-            states.append(value.decode("latin-1"))
-    return (_read(parents[0], states) if len(parents) == 1 else None) or _NOBODYS
+    parents = [value for name, value in headers if name == b"traceparent"]
+    if len(parents) != 1:
+        return _NOBODYS
+    states = [value.decode("latin-1") for name, value in headers if name == b"tracestate"]
+    return _read(parents[0].decode("latin-1"), states) or _NOBODYS
 
 
 def _in_metadata(written: msgspec.Raw) -> Context | None:
