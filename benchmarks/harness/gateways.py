@@ -8,8 +8,9 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -157,15 +158,13 @@ async def observed(directory: Path, upstream: str) -> AsyncGenerator[tuple[Serve
     """Two more gateways, equally young, with directories of their own: one sends its telemetry to where it is thrown
     away, the other sends none.
     """
-    telling, silent = directory / "telling", directory / "silent"
-    telling.mkdir()
-    silent.mkdir()
+    telling, silent = (Path(tempfile.mkdtemp(prefix=name, dir=directory)) for name in ("telling-", "silent-"))
     async with (
         _addressed("The collector", telling, "collector") as (_, address),
         gateway(telling, upstream, address) as told,
         gateway(silent, upstream) as untold,
     ):
-        yield replace(told, name="with telemetry"), replace(untold, name="without telemetry")
+        yield told, untold
 
 
 def _without_telemetry() -> dict[str, str]:

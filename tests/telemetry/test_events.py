@@ -21,7 +21,9 @@ from fumehood.telemetry.spans import Spans
 from fumehood.telemetry.trace_context import Propagation
 
 
-async def emitted(seen: Seen, *, contents: Contents | None = None, **settings: bool) -> list[ReadableLogRecord]:
+async def emitted(
+    seen: Seen, *, contents: Contents | None = None, **settings: bool
+) -> list[ReadableLogRecord]:
     exporter = InMemoryLogRecordExporter()
     provider = LoggerProvider(shutdown_on_exit=False)
     provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))

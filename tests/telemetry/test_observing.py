@@ -121,7 +121,7 @@ async def test_what_was_said_is_seen_at_once_and_not_kept(caplog: pytest.LogCapt
     await observed(Observer([notes], recorder))
     assert [seen.content for seen in notes.over] == [
         {"said": 5},
-        {"heard": "x"},
+        {"heard": '{"text":"x"}'},
         {"said": 4},
         {"status": "completed"},
     ]

@@ -34,7 +34,9 @@ class Spans(Listener):
             if seen.request is not None:
                 seen.request = self._propagation.told(seen.request, seen.span)
         elif isinstance(seen, RunSeen):
-            seen.span = self._begin(_Run(seen.model), seen.began_at, self._propagation.parent_of(seen.request))
+            seen.span = self._begin(
+                _Run(seen.model), seen.began_at, self._propagation.parent_of(seen.request)
+            )
         elif isinstance(seen, CallSeen):
             seen.span = self._begin(_Call(seen.name), seen.began_at, _within(seen.run))
             seen.span.tell(partial(_call_attributes, seen.call_id))
