@@ -180,9 +180,8 @@ class _Copying:
         if not self.mount.follow_symlinks or not path.exists():
             return None
         real = self._allowed(path)
-        if real in (place.path, *place.above) or not (
-            real.is_dir() or real.is_file()
-        ):  # a link back to where we come from
+        leads_back = real in (place.path, *place.above)
+        if leads_back or not (real.is_dir() or real.is_file()):
             return None
         return place.beneath(real, relative, is_directory=real.is_dir(), included=included)
 

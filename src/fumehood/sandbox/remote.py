@@ -163,9 +163,8 @@ class RemoteSandbox:
                 if refused or stream.failures >= self._connection.patience.retries:
                     raise
             except SandboxError as error:
-                error.refused = (
-                    error.refused and not stream.failures
-                )  # else the first request may have begun it
+                # After a connection that broke, the first request may have begun the call.
+                error.refused = error.refused and not stream.failures
                 raise
             stream.failures += 1
             await asyncio.sleep(self._connection.patience.pause(stream.failures))
