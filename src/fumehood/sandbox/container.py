@@ -176,8 +176,8 @@ class SandboxContainer:
     async def execute(self, request: ExecuteRequest) -> AsyncGenerator[AnyOutput]:
         execution_id = request.execution_id or secrets.token_hex(12)
         request = msgspec.structs.replace(request, execution_id=execution_id)
-        alone = self._house.settings.isolation == "execution"
-        run = self._alone if alone else self._in_turn
+        every_call_alone = self._house.settings.isolation == "execution"
+        run = self._in_fresh_sandbox if every_call_alone else self._in_kept_sandbox
         figures = self._house.figures
         figures.running += 1
         event: AnyOutput | None = None
@@ -209,30 +209,28 @@ class SandboxContainer:
 
     # ---- one sandbox for all calls --------------------------------------------------------------------------------
 
-    async def _in_turn(self, request: ExecuteRequest, execution_id: str) -> AsyncGenerator[AnyOutput]:
+    async def _in_kept_sandbox(self, request: ExecuteRequest, execution_id: str) -> AsyncGenerator[AnyOutput]:
         waiting = self._living.turn.locked()
         async with self._living.turn:
             if not await self._still_runs(waiting):
                 yield _over(_OVER)
                 return
-            try:
+            while True:
                 try:
-                    async with aclosing(self._in_bound(request, execution_id)) as events:
+                    async with aclosing(self._call(request, execution_id)) as events:
                         async for event in events:
                             yield event
-                except (SandboxGone, SandboxNotFound):
-                    if self._living.sandbox is None:
-                        raise
-                    self._living.sandbox = None  # it was taken to live
-                    async with aclosing(self._in_bound(request, execution_id)) as events:
-                        async for event in events:
-                            yield event
-            except SandboxError as error:
-                yield _over(_OVER) if self._living.over else not_to_be_had(error)
+                    return
+                except SandboxError as error:
+                    is_gone = isinstance(error, SandboxGone | SandboxNotFound)
+                    if not is_gone or self._living.sandbox is None:
+                        yield _over(_OVER) if self._living.over else not_to_be_had(error)
+                        return
+                    self._living.sandbox = None  # it was only taken to live: once more, with another
 
-    async def _in_bound(self, request: ExecuteRequest, execution_id: str) -> AsyncGenerator[AnyOutput]:
+    async def _call(self, request: ExecuteRequest, execution_id: str) -> AsyncGenerator[AnyOutput]:
         """Raises SandboxError if the call could not begin."""
-        sandbox, notes = await self._bound()
+        sandbox, notes = await self._kept_sandbox()
         for text in notes:
             yield Note(text)
         began = self._house.clock.monotonic()
@@ -246,9 +244,9 @@ class SandboxContainer:
                         event = _with(event, _OVER if self._living.over else _BEGINS_ANEW)
                 yield event
 
-    async def _bound(self) -> tuple[Sandbox, list[str]]:
-        """The container's sandbox, a new one if there is none; raises SandboxError. One that was used before is not
-        asked whether it lives: that would cost as much as the call.
+    async def _kept_sandbox(self) -> tuple[Sandbox, list[str]]:
+        """The container's sandbox, a new one if there is none, and what there is to tell of that; raises SandboxError.
+        One that was used before is not asked whether it lives: that would cost as much as the call.
         """
         with phase("acquire") as acquiring:
             known = self._living.sandbox
@@ -258,12 +256,12 @@ class SandboxContainer:
             _check_ceiling(self._house, self._living.record)
             try:
                 async with asyncio.timeout(self._house.settings.claim_timeout):
-                    living = await attached(self._house.provider, self._living.record)
+                    sandbox = await attached(self._house.provider, self._living.record)
             except TimeoutError:
                 raise Unreachable("The sandbox server does not answer.") from None
-            if living is not None:
+            if sandbox is not None:
                 acquiring.note("start", "kept")
-                return living, []
+                return sandbox, []
             async with self._living.filing:  # what is put there meanwhile must be in one or the other
                 return await self._reborn(acquiring)
 
@@ -312,7 +310,9 @@ class SandboxContainer:
 
     # ---- a sandbox for every call ---------------------------------------------------------------------------------
 
-    async def _alone(self, request: ExecuteRequest, execution_id: str) -> AsyncGenerator[AnyOutput]:
+    async def _in_fresh_sandbox(
+        self, request: ExecuteRequest, execution_id: str
+    ) -> AsyncGenerator[AnyOutput]:
         if not await self._still_runs():
             yield _over(_OVER)
             return
