@@ -27,10 +27,6 @@ class Created(ResponseEvent, tag="response.created"):
     pass
 
 
-class Queued(ResponseEvent, tag="response.queued"):
-    pass
-
-
 class InProgress(ResponseEvent, tag="response.in_progress"):
     pass
 
@@ -258,6 +254,3 @@ class ShellOutputDone(StreamEvent, kw_only=True, tag="response.shell_call_output
     output_index: int
     command_index: int
     output: list[ShellOutput]
-
-
-type TerminalEvent = Completed | Failed | Incomplete
