@@ -14,9 +14,10 @@ from collections.abc import Collection, Generator
 from dataclasses import dataclass, field
 
 from fumehood.gateway.exchange import Exchange, Vigil, encode
+from fumehood.gateway.following import GONE, TERMINAL
 from fumehood.gateway.limits import Limits, Room
 from fumehood.gateway.metrics import Metrics
-from fumehood.gateway.sse import DONE, GONE, HEADERS, SIGN_OF_LIFE, TERMINAL, encode_events
+from fumehood.gateway.sse import DONE, HEADERS, SIGN_OF_LIFE, encode_events
 from fumehood.interfaces import Caller, IdempotencyClaim, Run, Runs, Store, TakeRoom
 from fumehood.protocol.errors import ApiError, Conflict, InvalidRequest, RateLimited, ServerFault, to_detail
 from fumehood.protocol.events import ErrorOccurred
