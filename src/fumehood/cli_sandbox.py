@@ -78,8 +78,10 @@ def sandbox(
     mode: ModeOption = Mode.NAMESPACES,
     limits: LimitsOption = Limits.ENFORCED,
     guest_socket: GuestSocketOption = None,
-    pool: Annotated[int, typer.Option(min=0, help="Sandboxes kept ready.")] = 4,
-    capacity: Annotated[int, typer.Option(min=1, help="How many sandboxes may live at once.")] = 256,
+    pool: Annotated[int, typer.Option(metavar="N", min=0, help="How many sandboxes are kept ready.")] = 4,
+    capacity: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How many sandboxes may live at once.")
+    ] = 256,
     tenant_sandboxes: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="How many of them one tenant may have.")
     ] = None,
