@@ -111,7 +111,9 @@ class Turn:
     # --- while the model writes ---
 
     def take(self, batch: Sequence[AnyModelEvent]) -> bool:
-        """As `feed`, at once, if all of it goes on with what is open; else nothing is done. Raises ModelError."""
+        """As `feed`, but at once, for a batch that only goes on with the text or the calls that are open; whether it is
+        one. Nothing is done with any other. Raises ModelError.
+        """
         message = self._message
         in_text = message is not None and message.text is not None
         for event in batch:
@@ -367,7 +369,7 @@ class Turn:
         await self._flush_in_turns()
 
     def cut_off(self, reason: str) -> None:
-        """The same in a hurry, hosted calls included: nothing is awaited."""
+        """As `finish`, in a hurry and with the hosted calls: nothing is awaited."""
         self._close_reasoning()
         if self._message is not None:
             self._pending += self._message.cut_off()

@@ -141,7 +141,10 @@ class Compacted:
 
 
 class Compactor:
-    """`sealer`: None where nothing can be sealed; then nothing is compacted."""
+    """Makes conversations short, and opens again what it made.
+
+    `sealer`: None where nothing can be sealed; then nothing is compacted.
+    """
 
     def __init__(self, sealer: Sealer | None, tools: Sequence[HostedTool], tokens: Tokens) -> None:
         self._sealer = sealer

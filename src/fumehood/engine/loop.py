@@ -55,7 +55,8 @@ _RESPONSE_ERROR_CODES = frozenset({"server_error", "rate_limit_exceeded", "inval
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopLimits:
-    """
+    """How much one response may take.
+
     turns: of the model in one response; in the last one it is offered no tools, so that it has to answer.
     seconds: that a response may take in all.
     characters: that the model may write in one turn, and a quarter of that in pieces; no honest model comes near.
@@ -183,7 +184,9 @@ class Loop:
     # --- turns ---
 
     async def _turns_in_time(self) -> None:
-        """One timer: `asyncio.timeout` would cost several times as much for telling what is told here anyway."""
+        """Give the turns up when the response has taken too long. With one timer: `asyncio.timeout` would cost several
+        times as much.
+        """
         task = asyncio.current_task()
 
         def expire() -> None:

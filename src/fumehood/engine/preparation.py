@@ -119,7 +119,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Preparation:
-    """
+    """Makes a `Prepared` of a request, or refuses it.
+
     tools: the hosted ones, each under every type that it serves.
     disabled: types of hosted tools that this server could serve and does not.
     """

@@ -31,7 +31,8 @@ _AT_ONCE = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadSettings:
-    """
+    """What clients may upload.
+
     file_bytes: the largest file.
     tenant: how many files a tenant may have, and how many bytes they may be together.
     at_once: how many a tenant may upload at the same time.

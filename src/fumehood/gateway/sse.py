@@ -56,7 +56,7 @@ def encode_events(events: Sequence[StreamEvent], include: Collection[str]) -> by
 
 
 def encode_some(events: Sequence[StreamEvent], include: Collection[str], most: int) -> tuple[bytearray, int]:
-    """The same for the first of them, up to the one that makes it `most` bytes; how many they are."""
+    """As `encode_events`, for the first of them, up to the one that makes it `most` bytes; and how many they are."""
     buffer = bytearray()
     number = 0
     for event in events:

@@ -49,7 +49,8 @@ _NO_VARIABLES = "The next call begins without variables."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerSettings:
-    """
+    """How containers live, and what they may be.
+
     isolation: `container`: one container has one sandbox, with variables, until it expires. `execution`: every call
         has a fresh one, and only files are carried from call to call.
     claim_timeout: seconds until a sandbox that is not to be had is given up.
@@ -376,7 +377,7 @@ def _start_of(ref: SandboxRef) -> str:
 
 
 def next_name(record: ContainerRecord) -> str:
-    """Of the container's next sandbox. It tells which one that is: whoever tries again finds the same."""
+    """The name of the container's next sandbox. It has the number of that one: whoever tries again finds the same."""
     return f"{record.id}-{record.incarnation + 1}"
 
 
@@ -438,7 +439,7 @@ async def release(provider: SandboxProvider, ref: SandboxRef) -> None:
 
 
 def _tenant_name(tenant: str) -> str:
-    """As sandbox servers spell tenants."""
+    """The tenant as sandbox servers spell it."""
     try:
         return msgspec.convert(tenant, Tenant)
     except msgspec.ValidationError:

@@ -64,7 +64,10 @@ class Finished:
 
 @dataclass(slots=True, kw_only=True)
 class InstallJail:
-    """uid: as root, the kernel user that the jail runs as; else None, and it is the operator's own."""
+    """Runs uv where it can do no harm: with the network, and with no rights.
+
+    uid: as root, the kernel user that the jail runs as; else None, and it is the operator's own.
+    """
 
     runtime: Runtime
     bubblewrap: Bubblewrap
