@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fumehood.cli_remote import (
+from fumehood.cli.remote import (
     DEFAULT_URL,
     EPILOG,
     BaseUrlOption,

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from fumehood.cli_options import Memory
-from fumehood.cli_remote import (
+from fumehood.cli.options import Memory
+from fumehood.cli.remote import (
     DEFAULT_URL,
     EPILOG,
     BaseUrlOption,

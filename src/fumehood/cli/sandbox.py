@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fumehood.cli_options import (
+from fumehood.cli.options import (
+    NOT_HERE,
+    TOKEN_VARIABLE,
     ConfigOption,
     GuestSocketOption,
     Limits,
@@ -21,14 +23,13 @@ from fumehood.cli_options import (
     Mode,
     ModeOption,
     configured,
+    require_linux,
 )
 
 if TYPE_CHECKING:
     from fumehood.sandboxd.settings import Settings
     from fumehood.serving.sockets import Address, Listener
 
-TOKEN_VARIABLE = "FUMEHOOD_SANDBOX_TOKEN"  # noqa: S105 - its name, not its value
-NO_SERVER = 125
 EPILOG = """\b
 The token is read from --token-file or from the variable FUMEHOOD_SANDBOX_TOKEN.
 Everything else that can be set (network, packages, disks, bounds) is set by --config FILE, or one by one by
@@ -124,9 +125,7 @@ def sandbox(
     """
     _check_seconds(idle_seconds, "--idle-seconds")
     _check_seconds(grace, "--grace")
-    if sys.platform != "linux":
-        print("Sandboxes need Linux.", file=sys.stderr)
-        raise typer.Exit(NO_SERVER)
+    require_linux()
     from fumehood.sandboxd import logs
 
     options = {
@@ -210,13 +209,13 @@ def _run(settings: "Settings", address: "Address", token: str | None, grace: flo
         listener = listen(address)
     except CannotListen as error:
         print(error, file=sys.stderr)
-        return NO_SERVER
+        return NOT_HERE
     try:
         _serve(settings, listener, token, grace)
     except IsolationUnavailable as error:
         print(f"Code cannot be isolated here, so nothing is served. {error.reason}", file=sys.stderr)
         print(error.advice, file=sys.stderr)
-        return NO_SERVER
+        return NOT_HERE
     finally:
         listener.close()
     return 0

@@ -434,7 +434,7 @@ def save(server: Server, path: str, name: str, output: Path | None, *, force: bo
 
 
 def _target(name: str, output: Path | None) -> Path:
-    from fumehood.cli_files import NotSaved, checked_parts
+    from fumehood.cli.folders import NotSaved, checked_parts
 
     if output is not None and not output.is_dir():
         return output
