@@ -132,6 +132,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
+    """A compaction that was made, and what the conversation begins with from now on."""
+
     item: Compaction
     window: Window
     usage: Usage | None
