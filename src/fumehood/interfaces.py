@@ -131,6 +131,8 @@ type TakeRoom = Callable[[int], None]
 
 
 class Runs(Protocol):
+    """What the gateway asks for responses: the engine, as it sees it."""
+
     async def start(
         self,
         request: CreateResponse,
@@ -528,6 +530,8 @@ class Files(Protocol):
 
 
 class Attachments(Protocol):
+    """Finds the files and pictures that inputs hold or name."""
+
     async def find(
         self, caller: Caller, part: FilePart, *, whole: bool, take: TakeRoom | None = None
     ) -> Attachment:

@@ -35,6 +35,8 @@ class Forbidden(ApiError):
 
 
 class Callers(Protocol):
+    """Knows who may ask."""
+
     def identify(self, authorization: bytes | None, host: bytes) -> Caller:
         """Who it is that sends these two headers; raises ApiError for somebody who may not ask."""
         ...

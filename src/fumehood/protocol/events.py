@@ -14,6 +14,8 @@ from fumehood.protocol.responses import Response
 
 
 class StreamEvent(msgspec.Struct, tag_field="type"):
+    """What a client is told while a response is in the making; numbered when it enters the log."""
+
     sequence_number: int = -1
 
 
