@@ -15,6 +15,7 @@ from fumehood.cli.remote import (
     JsonOption,
     LimitOption,
     Object,
+    OutputOption,
     Refused,
     Server,
     cleaned,
@@ -148,10 +149,7 @@ def get(
     file: Annotated[
         str, typer.Argument(metavar="FILE", show_default=False, help="Its id, or its path below /mnt/data.")
     ],
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="PATH", help="A file or a directory; - is standard output."),
-    ] = None,
+    output: OutputOption = None,
     base_url: BaseUrlOption = DEFAULT_URL,
     force: ForceOption = False,
 ) -> None:

@@ -13,6 +13,7 @@ from fumehood.cli.remote import (
     ForceOption,
     JsonOption,
     LimitOption,
+    OutputOption,
     Server,
     part,
     print_json,
@@ -97,10 +98,7 @@ def upload(
 @app.command("get")
 def get(
     file: FileArgument,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="PATH", help="A file or a directory; - is standard output."),
-    ] = None,
+    output: OutputOption = None,
     base_url: BaseUrlOption = DEFAULT_URL,
     force: ForceOption = False,
 ) -> None:

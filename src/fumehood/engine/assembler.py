@@ -71,6 +71,9 @@ class _UnknownCall:
 class Turn:
     """One turn of the model.
 
+    ended: how the model's server said that it ended, once it has.
+    hosted: the calls that are run here; client_calls, ignored_calls: how many others there were.
+    context: what a hosted call is told, by its output index and its id.
     most_hosted: how many hosted calls are still allowed; further ones are ignored.
     one_call: only the first call of the turn counts.
     most_written: how many characters the model may write, and a quarter of that in pieces.
@@ -92,20 +95,23 @@ class Turn:
         self.hosted: list[HostedCall] = []
         self.client_calls = 0
         self.ignored_calls = 0
-        self._written = 0
-        self._pieces = 0
-        self._most_written = most_written
         self._output = output
         self._toolbox = toolbox
         self._context = context
         self._most_hosted = most_hosted
         self._one_call = one_call
+        self._most_written = most_written
+        self._written = 0  # characters
+        self._pieces = 0
+        # What is open: at most one message or one reasoning, and any number of calls, by the model's own keys. None is
+        # a call that is over, or is ignored.
         self._message: WrittenMessage | None = None
         self._phase: Phase | None = None  # of the message that is to come
         self._reasoning: WrittenReasoning | None = None
         self._calls: dict[int, HostedCall | WrittenCall | _UnknownCall | None] = {}
-        self._unknown: list[_UnknownCall] = []
+        # What is done: items by their output index, calls of what is not there, and events that wait to enter the log.
         self._made: dict[int, Entry] = {}
+        self._unknown: list[_UnknownCall] = []
         self._pending: list[StreamEvent] = []
 
     # --- while the model writes ---

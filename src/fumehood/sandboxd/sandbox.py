@@ -78,23 +78,28 @@ class LocalSandbox:
             channel, on_packet=self._packet, on_close=self._channel_closed, accept_fds=True
         )
         loop = asyncio.get_running_loop()
+        # Its life: ready once it was configured for the first time; of another quota, unless `_resized` says why not;
+        # gone for a reason; ended with the code of its interpreter, which its first process outlives.
         self._ready = False
         self._configured: asyncio.Future[None] = loop.create_future()
         self._resized: asyncio.Future[str | None] | None = None
+        self._gone: str | None = None
+        self._interpreter_code: int | None = None
         self._exited: asyncio.Future[int] = loop.create_future()
+        # Descriptors of it that are held here; -1 is none.
         self._pidfd = -1
         self._data = -1
         self._namespace = -1
         self._listeners: list[int] = []  # on the sandbox's loopback, for services of this side
         self.offer_packages(None)
         self._access: NetworkAccess | None = None
+        # Its calls, one after another.
         self._turn = asyncio.Lock()
         self._running: Execution | None = None
-        self._bounded = False
-        self._gone: str | None = None
-        self._interpreter_code: int | None = None
-        self._final_oom_kills: int | None = None
+        self._bounded = False  # whether the interpreter was told how much memory it may have
+        # Processes that the kernel has killed for want of memory: as of the last call, and when it had exited.
         self._noted_oom_kills = 0
+        self._final_oom_kills: int | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- life -------------------------------------------------------------------------------------------------
