@@ -277,7 +277,8 @@ class Compactor:
         content = _encode(state)
         if len(content) > _LARGEST_STATE:
             raise InvalidRequest(
-                "The instructions and the last message alone are too large to be compacted.", param="input"
+                "The instructions and the last message alone are too large to be compacted; make them shorter.",
+                param="input",
             )
         sealed = self._sealer.seal(caller.tenant, content)
         opened = _opened(_states.decode(content), len(sealed))

@@ -226,7 +226,11 @@ class Preparation:
         for number, raw in enumerate(request.context_management or ()):
             where = f"context_management[{number}]"
             if found is not None:
-                raise InvalidRequest("Compaction can be asked for once.", param=where, code="invalid_value")
+                raise InvalidRequest(
+                    "Compaction can be asked for once; leave the others out.",
+                    param=where,
+                    code="invalid_value",
+                )
             try:
                 found = msgspec.json.decode(raw, type=CompactionConfig)
             except msgspec.DecodeError as error:

@@ -89,7 +89,7 @@ class UploadedFiles:
             ):
                 described = new if isinstance(new, NewFile) else new()
                 if described is None:
-                    raise InvalidRequest("Nothing is said of the file.", param="file")
+                    raise InvalidRequest("A file needs a name and a purpose.", param="file")
                 _check_life(described)
                 self._settings.types.check(_name(described), bytes(arrival.head))
                 record = self._record(caller.tenant, described, kept)

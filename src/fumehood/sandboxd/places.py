@@ -121,7 +121,9 @@ class Places:
         uid = 0
         if self.users is not None and self._settings.mode == "namespaces":
             if not self._free_uids:  # never two sandboxes under one user where each can have its own
-                raise AtCapacity(f"All {self.users.count - 1} users for sandboxes are taken.")
+                raise AtCapacity(
+                    f"All {self.users.count - 1} users for sandboxes are taken; delete a sandbox, or wait."
+                )
             uid = self._free_uids.popleft()
             undo.callback(self._free_uids.append, uid)
         cgroup = None
