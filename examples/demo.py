@@ -23,8 +23,8 @@ from rich.padding import Padding
 from rich.syntax import Syntax
 from rich.text import Text
 
-from fumehood.cli_files import Folder
-from fumehood.cli_output import neutral
+from fumehood.cli.folders import Folder
+from fumehood.cli.output import neutral
 
 OUTPUT = Path(__file__).resolve().parent.parent / "demo-output"
 LAX = "FUMEHOOD_PROVIDERS__CODE_INTERPRETER__SETTINGS__SANDBOX_LIMITS"

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fumehood.cli import app
-from fumehood.cli_exec import light_preload
-from fumehood.cli_files import Folder, NotSaved, checked_parts, pictures
-from fumehood.cli_output import neutral
+from fumehood.cli.folders import Folder, NotSaved, checked_parts, pictures
+from fumehood.cli.output import neutral
+from fumehood.cli.session import light_preload
 from fumehood.protocol.sandbox import AnyOutput, End, Stdout
 from tests.support.sandboxes import environment, has_cgroups, without_limits_warning
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fumehood import cli_remote
+from fumehood.cli import remote
 from tests.support.command_line import forget_servers, run
 
 
@@ -167,11 +167,11 @@ def test_a_refusal_in_the_middle_of_an_upload_is_told(tmp_path: Path) -> None:
 
 
 def test_progress_is_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with cli_remote.progress("Sending [red]x", 100) as advance:
+    with remote.progress("Sending [red]x", 100) as advance:
         advance(100)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with cli_remote.progress("Sending [red]x", 100) as advance:
+    with remote.progress("Sending [red]x", 100) as advance:
         advance(50)
         advance(50)
     assert "Sending [red]x" in capsys.readouterr().err

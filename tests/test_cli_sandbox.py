@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fumehood.cli import app
-from fumehood.cli_sandbox import TOKEN_VARIABLE
+from fumehood.cli.options import TOKEN_VARIABLE
 from tests.support.sandboxes import environment, has_cgroups, without_limits_warning
 
 FUMEHOOD = Path(sys.executable).parent / "fumehood"

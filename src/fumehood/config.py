@@ -37,7 +37,8 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ServerSettings(_Section, frozen=True):
-    """
+    """Where the gateway listens, and to whom.
+
     hosts: names by which clients may call the server besides localhost and addresses.
     cors_origins: web pages that may ask it, as browsers write their origins; `*` for all.
     grace: seconds that running responses have to end when the server is stopped.
@@ -61,7 +62,8 @@ class ServerSettings(_Section, frozen=True):
 
 
 class StorageSettings(_Section, frozen=True):
-    """
+    """Where everything is kept that outlives the process.
+
     url: sqlite:///FILE; four slashes make the file's path absolute.
     blobs: the directory of files that were uploaded or produced; no two databases may share one.
     spare_bytes: of its disk, that no file may take.
@@ -109,7 +111,8 @@ class AuthSettings(_Section, frozen=True):
 
 
 class CodeInterpreterSettings(_Section, frozen=True):
-    """
+    """How the code interpreter runs code, and where.
+
     isolation: `container` keeps variables and files from call to call, `execution` files only.
     execution_timeout, claim_timeout: seconds that code may run, and that a sandbox may be waited for.
     sandbox_url, sandbox_token_env: a sandbox server that runs elsewhere, and the variable that holds its token.
@@ -161,7 +164,8 @@ class CodeInterpreter(_Section, frozen=True):
 
 
 class ShellSettings(_Section, frozen=True):
-    """
+    """How the shell runs commands.
+
     execution_timeout: seconds that one command may run.
     model_characters, kept_characters: how much of what the commands of a call say the model is told, and how much the
         item holds.
@@ -222,7 +226,8 @@ class FileSettings(_Section, frozen=True):
 
 
 class LimitSettings(_Section, frozen=True):
-    """
+    """How much may be asked of the gateway.
+
     requests_per_minute, concurrent, containers_per_tenant, body_bytes: what each key may do, unless it was made with
         other limits; `concurrent` are responses in the making at once.
     concurrent_total: the same of everybody together.
@@ -249,7 +254,8 @@ class LimitSettings(_Section, frozen=True):
 
 
 class TelemetrySettings(_Section, frozen=True):
-    """
+    """What the gateway tells of itself, and to whom.
+
     otlp: where spans, metrics and events are sent.
     profile: how tool calls are written in what is recorded of a conversation, if that is recorded at all.
     content_bytes: how much of it, for one span or event.

@@ -77,7 +77,8 @@ class TurnFigures:
 
 @dataclass(slots=True, eq=False)
 class ContainerFigures:
-    """
+    """What happens in containers.
+
     live: containers that run, of all tenants; counted anew at every sweep, since other processes may end some.
     begun: those that began here. refused: those that did not, because their tenant had as many as it may have.
     ended: by the end: `idle`, `old`, `deleted`, `evicted` to make room for another, `lost` with the sandbox server.

@@ -99,8 +99,8 @@ class Run(Protocol):
         ...
 
     def watch(self, wake: Callable[[], None], after: int = -1) -> Reading:
-        """The same for whoever cannot wait: `wake` is called when something has come, by the run itself and before it
-        goes on, so it must be quick and must not raise.
+        """As `subscribe`, for whoever cannot wait: `wake` is called when something has come, by the run itself and
+        before it goes on, so it must be quick and must not raise.
         """
         ...
 
@@ -109,7 +109,7 @@ class Run(Protocol):
         ...
 
     def when_over(self, tell: Callable[[Response | BaseException], None]) -> None:
-        """The same for whoever cannot wait: `tell` is called with what `wait` would return or raise, once and before
+        """As `wait`, for whoever cannot wait: `tell` is called with what it would return or raise, once and before
         `Runs.drain` is over; it must be quick and must not raise.
         """
         ...
@@ -131,6 +131,8 @@ type TakeRoom = Callable[[int], None]
 
 
 class Runs(Protocol):
+    """What the gateway asks for responses: the engine, as it sees it."""
+
     async def start(
         self,
         request: CreateResponse,
@@ -428,7 +430,7 @@ class Containers(Protocol):
         ...
 
     async def container(self, caller: Caller, container_id: str) -> ContainerRecord:
-        """Also one that has expired; raises NotFound."""
+        """The container as it stands, expired or not; raises NotFound."""
         ...
 
     async def containers(
@@ -438,7 +440,7 @@ class Containers(Protocol):
         ...
 
     async def delete(self, caller: Caller, container_id: str) -> None:
-        """It is gone, with its files; what runs in it is stopped. Raises NotFound."""
+        """End it, with its files and with what runs in it. Raises NotFound."""
         ...
 
     async def put(
@@ -528,6 +530,8 @@ class Files(Protocol):
 
 
 class Attachments(Protocol):
+    """Finds the files and pictures that inputs hold or name."""
+
     async def find(
         self, caller: Caller, part: FilePart, *, whole: bool, take: TakeRoom | None = None
     ) -> Attachment:

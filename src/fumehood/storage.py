@@ -130,13 +130,13 @@ class Store(Protocol):
     async def containers(
         self, tenant: str | None = None, *, running: bool = False
     ) -> Sequence[ContainerRecord]:
-        """Of one tenant or of all, all or those that are running, oldest first."""
+        """The containers of one tenant or of all, or of these the running ones; oldest first."""
         ...
 
     async def list_containers(
         self, tenant: str, window: Window, name: str | None = None
     ) -> Sequence[ContainerRecord]:
-        """Without those that are deleted; all or those of that name. Raises InvalidRequest."""
+        """The tenant's containers that are not deleted, all or those of that name. Raises InvalidRequest."""
         ...
 
     async def retaining_containers(self, tenant: str) -> Sequence[ContainerRecord]:
@@ -178,7 +178,7 @@ class Store(Protocol):
     async def uploads(
         self, tenant: str, window: Window, *, purpose: str | None = None, now: float
     ) -> Sequence[FileRecord]:
-        """Without those that have expired by then. Raises InvalidRequest."""
+        """The tenant's uploads that have not expired by then. Raises InvalidRequest."""
         ...
 
     async def uploaded(self, tenant: str) -> Amount:
@@ -190,14 +190,14 @@ class Store(Protocol):
         ...
 
     async def expired_uploads(self, now: float, limit: int) -> Sequence[FileRecord]:
-        """Of all tenants, those first whose time was over first."""
+        """Uploads of all tenants that have expired, those first whose time was over first."""
         ...
 
     async def claim(
         self, tenant: str, key: str, claim: IdempotencyClaim, seconds: float
     ) -> IdempotencyClaim | None:
-        """For so many seconds the tenant's idempotency key stands for this request; None. If it stands for one
-        already, that one, and nothing is changed.
+        """Let the tenant's idempotency key stand for this request, for so many seconds; None. If it stands for one
+        already, gives that one and changes nothing.
         """
         ...
 
@@ -234,7 +234,7 @@ class BlobStore(Protocol):
         content: bytes | AsyncIterable[bytes],
         named: Callable[[str], Awaitable[None]] | None = None,
     ) -> str:
-        """Keep them, whole or not at all; the name.
+        """Keep the content, whole or not at all; the name of the blob.
 
         named: told of the name when all is there, before the blob has it; if it raises, nothing is kept.
         """
@@ -245,27 +245,27 @@ class BlobStore(Protocol):
         contents: Sequence[bytes],
         named: Callable[[Sequence[str]], Awaitable[None]] | None = None,
     ) -> Sequence[str]:
-        """As `put`, for many small ones together: all of them or none, and sooner than one after another."""
+        """As `put`, for many small blobs together: all of them or none, and sooner than one after another."""
         ...
 
     async def size(self, name: str) -> int:
-        """How many bytes it has; raises KeyError."""
+        """How many bytes the blob has; raises KeyError."""
         ...
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> AsyncGenerator[bytes]:
-        """Those from `start` up to `end`, or to the last. Raises KeyError before the first piece."""
+        """The bytes from `start` up to `end`, or to the last, in pieces. Raises KeyError before the first."""
         ...
 
     async def read_all(self, names: Sequence[str]) -> Sequence[bytes | None]:
-        """All of some small ones, in this order; None for one that is not there."""
+        """The content of small blobs, in this order; None for one that is not there."""
         ...
 
     async def delete(self, *names: str) -> None:
-        """One that is not there is no error."""
+        """Remove these blobs; one that is not there is no error."""
         ...
 
     def names(self, older_than: float) -> AsyncGenerator[Sequence[str]]:
-        """Of all blobs that were put more than so many seconds ago, some at a time."""
+        """The names of all blobs that were put more than so many seconds ago, some at a time."""
         ...
 
 
@@ -284,17 +284,17 @@ class Blobs(Protocol):
     """
 
     def keep(self, content: bytes | AsyncIterable[bytes]) -> AbstractAsyncContextManager[Kept]:
-        """While inside, nobody takes it for unused: put the record that refers to it meanwhile. If the block is left
-        by an exception, nothing is kept for it.
+        """Put the content; within the block nobody takes it for unused, so that a record can be made that refers to it.
+        If the block is left by an exception, nothing is kept for it.
         """
         ...
 
     def keep_all(self, contents: Sequence[bytes]) -> AbstractAsyncContextManager[Sequence[Kept]]:
-        """The same for many small ones together."""
+        """As `keep`, for many small ones together."""
         ...
 
     def hold(self, name: str) -> AbstractAsyncContextManager[None]:
-        """The same for a blob that is there; raises KeyError if it is not."""
+        """As `keep`, for a blob that is there already; raises KeyError if it is not."""
         ...
 
     async def drop(self, names: Iterable[str]) -> None:

@@ -36,6 +36,7 @@ from fumehood.interfaces import (
     Containers,
     Files,
     HostedTool,
+    Models,
     Runs,
     SandboxProvider,
     Store,
@@ -139,20 +140,12 @@ async def assembled(
         store = await _store(config, figures, stack)
         callers = await _callers(config, store, clock, stack)
         keyless = not isinstance(callers, KeyHolders) or callers.open
-        if keyless and ANY in config.server.cors_origins:
-            raise Misconfigured(
-                "server.cors_origins: without keys, * would let every web page run code here: name the origins, or "
-                "make a key with `fumehood keys create`."
-            )
+        _check_pages(config, keyless)
         blobs = await _blobs(config, store, clock, stack)
         files = await stack.enter_async_context(
             UploadedFiles(store, blobs, clock, _upload_settings(config.files))
         )
-        try:
-            models = open_models(config.models, clock, environ, figures.models)
-        except ValueError as error:
-            raise Misconfigured(f"models: {error}.") from None
-        stack.push_async_callback(models.close)
+        models = _models(config, clock, environ, figures, stack)
         signals = open_signals(config, environ, figures, stack)
         chosen = config.providers.code_interpreter
         sandboxes = await _sandboxes(chosen.settings, environ, stack, start=chosen.enabled)
@@ -172,16 +165,17 @@ async def assembled(
             )
         )
         tools = _tools(config, containers, files, clock)
-        limits = config.limits
         runs: Runs = EngineRuns(
             models if signals is None else signals.models(models),
             tools if signals is None else signals.tools(tools),
             store,
             clock,
             limits=LoopLimits(
-                turns=limits.turns, seconds=limits.response_seconds, characters=limits.turn_characters
+                turns=config.limits.turns,
+                seconds=config.limits.response_seconds,
+                characters=config.limits.turn_characters,
             ),
-            lag=LagLimits(events=limits.behind_events, seconds=limits.behind_seconds),
+            lag=LagLimits(events=config.limits.behind_events, seconds=config.limits.behind_seconds),
             disabled_tools=frozenset() if chosen.enabled else frozenset({CODE_INTERPRETER}),
             sealer=sealer,
             attachments=_attachments(config, files, stack),
@@ -189,7 +183,6 @@ async def assembled(
         )
         if signals is not None:
             runs = signals.runs(runs)
-        always = chosen.settings.always_include_outputs
         gateway = Gateway(
             runs=runs,
             store=store,
@@ -201,23 +194,50 @@ async def assembled(
             origins=Origins(config.server.cors_origins),
             metrics=metrics,
             log=log,
-            limits=Limits(
-                KeyLimits(
-                    requests_per_minute=limits.requests_per_minute,
-                    concurrent=limits.concurrent,
-                    body_bytes=limits.body_bytes,
-                ),
-                total=limits.concurrent_total,
-                body_bytes_total=limits.body_bytes_total,
-                monotonic=clock.monotonic,
-            ),
-            always_include=(OUTPUTS,) if always else (),
-            slowest=limits.body_bytes_per_second,
+            limits=_limits(config, clock),
+            always_include=(OUTPUTS,) if chosen.settings.always_include_outputs else (),
+            slowest=config.limits.body_bytes_per_second,
             show_metrics=config.telemetry.metrics,
             unready=_Readiness(sandboxes if chosen.enabled else None, clock),
         )
         app = gateway if signals is None else signals.edge(gateway)
         yield Assembled(app, runs, metrics, keyless)
+
+
+def _check_pages(config: Config, keyless: bool) -> None:
+    """Raises Misconfigured."""
+    if keyless and ANY in config.server.cors_origins:
+        raise Misconfigured(
+            "server.cors_origins: without keys, * would let every web page run code here: name the origins, or "
+            "make a key with `fumehood keys create`."
+        )
+
+
+def _models(
+    config: Config, clock: Clock, environ: Mapping[str, str], figures: Figures, stack: AsyncExitStack
+) -> Models:
+    """Raises Misconfigured."""
+    try:
+        models = open_models(config.models, clock, environ, figures.models)
+    except ValueError as error:
+        raise Misconfigured(f"models: {error}.") from None
+    stack.push_async_callback(models.close)
+    return models
+
+
+def _limits(config: Config, clock: Clock) -> Limits:
+    limits = config.limits
+    usual = KeyLimits(
+        requests_per_minute=limits.requests_per_minute,
+        concurrent=limits.concurrent,
+        body_bytes=limits.body_bytes,
+    )
+    return Limits(
+        usual,
+        total=limits.concurrent_total,
+        body_bytes_total=limits.body_bytes_total,
+        monotonic=clock.monotonic,
+    )
 
 
 def _sealer(config: Config, environ: Mapping[str, str]) -> KeyedSealer:

@@ -189,7 +189,7 @@ def followers(served: Served) -> int:
 
 def repeats_of(served: Served) -> Any:
     app: Any = served.app
-    return app._responses._repeats
+    return app.responses._repeats
 
 
 @pytest.mark.parametrize("stream", [False, True])

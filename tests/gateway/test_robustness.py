@@ -12,7 +12,7 @@ from typing import Any, cast
 import aiohttp
 import pytest
 
-from fumehood.gateway.sse import GONE
+from fumehood.gateway.following import GONE
 from fumehood.serving import stalled
 from tests.support import served
 from tests.support.chat_server import ChatServer, chat_server, chunk, stream

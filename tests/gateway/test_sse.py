@@ -9,7 +9,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from fumehood.gateway import sse
-from fumehood.gateway.sse import GONE
+from fumehood.gateway.following import GONE
 from fumehood.protocol.errors import ServerFault
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.folding import EXECUTION, OUTPUTS

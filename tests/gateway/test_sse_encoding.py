@@ -1,4 +1,4 @@
-"""Events as bytes; imports `fumehood.gateway.sse`."""
+"""Events as bytes, for both wires; imports `fumehood.gateway`."""
 
 from typing import Any
 
@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 from msgspec import Raw
 
-from fumehood.gateway.sse import DONE, EventStream, Wire, encode_events
-from fumehood.gateway.websocket import Messages
+from fumehood.gateway.following import Wire
+from fumehood.gateway.messages import Messages
+from fumehood.gateway.sse import DONE, EventStream, encode_events
 from fumehood.protocol.events import Created, InterpreterFailed, ItemDone, TextDelta
 from fumehood.protocol.folding import LOGPROBS, OPENAIS_EVENTS
 from fumehood.protocol.responses import Response

@@ -12,8 +12,8 @@ from websockets.frames import Frame, Opcode
 from websockets.streams import StreamReader
 
 from fumehood.gateway.limits import Limits
+from fumehood.gateway.messages import Messages
 from fumehood.gateway.sse import encode_events
-from fumehood.gateway.websocket import Messages
 from fumehood.protocol.errors import ServerFault
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.folding import OUTPUTS

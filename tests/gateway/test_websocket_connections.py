@@ -11,9 +11,9 @@ from inline_snapshot import snapshot
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import CloseCode
 
+from fumehood.gateway.following import GONE
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.origins import Origins
-from fumehood.gateway.sse import GONE
 from fumehood.interfaces import Caller
 from fumehood.protocol.errors import NotAuthenticated
 from fumehood.protocol.keys import KeyLimits

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.protocol.sandbox_bundles import SMALL, Answers, NotABundle, WholeFile, bundled
+from fumehood.protocol import sandbox_bundles
+from fumehood.protocol.sandbox_bundles import SMALL, Answers, NotABundle, Outcome, WholeFile, bundled
 from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, TooLarge
 from fumehood.sandboxd.inside import bundles, files
 from fumehood.sandboxd.inside.archives import Bounds, Done
@@ -35,6 +36,14 @@ async def _gathered(*batches: Sequence[WholeFile]) -> bytes:
 
 
 # ---- in ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_jail_has_the_numbers_of_the_protocol() -> None:
+    inside = (bundles.SMALL, bundles.FILE.format, bundles.ANSWER.format)
+    assert inside == (SMALL, sandbox_bundles.FILE.format, sandbox_bundles.ANSWER.format)
+    assert {name: getattr(bundles, name) for name in Outcome.__members__} == {
+        one.name: one.value for one in Outcome
+    }
 
 
 def test_the_two_ends_agree(place: Place) -> None:

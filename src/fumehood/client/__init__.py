@@ -54,8 +54,9 @@ from fumehood.client.throttle import ThrottlePolicy
 
 if TYPE_CHECKING:
     from fumehood.client.filesystem import Filesystem, HostFilesystem, InMemoryFilesystem
+    from fumehood.client.mounts import HostMount, HostMountPreview
     from fumehood.client.prompt.vfs import VfsToolsSection
-    from fumehood.client.workspace import HostMount, HostMountPreview, HostWorkspaceSection
+    from fumehood.client.workspace import HostWorkspaceSection
 else:
 
     def __getattr__(name: str) -> object:
@@ -69,8 +70,9 @@ else:
 
 _LATER = {
     "fumehood.client.filesystem": ("Filesystem", "HostFilesystem", "InMemoryFilesystem"),
+    "fumehood.client.mounts": ("HostMount", "HostMountPreview"),
     "fumehood.client.prompt.vfs": ("VfsToolsSection",),
-    "fumehood.client.workspace": ("HostMount", "HostMountPreview", "HostWorkspaceSection"),
+    "fumehood.client.workspace": ("HostWorkspaceSection",),
 }
 
 __all__ = [

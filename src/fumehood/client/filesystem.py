@@ -46,7 +46,9 @@ class Filesystem(Protocol):
 
 
 def normalised(path: str) -> str:
-    """Without `.` and doubled slashes; "." is the root. Raises WorkspaceSecurityError if it leads elsewhere."""
+    """The path without `.` and doubled slashes; "." is the workspace itself. Raises WorkspaceSecurityError for a path
+    that leads out of it.
+    """
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/") or ".." in parts or "\0" in path:
         raise WorkspaceSecurityError(f"The path {path!r} is not within the workspace; give a relative one.")
@@ -70,7 +72,7 @@ def _fits(part: str, wanted: list[str], place: int) -> bool:
 
 
 def _closed(places: set[int], wanted: list[str]) -> set[int]:
-    """With those that are reached by letting `**` stand for nothing."""
+    """These places of the pattern, and those that are reached by letting `**` stand for nothing."""
     for place in sorted(places):
         while place < len(wanted) and wanted[place] == "**":
             place += 1

@@ -34,12 +34,12 @@ def encode(value: object) -> str:
 
 
 def builtins(value: object) -> Any:
-    """The same as dicts, lists, strings and numbers."""
+    """The value as dicts, lists, strings and numbers, as its JSON would be read."""
     return msgspec.to_builtins(value, enc_hook=str)
 
 
 def decode[T](text: str | bytes, kind: type[T]) -> T:
-    """Raises DecodeError, which says where it does not fit; malformed JSON is one, too."""
+    """JSON as a value of that kind. Raises DecodeError, which says where it does not fit, also for malformed JSON."""
     try:
         return convert(msgspec.json.decode(text), kind)
     except DecodeError:
@@ -49,7 +49,7 @@ def decode[T](text: str | bytes, kind: type[T]) -> T:
 
 
 def convert[T](value: object, kind: type[T]) -> T:
-    """The same from what is decoded already."""
+    """As `decode`, from JSON that is dicts and lists already."""
     return msgspec.convert(_without_nulls(value, kind), kind)
 
 

@@ -71,6 +71,9 @@ class _UnknownCall:
 class Turn:
     """One turn of the model.
 
+    ended: how the model's server said that it ended, once it has.
+    hosted: the calls that are run here; client_calls, ignored_calls: how many others there were.
+    context: what a hosted call is told, by its output index and its id.
     most_hosted: how many hosted calls are still allowed; further ones are ignored.
     one_call: only the first call of the turn counts.
     most_written: how many characters the model may write, and a quarter of that in pieces.
@@ -92,26 +95,31 @@ class Turn:
         self.hosted: list[HostedCall] = []
         self.client_calls = 0
         self.ignored_calls = 0
-        self._written = 0
-        self._pieces = 0
-        self._most_written = most_written
         self._output = output
         self._toolbox = toolbox
         self._context = context
         self._most_hosted = most_hosted
         self._one_call = one_call
+        self._most_written = most_written
+        self._written = 0  # characters
+        self._pieces = 0
+        # What is open: at most one message or one reasoning, and any number of calls, by the model's own keys. None is
+        # a call that is over, or is ignored.
         self._message: WrittenMessage | None = None
         self._phase: Phase | None = None  # of the message that is to come
         self._reasoning: WrittenReasoning | None = None
         self._calls: dict[int, HostedCall | WrittenCall | _UnknownCall | None] = {}
-        self._unknown: list[_UnknownCall] = []
+        # What is done: items by their output index, calls of what is not there, and events that wait to enter the log.
         self._made: dict[int, Entry] = {}
+        self._unknown: list[_UnknownCall] = []
         self._pending: list[StreamEvent] = []
 
     # --- while the model writes ---
 
     def take(self, batch: Sequence[AnyModelEvent]) -> bool:
-        """As `feed`, at once, if all of it goes on with what is open; else nothing is done. Raises ModelError."""
+        """As `feed`, but at once, for a batch that only goes on with the text or the calls that are open; whether it is
+        one. Nothing is done with any other. Raises ModelError.
+        """
         message = self._message
         in_text = message is not None and message.text is not None
         for event in batch:
@@ -367,7 +375,7 @@ class Turn:
         await self._flush_in_turns()
 
     def cut_off(self, reason: str) -> None:
-        """The same in a hurry, hosted calls included: nothing is awaited."""
+        """As `finish`, in a hurry and with the hosted calls: nothing is awaited."""
         self._close_reasoning()
         if self._message is not None:
             self._pending += self._message.cut_off()

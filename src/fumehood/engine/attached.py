@@ -41,6 +41,8 @@ class Attached:
 
 
 class Attacher:
+    """Has the files of an input found, and keeps with its items what they are."""
+
     def __init__(self, attachments: Attachments | None) -> None:
         self._attachments = attachments
 

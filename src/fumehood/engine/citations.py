@@ -14,9 +14,8 @@ _SCHEME = "sandbox:"
 _MARK = _SCHEME + "/"
 _MOST_LINKS = 1_000
 _MOST_UNLINKED = 100  # the container's listing has them all
-_LONGEST_TARGET = (
-    1_024  # what goes on for longer is no link, and must not be searched for one again and again
-)
+# What goes on for longer is no link, and must not be searched for one again and again.
+_LONGEST_TARGET = 1_024
 _TRAILING = ".,;:!?*_`"
 _TITLE = re.compile(r""" ["']""")
 # What few names hold, and often comes after one: the edge of a table's cell, the punctuation of other scripts.

@@ -132,6 +132,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
+    """A compaction that was made, and what the conversation begins with from now on."""
+
     item: Compaction
     window: Window
     usage: Usage | None
@@ -141,7 +143,10 @@ class Compacted:
 
 
 class Compactor:
-    """`sealer`: None where nothing can be sealed; then nothing is compacted."""
+    """Makes conversations short, and opens again what it made.
+
+    `sealer`: None where nothing can be sealed; then nothing is compacted.
+    """
 
     def __init__(self, sealer: Sealer | None, tools: Sequence[HostedTool], tokens: Tokens) -> None:
         self._sealer = sealer
@@ -272,7 +277,8 @@ class Compactor:
         content = _encode(state)
         if len(content) > _LARGEST_STATE:
             raise InvalidRequest(
-                "The instructions and the last message alone are too large to be compacted.", param="input"
+                "The instructions and the last message alone are too large to be compacted; make them shorter.",
+                param="input",
             )
         sealed = self._sealer.seal(caller.tenant, content)
         opened = _opened(_states.decode(content), len(sealed))

@@ -30,7 +30,10 @@ _call_tags = msgspec.json.Decoder(_CallTag)
 
 
 class History:
-    """`tools`: the hosted ones, each under every type of item that it makes."""
+    """Finds what a request stands on: its conversation and its items.
+
+    `tools`: the hosted ones, each under every type of item that it makes.
+    """
 
     def __init__(self, store: Store, tools: Mapping[str, HostedTool]) -> None:
         self._store = store

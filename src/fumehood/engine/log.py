@@ -14,7 +14,8 @@ from fumehood.protocol.events import StreamEvent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagLimits:
-    """
+    """How far a reader may fall behind before the run is given up.
+
     events: how many a reader may be behind.
     seconds: how long it may be further behind than that.
     hard_events: how many are too many at once.
@@ -30,7 +31,8 @@ def _nobody_cares() -> None:
 
 
 class EventLog:
-    """
+    """The events of one run, for any number of readers.
+
     kept: False for a run that nobody will ever subscribe to: events are dropped.
     on_overrun: called once, when a reader is too far behind.
     """

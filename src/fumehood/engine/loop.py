@@ -55,7 +55,8 @@ _RESPONSE_ERROR_CODES = frozenset({"server_error", "rate_limit_exceeded", "inval
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopLimits:
-    """
+    """How much one response may take.
+
     turns: of the model in one response; in the last one it is offered no tools, so that it has to answer.
     seconds: that a response may take in all.
     characters: that the model may write in one turn, and a quarter of that in pieces; no honest model comes near.
@@ -85,43 +86,48 @@ class Loop:
         compactor: Compactor,
     ) -> None:
         self.failure: ApiError | None = None
+        self.lease: Lease | None = None
         self._prepared = prepared
         self._backend = backend
-        self._tokens = tokens
-        self._compactor = compactor
-        self._window = prepared.window
-        self._too_long = _threshold(prepared, backend)
         self._store = store
         self._clock = clock
-        self._limits = limits
         self._log = log
-        self._output = Output(log)
+        self._limits = limits
+        self._tokens = tokens
+        self._compactor = compactor
+        self._too_long = _threshold(prepared, backend)  # tokens beyond which the conversation is compacted
         self._deadline = clock.monotonic() + limits.seconds
-        self._turn: Turn | None = None
+        self._phase: Literal["new", "turning", "concluding"] = "new"
+        self._given_up = False
+        self._late = False  # it was given up because its time was over
+        self._incomplete: Literal["max_output_tokens", "content_filter"] | None = None
+        # What the model is shown: the conversation, and what this response has added to it.
+        self._window = prepared.window
         self._segments: list[Segment] = []
+        self._first: ModelRequest | None = None  # the request that `check` made, until it is sent
+        # The turn that is being made, and what the model was asked for it.
+        self._turn: Turn | None = None
         self._asked: ModelRequest | None = None
-        self._left_out = 0
+        self._left_out = 0  # tokens of the conversation, estimated, that it was not shown
+        # What the response has come to.
+        self._output = Output(log)
         self._entries: list[Entry] = []
+        self._hosted_calls = 0
         self._usage: Usage | None = None
         self._compaction_usage: Usage | None = None
-        self._hosted_calls = 0
-        self.lease: Lease | None = None
-        self._incomplete: Literal["max_output_tokens", "content_filter"] | None = None
-        self._phase: Literal["new", "turning", "concluding"] = "new"
-        self._unwanted = False
-        self._late = False
-        self._first: ModelRequest | None = None
 
     def check(self) -> None:
         """Raises InvalidRequest if the model cannot be shown what it would have to see first."""
         self._first = self._model_request(1, self._toolbox(1))
         self._backend.check(self._first)
 
-    def may_be_cancelled(self) -> bool:
-        """Whether cancelling the task now ends the turns. A loop that has not begun takes note instead, and one that
-        concludes is left to it; so is one that was cancelled and is still interrupting its code.
+    def give_up(self) -> bool:
+        """Note that nobody wants the response any more; whether the task is to be cancelled for that, now.
+
+        It is not before the turns: they will find the note. Nor after them, when what is left is short, nor a second
+        time, when the loop may still be interrupting its code.
         """
-        first, self._unwanted = not self._unwanted, True
+        first, self._given_up = not self._given_up, True
         return first and self._phase == "turning"
 
     async def drive(self) -> Response:
@@ -134,7 +140,7 @@ class Loop:
             if self._prepared.store and self._prepared.streamed:
                 self.lease = await self._store.begin(self._prepared.caller.tenant, opening)
             self._phase = "turning"
-            if self._unwanted:
+            if self._given_up:
                 raise asyncio.CancelledError
             if self._prepared.generate:
                 await self._turns_in_time()
@@ -178,11 +184,13 @@ class Loop:
     # --- turns ---
 
     async def _turns_in_time(self) -> None:
-        """One timer: `asyncio.timeout` would cost several times as much for telling what is told here anyway."""
+        """Give the turns up when the response has taken too long. With one timer: `asyncio.timeout` would cost several
+        times as much.
+        """
         task = asyncio.current_task()
 
         def expire() -> None:
-            if self.may_be_cancelled() and task is not None:
+            if self.give_up() and task is not None:
                 self._late = True
                 task.cancel()
 

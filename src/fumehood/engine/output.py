@@ -8,7 +8,8 @@ from fumehood.protocol.items import OutputItem, ProducedFile
 
 
 class Output:
-    """
+    """The items of one response, each at its place, and the way of events into its log.
+
     files: what hosted calls have produced so far, for citations.
     """
 

@@ -119,7 +119,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Preparation:
-    """
+    """Makes a `Prepared` of a request, or refuses it.
+
     tools: the hosted ones, each under every type that it serves.
     disabled: types of hosted tools that this server could serve and does not.
     """
@@ -225,7 +226,11 @@ class Preparation:
         for number, raw in enumerate(request.context_management or ()):
             where = f"context_management[{number}]"
             if found is not None:
-                raise InvalidRequest("Compaction can be asked for once.", param=where, code="invalid_value")
+                raise InvalidRequest(
+                    "Compaction can be asked for once; leave the others out.",
+                    param=where,
+                    code="invalid_value",
+                )
             try:
                 found = msgspec.json.decode(raw, type=CompactionConfig)
             except msgspec.DecodeError as error:

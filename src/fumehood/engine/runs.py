@@ -92,7 +92,7 @@ class EngineRun:
         return self._loop.lease
 
     def cancel(self, reason: str) -> None:
-        if self._loop.may_be_cancelled():
+        if self._loop.give_up():
             logger.info("response %s is cancelled: %s", self.id, reason)
             self.task.cancel(reason)
 

@@ -31,6 +31,8 @@ _COUNT_SECONDS = 10.0  # an estimate is better than waiting longer
 
 @dataclass(frozen=True, slots=True)
 class Count:
+    """How many tokens a request has; exact if the model's server has counted them."""
+
     tokens: int
     exact: bool
 

@@ -29,7 +29,7 @@ _tags = msgspec.json.Decoder(_Tag)
 
 
 def role_of(entry: Entry) -> str | None:
-    """Of a message; None for anything else."""
+    """Whose message it is; None for an item that is no message."""
     if entry.type != "message":
         return None
     try:
@@ -64,11 +64,11 @@ async def check_length(tokens: Tokens, backend: ModelBackend, caller: Caller, re
 
 
 async def fitted(
-    tokens: Tokens, backend: ModelBackend, caller: Caller, request: ModelRequest, whole: int = 0
+    tokens: Tokens, backend: ModelBackend, caller: Caller, request: ModelRequest, staying: int = 0
 ) -> tuple[Sequence[Segment], int]:
     """So much of the conversation as the model has room for, and the estimated tokens of the rest.
 
-    whole: how many of the first segments stay in any case.
+    staying: how many of the first segments are not left out.
     """
     context_window = backend.profile(request.model).context_window
     if context_window is None:
@@ -77,7 +77,7 @@ async def fitted(
     count = await tokens.count(backend, caller, request, around=room)
     if count.tokens <= room:
         return request.segments, 0
-    first, rest = request.segments[:whole], request.segments[whole:]
+    first, rest = request.segments[:staying], request.segments[staying:]
     estimated = await tokens_of_all(rest)
     # What is left out is measured by estimates. Where the server's tokens are others, roughly so many of ours are one
     # of its: roughly, since a cut must not move with every digit.
@@ -92,7 +92,7 @@ async def fitted(
             break
         count = await tokens.count(backend, caller, replace(request, segments=segments), around=room)
         steps += 1
-    return segments, estimated - await tokens_of_all(segments[whole:])
+    return segments, estimated - await tokens_of_all(segments[staying:])
 
 
 def without_oldest(segments: Sequence[Segment], tokens: int) -> Sequence[Segment]:

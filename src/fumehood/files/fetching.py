@@ -36,7 +36,8 @@ class FetchRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchLimits:
-    """
+    """What is fetched from an address.
+
     bytes: the largest answer. seconds: for all of it, from looking up the name on.
     media_types: how the type of an answer may begin.
     """
@@ -56,7 +57,10 @@ class Fetched:
 
 
 class Fetcher:
-    """private: networks that may be reached although nobody else can reach them."""
+    """Fetches files from addresses that callers name, and that are not to be trusted.
+
+    private: networks that may be reached although nobody else can reach them.
+    """
 
     def __init__(
         self,

@@ -32,7 +32,8 @@ _PICTURES = "PNG, JPEG, GIF or WebP"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputLimits:
-    """
+    """How much of an input's files a model is shown.
+
     picture_bytes: the largest picture that is shown to a model. file_bytes: the largest other file; a larger one is
         there for code alone.
     """
@@ -160,7 +161,7 @@ class InputFiles:
             raise NotFound(str(error), param=param, code="invalid_value") from None
 
     async def _kept(self, part: FilePart, fetched: Fetched, param: str, take: TakeRoom) -> Attachment:
-        """As if it had come inline: nobody is asked for it again."""
+        """What was fetched, as if it had come inline: nobody is asked for it again."""
         if part.type != "input_image":
             name = file_name(part.filename or fetched.name)
             found = _file(name, fetched.media_type, fetched.content)
@@ -226,8 +227,9 @@ def _as_data(size: int) -> int:
 
 
 def _beginning(named: str, start: bytes, size: int) -> tuple[str | None, int]:
-    """As much as is shown, if it is text, and about how much that leaves out. By its name a file can be text, but not
-    be none: anybody can be wrong.
+    """As much of a text as is shown, and about how many bytes that leaves out; None for what is no text.
+
+    A name can say that a file is text, but not that it is none: anybody can be wrong.
     """
     text = as_text(named if is_text_by_name(named) else "", start, whole=len(start) == size)
     if text is None:

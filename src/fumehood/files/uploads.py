@@ -31,7 +31,8 @@ _AT_ONCE = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadSettings:
-    """
+    """What clients may upload.
+
     file_bytes: the largest file.
     tenant: how many files a tenant may have, and how many bytes they may be together.
     at_once: how many a tenant may upload at the same time.
@@ -88,7 +89,7 @@ class UploadedFiles:
             ):
                 described = new if isinstance(new, NewFile) else new()
                 if described is None:
-                    raise InvalidRequest("Nothing is said of the file.", param="file")
+                    raise InvalidRequest("A file needs a name and a purpose.", param="file")
                 _check_life(described)
                 self._settings.types.check(_name(described), bytes(arrival.head))
                 record = self._record(caller.tenant, described, kept)

@@ -95,7 +95,7 @@ class Gateway:
         self._slowest = slowest
         limits = limits or Limits()
         self.metrics.limited = limits.refused
-        responses = self._responses = Responses(
+        responses = self.responses = Responses(
             runs,
             store,
             self.metrics,

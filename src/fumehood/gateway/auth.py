@@ -35,8 +35,10 @@ class Forbidden(ApiError):
 
 
 class Callers(Protocol):
+    """Knows who may ask."""
+
     def identify(self, authorization: bytes | None, host: bytes) -> Caller:
-        """By two headers of a request; raises ApiError for somebody who may not ask."""
+        """Who it is that sends these two headers; raises ApiError for somebody who may not ask."""
         ...
 
     async def look_again(self) -> bool:

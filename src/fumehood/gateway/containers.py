@@ -151,7 +151,7 @@ class ContainerFiles:
         return await self._containers.file(caller, names["container_id"], names["file_id"])
 
     def _download(self, caller: Caller, record: ContainerFileRecord) -> Download:
-        """Of what is only in a sandbox, code may change the size at any time."""
+        """No size is told of what is only in a sandbox: code may change it at any time."""
 
         def read(start: int, end: int | None) -> AsyncGenerator[bytes]:
             return self._containers.read(caller, record.container_id, record.id, start, end)

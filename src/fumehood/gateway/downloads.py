@@ -28,7 +28,8 @@ class RangeUnsatisfiable(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """
+    """A file that a client may have, whole or in part.
+
     name: by which it is to be saved; paths lose all but their last part.
     read: the bytes from the first number up to the second, or to the last; it raises before the first piece.
     size: None where only reading tells; then it is sent whole.

@@ -49,7 +49,8 @@ class BodyTooSlow(ApiError):
 
 
 class Exchange(BareExchange):
-    """
+    """One request to the gateway, and its answer.
+
     noted: what the log's line of this request tells besides what every line tells.
     extra: headers of the answer, whatever it will be, besides what every answer has.
     slowest: bytes of a body that have to come in a second, on the whole.
@@ -189,8 +190,8 @@ class Exchange(BareExchange):
         self.last_sent = perf_counter()
 
     def send_now(self, body: bytes | bytearray) -> Awaitable[None] | None:
-        """As `send`, for whoever cannot wait. What it gives has to be awaited before anything else is sent; mostly that
-        is nothing.
+        """As `send`, for whoever cannot wait: what it gives has to be awaited before anything else is sent. It
+        mostly gives nothing.
         """
         if self._shortcut is not None and self._shortcut.send(body):
             self.last_sent = perf_counter()
@@ -222,7 +223,7 @@ class Exchange(BareExchange):
         await self.answer(encode(value), status)
 
     def note_refusal(self, error: ApiError) -> None:
-        """For the log."""
+        """Have the log tell of it."""
         self.noted["error"] = error.wire_code or error.type
         self.noted["param"] = error.param
 

@@ -41,7 +41,8 @@ class _Account:
 
 
 class Limits:
-    """
+    """Counts what every key asks for, and refuses what is too much.
+
     usual: what a key may do for which nothing else was said. Where no keys are needed everybody is one caller, for
         whom `concurrent` has no meaning.
     total: how many responses may be in the making at once, whoever asked for them.
@@ -197,7 +198,7 @@ class Room:
             self._held = size
 
     def take_large(self, size: int) -> None:
-        """The same for an answer. A small one does not count, and one that is larger than all may be together is sent
+        """As `take`, for an answer: a small one does not count, and one that is larger than all may be together is sent
         when it is alone. Raises RateLimited, Unavailable.
         """
         if size >= LARGE:

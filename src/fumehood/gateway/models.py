@@ -17,6 +17,8 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCards:
+    """/v1/models: which models can be asked for."""
+
     def __init__(self, models: Models) -> None:
         self._models = models
 

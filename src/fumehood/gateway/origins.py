@@ -21,7 +21,10 @@ _REMEMBERED = b"600"  # seconds that a browser need not ask again
 
 
 class Origins:
-    """`allowed`: as browsers write them, such as https://app.example or http://localhost:3000; `*` for every page."""
+    """Which web pages may ask the gateway.
+
+    `allowed`: as browsers write them, such as https://app.example or http://localhost:3000; `*` for every page.
+    """
 
     def __init__(self, allowed: tuple[str, ...] = ()) -> None:
         self._any = ANY in allowed
@@ -68,7 +71,7 @@ class Origins:
         )
 
     async def answer(self, exchange: Exchange, methods: str) -> None:
-        """For a path with these methods; a page that may not ask is told nothing, which is a no."""
+        """Say what a page may do at a path with these methods. One that may not ask is told nothing, which is a no."""
         headers: Headers = []
         if self.permits(exchange.headers.get(b"origin")):
             headers = [

@@ -14,9 +14,10 @@ from collections.abc import Collection, Generator
 from dataclasses import dataclass, field
 
 from fumehood.gateway.exchange import Exchange, Vigil, encode
+from fumehood.gateway.following import GONE, TERMINAL
 from fumehood.gateway.limits import Limits, Room
 from fumehood.gateway.metrics import Metrics
-from fumehood.gateway.sse import DONE, GONE, HEADERS, SIGN_OF_LIFE, TERMINAL, encode_events
+from fumehood.gateway.sse import DONE, HEADERS, SIGN_OF_LIFE, encode_events
 from fumehood.interfaces import Caller, IdempotencyClaim, Run, Runs, Store, TakeRoom
 from fumehood.protocol.errors import ApiError, Conflict, InvalidRequest, RateLimited, ServerFault, to_detail
 from fumehood.protocol.events import ErrorOccurred
@@ -391,7 +392,7 @@ class _Joint:
         return self._response
 
     async def show_stream(self, exchange: Exchange, silence: float) -> Response | None:
-        """The same, event by event."""
+        """As `show`, event by event."""
         with self._followed() as follower:
             await exchange.begin(200, [*HEADERS])
             with Vigil(exchange, follower.news.set, sign_of_life=SIGN_OF_LIFE, every=silence) as vigil:
@@ -409,7 +410,7 @@ class _Joint:
         return None if follower.lost else self._response
 
     def _last_words(self, error: ApiError) -> bytearray:
-        """Of a stream that broke off."""
+        """What ends a stream that broke off."""
         told = ErrorOccurred(sequence_number=self.events, error=to_detail(error))
         return encode_events([told], ()) + DONE
 

@@ -6,13 +6,14 @@ from functools import partial
 
 from fumehood.aside import aside
 from fumehood.gateway.exchange import Exchange, Vigil, encode
+from fumehood.gateway.following import GONE
 from fumehood.gateway.limits import Limits, Room
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.reading import check_include, read_request
 from fumehood.gateway.repeats import Asked, Repeats, body_digest, checked_key
 from fumehood.gateway.shown import shown
-from fumehood.gateway.sse import GONE, SILENCE, stream
+from fumehood.gateway.sse import SILENCE, stream
 from fumehood.interfaces import Caller, Run, Runs, Store
 from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import InvalidRequest, NotFound

@@ -16,30 +16,27 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import Raw
 
 from fumehood.aside import aside
-from fumehood.gateway.exchange import VERSION, Exchange, encode, refusal_headers
+from fumehood.gateway.exchange import VERSION, Exchange
+from fumehood.gateway.following import Following
 from fumehood.gateway.limits import Room
+from fumehood.gateway.messages import Messages, text_message
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.origins import Origins
 from fumehood.gateway.reading import decode, decode_request
 from fumehood.gateway.responses import Responses
-from fumehood.gateway.sse import FORMS, Following
 from fumehood.interfaces import Caller, Run
 from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import (
     ApiError,
-    ErrorDetail,
     InvalidRequest,
     RateLimited,
     ServerFault,
-    to_detail,
 )
-from fumehood.protocol.events import StreamEvent, TextDelta
-from fumehood.protocol.folding import project
 from fumehood.protocol.responses import Response
-from fumehood.serving.exchange import Headers, Receive, Scope, Send
+from fumehood.serving.exchange import Receive, Scope, Send
 from fumehood.serving.websocket import SHUTDOWN, UNHELD
 
 # As OpenAI has them.
@@ -89,83 +86,8 @@ class _SteerFailed(msgspec.Struct, tag_field="type", tag="response.steer.failed"
     sequence_number: int = 0
 
 
-class _Refusal(msgspec.Struct, kw_only=True, tag_field="type", tag="error"):
-    """An error that is the whole answer to a request.
-
-    headers: what would have stood in the head of an HTTP answer, for clients that mind it.
-    """
-
-    status: int
-    error: ErrorDetail
-    headers: dict[str, str] | UnsetType = UNSET
-    stream_id: str | UnsetType = UNSET
-
-
 _envelopes = msgspec.json.Decoder(_Envelope)
 _steers = msgspec.json.Decoder(_Steer)
-_encode_into = msgspec.json.Encoder().encode_into
-# The head of a text message of 126 to 65535 bytes, which most are; the length is written when it is known.
-_HEAD = b"\x81\x7e\0\0"
-
-
-class Messages:
-    """The `Wire` of a lane: every event a text message, all of a batch in one piece."""
-
-    def __init__(self, stream_id: str | None = None) -> None:
-        self._stream_id = UNSET if stream_id is None else stream_id
-        self._tail = b"" if stream_id is None else b',"stream_id":%s}' % encode(stream_id)
-
-    def some(
-        self, events: Sequence[StreamEvent], include: Collection[str], most: int
-    ) -> tuple[bytearray, int]:
-        buffer = bytearray()
-        tail = self._tail
-        number = 0
-        for event in events:
-            number += 1
-            start = len(buffer)
-            buffer += _HEAD
-            if FORMS[type(event)][1] or (isinstance(event, TextDelta) and event.logprobs):
-                event = project(event, include)
-            _encode_into(event, buffer, -1)
-            if tail:
-                buffer[-1:] = tail
-            size = len(buffer) - start - 4
-            if 126 <= size < 65536:
-                buffer[start + 2] = size >> 8
-                buffer[start + 3] = size & 255
-            else:
-                buffer[start : start + 4] = _head(size)
-            if len(buffer) >= most:
-                break
-        return buffer, number
-
-    def end(self, last: bytearray) -> bytearray:
-        return last
-
-    def refusal(self, error: ApiError, headers: Headers | None = None) -> bytearray:
-        """`headers`: besides those that belong to the error."""
-        detail = to_detail(error)
-        if detail.code is None:  # there has to be one
-            detail = msgspec.structs.replace(detail, code=detail.type)
-        told = {name.decode(): value.decode() for name, value in (headers or []) + refusal_headers(error)}
-        return text_message(
-            _Refusal(status=error.status, error=detail, headers=told or UNSET, stream_id=self._stream_id)
-        )
-
-
-def text_message(value: object) -> bytearray:
-    """One text message."""
-    body = encode(value)
-    return bytearray(_head(len(body)) + body)
-
-
-def _head(size: int) -> bytes:
-    if size < 126:
-        return bytes((0x81, size))
-    if size < 65536:
-        return b"\x81\x7e" + size.to_bytes(2)
-    return b"\x81\x7f" + size.to_bytes(8)
 
 
 # --- connections --------------------------------------------------------------------------------------

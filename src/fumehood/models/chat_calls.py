@@ -74,9 +74,8 @@ class CallReader:
                 events.append(CallArguments(call.key, text))
             return
         call.theirs = call.theirs or fragment.id
-        if (
-            function.name != call.name or call.name not in self._offered
-        ):  # else it is said again, and not a piece
+        said_again = function.name == call.name and call.name in self._offered
+        if not said_again:
             call.name += function.name or ""
         if text:
             call.held.append(text)

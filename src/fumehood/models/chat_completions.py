@@ -11,6 +11,8 @@ from fumehood.protocol.models import ModelRequest
 
 
 class ChatCompletions(ModelServer):
+    """A `ModelBackend` over a server of chat completions."""
+
     api = "chat completions"
     path = "/chat/completions"
 

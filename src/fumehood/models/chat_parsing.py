@@ -100,7 +100,8 @@ def _new_call_id() -> str:
 
 
 class ChatParser(AnswerParser[_Chunk]):
-    """
+    """Reads one answer of chat completions.
+
     in_runs: whether to look for what repeats; it makes no difference but to the time.
     """
 

@@ -116,6 +116,8 @@ class Dialect:
 
 
 class ChatRenderer:
+    """Writes conversations as messages of chat completions, in one dialect."""
+
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
         self._name = dialect.name

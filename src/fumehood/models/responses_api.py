@@ -46,6 +46,8 @@ class _Function(msgspec.Struct, tag_field="type", tag="function"):
 
 
 class ResponsesApi(ModelServer):
+    """A `ModelBackend` over a server that has the Responses API itself."""
+
     api = "Responses API"
     path = "/responses"
 

@@ -165,7 +165,8 @@ class _Strange(ValueError):
 
 
 class ResponsesParser(AnswerParser[_Told]):
-    """
+    """Reads one answer of a Responses API.
+
     origin: who makes the reasoning that is sealed.
     """
 

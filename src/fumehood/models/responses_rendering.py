@@ -171,6 +171,8 @@ class Dialect:
 
 
 class ResponsesRenderer:
+    """Writes conversations as items of the Responses API."""
+
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
         self._name = dialect.name

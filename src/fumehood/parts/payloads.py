@@ -192,7 +192,10 @@ class ComputerToolCallResponse(msgspec.Struct, kw_only=True, tag_field="type", t
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """`named`: tools of this kind have names of their own."""
+    """One kind of tools, and what is said by a call of one and by its response.
+
+    `named`: tools of this kind have names of their own.
+    """
 
     name: str
     call: type[msgspec.Struct]

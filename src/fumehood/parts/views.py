@@ -273,7 +273,10 @@ def from_view(written: Iterable[Json], *, compat: bool = False) -> list[Part]:
 
 
 class _Read(msgspec.Struct):
-    """`late`: a result that belongs at a place of its own."""
+    """What one part of a view was read as.
+
+    `late`: a result that belongs at a place of its own.
+    """
 
     parts: list[Part]
     late: tuple[int, ToolResult] | None = None

@@ -100,7 +100,7 @@ class FilePart(msgspec.Struct):
 
     @property
     def address(self) -> str | None:
-        """Of a picture: a data: URL holds it, another one leads to it."""
+        """Where a picture is: a data: URL holds it, another one leads to it."""
         return self.image_url.url if isinstance(self.image_url, ImageAddress) else self.image_url
 
     @property
@@ -241,5 +241,5 @@ def file_name(wanted: str, media_type: str = "") -> str:
 
 
 def picture_name(media_type: str) -> str:
-    """For a picture that has none."""
+    """A name for a picture that has none."""
     return f"image{_SUFFIXES.get(media_type, '')}"

@@ -182,7 +182,7 @@ def file_on_the_wire(record: ContainerFileRecord) -> ContainerFile:
 
 
 def unpacked_on_the_wire(records: Sequence[ContainerFileRecord]) -> UnpackedFiles:
-    """At least one."""
+    """What an archive left, as it is told to whoever sent it; at least one file."""
     files = [file_on_the_wire(record) for record in records]
     return UnpackedFiles(**msgspec.structs.asdict(files[0]), unpacked=files)
 

@@ -47,7 +47,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size(self) -> int:
-        """Of all that it says, about in bytes."""
+        """About how many bytes it says, all in all."""
         seen = self.exchange
         shown = len(seen.arguments) + len(seen.output) + sum(map(len, seen.images)) if seen is not None else 0
         return len(self.raw) + shown + sum([one.size for one in self.attachments])

@@ -14,6 +14,8 @@ from fumehood.protocol.responses import Response
 
 
 class StreamEvent(msgspec.Struct, tag_field="type"):
+    """What a client is told while a response is in the making; numbered when it enters the log."""
+
     sequence_number: int = -1
 
 
@@ -24,10 +26,6 @@ class ResponseEvent(StreamEvent, kw_only=True):
 
 
 class Created(ResponseEvent, tag="response.created"):
-    pass
-
-
-class Queued(ResponseEvent, tag="response.queued"):
     pass
 
 
@@ -258,6 +256,3 @@ class ShellOutputDone(StreamEvent, kw_only=True, tag="response.shell_call_output
     output_index: int
     command_index: int
     output: list[ShellOutput]
-
-
-type TerminalEvent = Completed | Failed | Incomplete

@@ -24,7 +24,8 @@ _NOT_IN_TEXT = bytes({*range(0x20), 0x7F} - {*b"\a\b\t\n\v\f\r\x1a\x1b"})
 
 
 class FileType(NamedTuple):
-    """
+    """What files of one extension hold.
+
     media_type: what a download is called.
     fits: whether content that begins with these bytes can be of this type.
     """

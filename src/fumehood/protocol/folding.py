@@ -157,7 +157,7 @@ class Fold:
 
     @property
     def response(self) -> Response:
-        """As it stands; raises ValueError before the first event."""
+        """The response as it stands; raises ValueError before the first event."""
         if self._response is None:
             raise ValueError("a stream begins with response.created")
         output = [self._items[index] for index in sorted(self._items)]
@@ -190,7 +190,7 @@ class Fold:
 
 
 def _copy(item: OutputItem) -> OutputItem:
-    """One that may grow: the event's own stays as it was sent."""
+    """An item that may grow: the event's own stays as it was sent."""
     match item:
         case Message():
             return msgspec.structs.replace(item, content=list(item.content))

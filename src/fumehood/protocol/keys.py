@@ -28,7 +28,8 @@ USUAL = KeyLimits()
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
-    """
+    """A key as the store keeps it.
+
     digest: of the secret, which nobody keeps.
     hint: the end of the secret, by which its owner recognises it.
     metrics: whether it shows the figures of all tenants together.

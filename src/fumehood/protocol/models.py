@@ -66,7 +66,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelEvent(msgspec.Struct, frozen=True, gc=False):
-    pass
+    """A piece of what a model says in one turn."""
 
 
 @final  # as those below: these come by the thousand, and are told apart by their very class

@@ -93,9 +93,8 @@ class CreateResponse(msgspec.Struct, kw_only=True):
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     prompt_cache_retention: str | None = None
     prompt: JsonObject | None = None
-    client_metadata: Raw = msgspec.field(
-        default_factory=lambda: Raw(b"null")
-    )  # a default would be in the schema
+    # Made by a function: a default would be in the schema.
+    client_metadata: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):

@@ -266,7 +266,10 @@ class OneShotResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """status: `ok`, or `starting` while no sandbox could be made; then the HTTP status is 503."""
+    """What a sandbox server says of itself.
+
+    status: `ok`, or `starting` while no sandbox could be made; then the HTTP status is 503.
+    """
 
     status: Literal["ok", "starting", "stopping"]
     mode: Mode

@@ -21,10 +21,10 @@ type WholeFile = tuple[str, bytes]
 # What is in a file, or why that is not known.
 type Content = bytes | SandboxError
 
-_FILE = struct.Struct("!BHI")
-_ANSWER = struct.Struct("!BI")
+FILE = struct.Struct("!BHI")
+ANSWER = struct.Struct("!BI")
 _LONGEST_PATH = 4097  # of which no path is that long, so it is refused as what it is
-_END = bytes(_FILE.size)
+_END = bytes(FILE.size)
 
 
 class Outcome(IntEnum):
@@ -49,7 +49,7 @@ def _packed(files: Iterable[WholeFile]) -> bytes:
     parts: list[bytes] = []
     for path, content in files:
         name = path.encode("utf-8", "surrogatepass")[:_LONGEST_PATH]
-        parts += (_FILE.pack(1, len(name), len(content)), name, content)
+        parts += (FILE.pack(1, len(name), len(content)), name, content)
     return b"".join(parts)
 
 
@@ -71,14 +71,14 @@ class Answers:
         held += piece
         found: list[Content] = []
         at = 0
-        while at + _ANSWER.size <= len(held):
-            number, size = _ANSWER.unpack_from(held, at)
+        while at + ANSWER.size <= len(held):
+            number, size = ANSWER.unpack_from(held, at)
             if not self.missing or size > SMALL or number > max(Outcome) or (number and size):
                 raise NotABundle(f"an answer {number} of {size} bytes, and {self.missing} were to come")
-            end = at + _ANSWER.size + size
+            end = at + ANSWER.size + size
             if end > len(held):
                 break
-            found.append(self._answer(Outcome(number), bytes(held[at + _ANSWER.size : end])))
+            found.append(self._answer(Outcome(number), bytes(held[at + ANSWER.size : end])))
             self._answered += 1
             at = end
         del held[:at]

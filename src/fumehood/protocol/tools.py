@@ -121,7 +121,7 @@ def read_choice(value: str | dict[str, Raw]) -> ToolChoice:
 
 
 def _chosen(kind: str, name: str | None) -> tuple[str, str | None]:
-    """Of these there may be several, so that a type alone says too little."""
+    """Raises InvalidRequest for a function or a custom tool without a name: of those there may be several."""
     if kind in ("function", "custom") and name is None:
         raise _missing("name")
     return kind, name

@@ -49,7 +49,8 @@ _NO_VARIABLES = "The next call begins without variables."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerSettings:
-    """
+    """How containers live, and what they may be.
+
     isolation: `container`: one container has one sandbox, with variables, until it expires. `execution`: every call
         has a fresh one, and only files are carried from call to call.
     claim_timeout: seconds until a sandbox that is not to be had is given up.
@@ -176,8 +177,8 @@ class SandboxContainer:
     async def execute(self, request: ExecuteRequest) -> AsyncGenerator[AnyOutput]:
         execution_id = request.execution_id or secrets.token_hex(12)
         request = msgspec.structs.replace(request, execution_id=execution_id)
-        alone = self._house.settings.isolation == "execution"
-        run = self._alone if alone else self._in_turn
+        every_call_alone = self._house.settings.isolation == "execution"
+        run = self._in_fresh_sandbox if every_call_alone else self._in_kept_sandbox
         figures = self._house.figures
         figures.running += 1
         event: AnyOutput | None = None
@@ -209,30 +210,28 @@ class SandboxContainer:
 
     # ---- one sandbox for all calls --------------------------------------------------------------------------------
 
-    async def _in_turn(self, request: ExecuteRequest, execution_id: str) -> AsyncGenerator[AnyOutput]:
+    async def _in_kept_sandbox(self, request: ExecuteRequest, execution_id: str) -> AsyncGenerator[AnyOutput]:
         waiting = self._living.turn.locked()
         async with self._living.turn:
             if not await self._still_runs(waiting):
                 yield _over(_OVER)
                 return
-            try:
+            while True:
                 try:
-                    async with aclosing(self._in_bound(request, execution_id)) as events:
+                    async with aclosing(self._call(request, execution_id)) as events:
                         async for event in events:
                             yield event
-                except (SandboxGone, SandboxNotFound):
-                    if self._living.sandbox is None:
-                        raise
-                    self._living.sandbox = None  # it was taken to live
-                    async with aclosing(self._in_bound(request, execution_id)) as events:
-                        async for event in events:
-                            yield event
-            except SandboxError as error:
-                yield _over(_OVER) if self._living.over else not_to_be_had(error)
+                    return
+                except SandboxError as error:
+                    is_gone = isinstance(error, SandboxGone | SandboxNotFound)
+                    if not is_gone or self._living.sandbox is None:
+                        yield _over(_OVER) if self._living.over else not_to_be_had(error)
+                        return
+                    self._living.sandbox = None  # it was only taken to live: once more, with another
 
-    async def _in_bound(self, request: ExecuteRequest, execution_id: str) -> AsyncGenerator[AnyOutput]:
+    async def _call(self, request: ExecuteRequest, execution_id: str) -> AsyncGenerator[AnyOutput]:
         """Raises SandboxError if the call could not begin."""
-        sandbox, notes = await self._bound()
+        sandbox, notes = await self._kept_sandbox()
         for text in notes:
             yield Note(text)
         began = self._house.clock.monotonic()
@@ -246,9 +245,9 @@ class SandboxContainer:
                         event = _with(event, _OVER if self._living.over else _BEGINS_ANEW)
                 yield event
 
-    async def _bound(self) -> tuple[Sandbox, list[str]]:
-        """The container's sandbox, a new one if there is none; raises SandboxError. One that was used before is not
-        asked whether it lives: that would cost as much as the call.
+    async def _kept_sandbox(self) -> tuple[Sandbox, list[str]]:
+        """The container's sandbox, a new one if there is none, and what there is to tell of that; raises SandboxError.
+        One that was used before is not asked whether it lives: that would cost as much as the call.
         """
         with phase("acquire") as acquiring:
             known = self._living.sandbox
@@ -258,12 +257,12 @@ class SandboxContainer:
             _check_ceiling(self._house, self._living.record)
             try:
                 async with asyncio.timeout(self._house.settings.claim_timeout):
-                    living = await attached(self._house.provider, self._living.record)
+                    sandbox = await attached(self._house.provider, self._living.record)
             except TimeoutError:
                 raise Unreachable("The sandbox server does not answer.") from None
-            if living is not None:
+            if sandbox is not None:
                 acquiring.note("start", "kept")
-                return living, []
+                return sandbox, []
             async with self._living.filing:  # what is put there meanwhile must be in one or the other
                 return await self._reborn(acquiring)
 
@@ -312,7 +311,9 @@ class SandboxContainer:
 
     # ---- a sandbox for every call ---------------------------------------------------------------------------------
 
-    async def _alone(self, request: ExecuteRequest, execution_id: str) -> AsyncGenerator[AnyOutput]:
+    async def _in_fresh_sandbox(
+        self, request: ExecuteRequest, execution_id: str
+    ) -> AsyncGenerator[AnyOutput]:
         if not await self._still_runs():
             yield _over(_OVER)
             return
@@ -376,7 +377,7 @@ def _start_of(ref: SandboxRef) -> str:
 
 
 def next_name(record: ContainerRecord) -> str:
-    """Of the container's next sandbox. It tells which one that is: whoever tries again finds the same."""
+    """The name of the container's next sandbox. It has the number of that one: whoever tries again finds the same."""
     return f"{record.id}-{record.incarnation + 1}"
 
 
@@ -438,7 +439,7 @@ async def release(provider: SandboxProvider, ref: SandboxRef) -> None:
 
 
 def _tenant_name(tenant: str) -> str:
-    """As sandbox servers spell tenants."""
+    """The tenant as sandbox servers spell it."""
     try:
         return msgspec.convert(tenant, Tenant)
     except msgspec.ValidationError:

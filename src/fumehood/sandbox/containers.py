@@ -199,7 +199,7 @@ class SandboxContainers:
         return msgspec.structs.replace(record, status="expired")
 
     def _shown(self, record: ContainerRecord) -> ContainerRecord:
-        """As it is at this moment; what is over may still have to be ended."""
+        """The record as things stand at this moment, whether or not somebody has ended yet what is over."""
         if self._endings.is_over(record):
             return msgspec.structs.replace(record, status="expired")
         return msgspec.structs.replace(record, last_active_at=self._endings.active_at(record))

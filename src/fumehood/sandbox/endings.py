@@ -44,7 +44,7 @@ class Endings:
         return now >= self.active_at(record) + 60 * minutes
 
     def _time_over(self, record: ContainerRecord) -> Ending:
-        """What its time would be over by."""
+        """By which of the two bounds its time is over, if it is: that of its whole life, or that of being idle."""
         oldest = self._house.clock.now() - 3600 * self._house.settings.life_hours
         return "old" if record.created_at <= oldest else "idle"
 

@@ -32,9 +32,8 @@ from fumehood.protocol.sandbox_errors import ErrorBody, SandboxError, Unreachabl
 VERSION_HEADER = "fumehood-sandbox-protocol"
 
 _CONNECT_SECONDS = 10.0
-_KEEP_ALIVE_SECONDS = (
-    4.0  # less than servers keep an idle connection: else one is used while it is being closed
-)
+# Less than servers keep an idle connection: else one is used while it is being closed.
+_KEEP_ALIVE_SECONDS = 4.0
 _PIECE = 1 << 18
 _LONGEST_ERROR = 1 << 20
 _GATEWAY_TROUBLE = (502, 503, 504)

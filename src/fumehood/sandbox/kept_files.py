@@ -30,7 +30,8 @@ NOT_IN_A_SANDBOX = 0  # in place of the time when it was written there
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileLimits:
-    """
+    """How much is kept of a container's files.
+
     file_bytes: the largest file that outlives its sandbox.
     container_bytes: all of them together, of one container.
     files: how many files of one container are recorded.
@@ -285,7 +286,7 @@ class _Harvest:
         return True
 
     def grow(self, file: FileEntry, size: int) -> None:
-        """It has so many bytes, and not those that it was said to have; raises TooLarge."""
+        """Reserve so many bytes for a file, in place of those that it was said to have; raises TooLarge."""
         more = size - self.reserved.get(file.path, 0)
         if size > self.limits.file_bytes or more > self.room:
             raise TooLarge("There is no room for this file.")

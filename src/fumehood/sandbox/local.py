@@ -49,7 +49,8 @@ _PATIENCE = Patience(retries=4, backoff=0.05)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSettings:
-    """
+    """How a sandbox server of one's own is started.
+
     mode, limits, pool, capacity: as the options of `fumehood sandbox`, which has more of them.
     options: those others, as one would write them.
     environment: variables for the server besides the few that it is given anyway, e.g. FUMEHOOD_INDEX_URL, which

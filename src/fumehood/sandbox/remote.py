@@ -163,9 +163,8 @@ class RemoteSandbox:
                 if refused or stream.failures >= self._connection.patience.retries:
                     raise
             except SandboxError as error:
-                error.refused = (
-                    error.refused and not stream.failures
-                )  # else the first request may have begun it
+                # After a connection that broke, the first request may have begun the call.
+                error.refused = error.refused and not stream.failures
                 raise
             stream.failures += 1
             await asyncio.sleep(self._connection.patience.pause(stream.failures))
@@ -235,7 +234,7 @@ class RemoteSandbox:
 
     def _file(self, path: str) -> str:
         if not path:
-            raise FileRefused("A file has a name.", param="path")
+            raise FileRefused("The path of the file is empty; name a file below /mnt/data.", param="path")
         return self._path("files", "/".join(segment(part) for part in _text(path).split("/")))
 
 
@@ -336,7 +335,7 @@ def _encoded(value: msgspec.Struct) -> bytes:
 
 def _text(path: str) -> str:
     if not _is_text(path):
-        raise FileRefused("A path is valid text.", param="path")
+        raise FileRefused("The path is not valid text: it cannot be written as UTF-8.", param="path")
     return path
 
 

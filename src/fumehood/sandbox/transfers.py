@@ -23,6 +23,7 @@ _KEPT_FILES = 2000  # and how many of them
 _GIVEN_BYTES = 512 << 10  # of small files that are read from it together,
 _GIVEN_FILES = 500  # and how many of them
 _LARGE_AT_ONCE = 8  # each waits for a disk
+_SOME_TIME = 1  # in place of the time when it was written, of a file that is there and no listing shows
 
 # A file that was kept, or why it was not.
 type Taken = tuple[FileEntry, Kept | SandboxError | Unavailable]
@@ -154,7 +155,8 @@ class Transfers:
         listing = await sandbox.list()
         handed.mark = listing.mark
         there = {file.path: file.modified_ns for file in listing.files}
-        unseen = 1 if listing.truncated and not written.refused else None
+        # A listing that was cut does not show all; but where none was refused, all are there.
+        unseen = _SOME_TIME if listing.truncated and not written.refused else None
         for one in small:
             modified_ns = there.get(one.path, unseen)
             if one.path in handed.gone:

@@ -139,7 +139,7 @@ class App:
     async def list_sandboxes(self, exchange: Exchange) -> None:
         tenant = exchange.query("tenant")
         if tenant is not None and _TENANT.fullmatch(tenant) is None:
-            raise RequestRefused("That cannot be a tenant.", param="tenant")
+            raise RequestRefused("A tenant has at most 128 letters, digits and . _ : @ -", param="tenant")
         await exchange.answer_json(SandboxList(sandboxes=await self._service.sandboxes(tenant)))
 
     # ---- executions -------------------------------------------------------------------------------------------

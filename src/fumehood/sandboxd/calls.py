@@ -120,7 +120,7 @@ class Calls:
         if request.execution_id is not None and (known := self._known(request.execution_id)) is not None:
             if known.request != request:
                 raise Conflict(
-                    f"Execution {request.execution_id} is there already, with another request.",
+                    f"Execution {request.execution_id} is there already, with another request; choose another id.",
                     param="execution_id",
                 )
             return known

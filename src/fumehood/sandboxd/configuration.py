@@ -117,7 +117,7 @@ def _optional(hint: Any) -> bool:
 
 
 def _plain(hint: Any) -> Any:
-    """Without None."""
+    """The type that is not None."""
     return next(kind for kind in get_args(hint) if kind is not NoneType) if _optional(hint) else hint
 
 

@@ -165,7 +165,7 @@ class Disks:
             making.result().close()
 
     async def give_back(self, disk: Disk) -> None:
-        """Also when cancelled the disk is given up; throwing away what is on it takes a while."""
+        """Throw away what is on it, which takes a while; that is done even if nobody waits for it."""
         self._live.discard(disk)
         await asyncio.shield(asyncio.to_thread(disk.close))
 

@@ -33,6 +33,8 @@ class _ErrorBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _EndBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What the runner says of an end. Whether it was interrupted, the supervisor knows better."""
+
     exit_code: Annotated[int, msgspec.Meta(ge=0, le=255)]
     interrupted: bool
 

@@ -22,6 +22,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    """All that `doctor` has found."""
+
     mode: Mode
     works: bool
     findings: list[Finding]

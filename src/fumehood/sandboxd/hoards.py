@@ -31,11 +31,11 @@ class Holder(Protocol):
     def kill(self, reason: str) -> None: ...
 
     def processes(self) -> list[int]:
-        """By the numbers they have here; none where nobody knows. OSError when it has ended."""
+        """Its processes, by the numbers they have here; none where nobody knows. OSError when it has ended."""
         ...
 
     def first_process(self) -> int | None:
-        """Where it has a network namespace of its own."""
+        """Its first process; None for a sandbox without a network namespace of its own."""
         ...
 
     def own_device(self) -> int | None:
@@ -149,7 +149,7 @@ def _by_files(holders: Sequence[Holder]) -> Iterator[Holder]:
 
 
 def _descriptors(pid: int) -> int:
-    """For how many a process has room, which anybody may ask."""
+    """How many descriptors a process has room for: unlike how many it has, anybody may ask that."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:  # else it has ended
         for line in file:
             if line.startswith("FDSize:"):

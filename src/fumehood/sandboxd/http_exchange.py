@@ -45,6 +45,8 @@ class TookTooLong(RequestRefused):
 
 
 class Exchange(BareExchange):
+    """One request to the sandbox server, and its answer."""
+
     __slots__ = ("_query", "scope", "started")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -115,7 +115,7 @@ async def start(launch: Launch) -> tuple[JailProcess, socket.socket]:
         config = _config(launch, control=theirs.fileno(), gate=gate[0], info=info[1], block=block[0])
         # Not through a thread: the kernel ends the jail when the *thread* that started it ends.
         process = subprocess.Popen(  # noqa: ASYNC220
-            [sys.executable, "-I", "-S", str(_HERE / "launch.py"), json.dumps(config)],
+            [sys.executable, "-I", "-S", str(_HERE / "outer_jail.py"), json.dumps(config)],
             env={},
             cwd="/",
             pass_fds=(theirs.fileno(), gate[0].fileno(), info[1].fileno(), block[0].fileno()),
@@ -188,7 +188,7 @@ def root_entries() -> dict[str, str | None]:
 def _config(
     launch: Launch, *, control: int, gate: IO[bytes], info: IO[bytes], block: IO[bytes]
 ) -> dict[str, Any]:
-    """What launch.py needs to know; `places` are the host's, `binds` where bubblewrap shows them to boot.py."""
+    """What outer_jail.py needs to know; `places` are the host's, `binds` where bubblewrap shows them to boot.py."""
     runtime = launch.runtime
     places = {"site": str(runtime.site), "guest": str(_HERE / "inside")}
     binds = {"site": "/site", "guest": "/guest/fumehood/sandboxd/inside"}

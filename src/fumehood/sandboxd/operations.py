@@ -50,7 +50,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """
+    """One method on one path of the sandbox server.
+
     handler: the method of the application that serves it.
     body: a type for JSON, a media type for bytes, None for no body.
     answers: status and type of each success; a string is a media type, None no body.

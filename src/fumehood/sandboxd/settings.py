@@ -13,7 +13,8 @@ type Disks = Literal["auto", "required", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """
+    """Everything that can be set about a sandbox server.
+
     mode: which walls; see docs/security.md.
     limits: `enforced` refuses to start where memory and processes cannot be bounded by cgroups; `best-effort`
         goes on with what rlimits can do, which does not bound memory.

@@ -37,9 +37,8 @@ logger = logging.getLogger(__name__)
 _PARKED_MEMORY: MemoryTier = "1g"
 _LONGEST_PARK_PAUSE = 60.0
 _LAST_WORD = 0.5  # seconds: of the end of a zygote one may hear after that of its sandboxes
-_REFILL_PAUSE = (
-    0.025  # so that the caller's first call need not share the processor with a replacement's start
-)
+# Seconds, so that the caller's first call need not share the processor with a replacement's start.
+_REFILL_PAUSE = 0.025
 
 
 @dataclass(frozen=True, slots=True)

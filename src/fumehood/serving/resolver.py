@@ -13,7 +13,10 @@ class ResolveFailed(Exception):
 
 
 class Resolver:
-    """hosts: addresses of names that are not looked up."""
+    """Looks up names beside the event loop, each once however many ask.
+
+    hosts: addresses of names that are not looked up.
+    """
 
     def __init__(self, hosts: Mapping[str, str], *, timeout: float) -> None:
         self._hosts = dict(hosts)

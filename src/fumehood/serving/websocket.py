@@ -103,7 +103,9 @@ class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
 
     @override
     def handle_cont(self, event: Frame) -> None:
-        """In one place: many pieces would take far more than what is in them, which may be nothing."""
+        """Join the pieces of a message as they come: apart they would take far more than what is in them, which may be
+        nothing.
+        """
         if self.frames and not self._reader.dropping:
             whole = self.frames[0] if isinstance(self.frames[0], bytearray) else bytearray(self.frames[0])
             whole += event.data
@@ -196,8 +198,9 @@ class _Reader:
 
 
 def socket_protocol(refusal: Refusal, on_stalled: Callable[[], None] = nobody) -> type[SocketProtocol]:
-    """One that answers with this what is no beginning of a WebSocket, and tells of readers that it left; uvicorn
-    passes no settings of ours on.
+    """The protocol with these settings, which uvicorn would not pass on.
+
+    refusal: answers what is no beginning of a WebSocket. on_stalled: is told of readers that were left.
     """
     own = {"refusal": staticmethod(refusal), "on_stalled": staticmethod(on_stalled)}
     return type("_Bounded", (SocketProtocol,), own)

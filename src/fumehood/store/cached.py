@@ -21,7 +21,9 @@ class Place(NamedTuple):
 
 
 class _Turn:
-    """users: the responses and later turns that lead here; without any it is forgotten.
+    """What one response added to a conversation, with the turn before it.
+
+    users: the responses and later turns that lead here; without any it is forgotten.
     stretches: those that the conversation has up to here; loose: how many turns come after them.
     in_stretch: whether there is a stretch with this turn, here or in a fork.
     """

@@ -86,11 +86,13 @@ class Job[T]:
 
 
 class _TooLongHere(Exception):
-    """A job that belongs to the thread."""
+    """Work on the event loop that belongs to the writer's thread."""
 
 
 def leave_event_loop() -> None:
-    """For a job before long work that its size does not tell of: the thread begins the job anew."""
+    """A job calls this before long work of which its size does not tell; on the event loop it raises, and the thread
+    begins the job anew.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -99,7 +101,7 @@ def leave_event_loop() -> None:
 
 
 def _for_callers(error: BaseException) -> BaseException:
-    """Only a mistake of ours stays what it is."""
+    """The error as callers get it: what the database says is Unavailable, a mistake of ours stays what it is."""
     if isinstance(error, sqlite3.OperationalError) or type(error) is sqlite3.DatabaseError:
         unavailable = Unavailable(f"The gateway's database cannot be used now: {error}. Try again later.")
         unavailable.__cause__ = error

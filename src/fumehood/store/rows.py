@@ -146,7 +146,7 @@ def end_begun(db: sqlite3.Connection, ending: Ending) -> Place | None:
 
 
 def end_at_once(db: sqlite3.Connection, ending: Ending) -> Place | None:
-    """The same for one whose beginning was never written."""
+    """As `end_begun`, for a response whose beginning was never written."""
     base = _base(db, ending.head)
     place = _append(db, ending, base)
     thread = place.thread if place else base.thread

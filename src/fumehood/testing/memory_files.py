@@ -159,7 +159,9 @@ def checked(path: str) -> str:
     try:
         long = max(len(part.encode()) for part in parts) > 255
     except UnicodeEncodeError as error:
-        raise FileRefused("A path is valid text.", param="path") from error
+        raise FileRefused(
+            "The path is not valid text: it cannot be written as UTF-8.", param="path"
+        ) from error
     if long or len(parts) > _MOST_PARTS:
         raise FileRefused(f"A path has at most {_MOST_PARTS} parts of at most 255 bytes.", param="path")
     return path

@@ -221,7 +221,7 @@ async def _content(one: Known) -> bytes | None:
 
 
 async def _data(one: Known) -> str | None:
-    """The same as it is written there."""
+    """That content as it is written in the conversation, mostly a data: URL; None if it is not there."""
     if one.file.data is not None or one.entry is None:
         return one.file.data
     return await aside(len(one.entry.raw), _inline, one.entry, one.place)

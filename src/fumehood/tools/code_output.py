@@ -21,7 +21,8 @@ _TEXTS = ("text/plain", "text/markdown", "text/html", "text/latex", "application
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputLimits:
-    """
+    """How much of what a call says and shows is kept.
+
     model_characters: how much of the output the model is told; kept_characters: how much the item holds, of the
         logs, of stdout and of stderr. Of more, the beginning and the end are kept.
     images: how many pictures one call may show; image_bytes: how large one may be.

@@ -44,7 +44,8 @@ _LEFT_OUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterpreterSettings:
-    """
+    """How the code interpreter runs code, and what the model is told of it.
+
     execution_timeout: seconds that the code of one call may run.
     keeps_variables: whether they are there in the next call: what the containers do, for the model to know.
     inline_bytes: pictures up to this size are data: URLs, larger ones addresses of container files.
@@ -155,7 +156,7 @@ class CodeSession:
         return (CodeDone(item_id=self._id, output_index=self._index, code=self._field.value or ""),)
 
     def _failed(self, reason: str) -> ToolResult:
-        """Of a call that never ran."""
+        """The result of a call that never ran."""
         self._output.take(ended("lost", reason))
         return self._result(Produced())
 

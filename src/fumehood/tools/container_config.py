@@ -50,7 +50,9 @@ class ContainerChoice:
 
 
 def read_container(spec: ToolSpec) -> ContainerChoice:
-    """Of a code interpreter; raises InvalidRequest. Whether there may be such a one, `Containers.approve` says."""
+    """The container that a code interpreter asks for; raises InvalidRequest. Whether there may be such a one,
+    `Containers.approve` says.
+    """
     try:
         container = msgspec.json.decode(spec.raw, type=_Tool).container
     except msgspec.DecodeError as error:
@@ -67,7 +69,7 @@ def read_container(spec: ToolSpec) -> ContainerChoice:
 
 
 def read_environment(spec: ToolSpec) -> ContainerChoice | None:
-    """Of a shell; None for one that is the client's to run. Raises InvalidRequest."""
+    """The container that a shell asks for; None for a shell that is the client's to run. Raises InvalidRequest."""
     try:
         environment = msgspec.json.decode(spec.raw, type=_Shell).environment
     except msgspec.DecodeError as error:
@@ -122,7 +124,7 @@ def echoed(spec: ToolSpec) -> bytes:
 
 
 def echoed_shell(spec: ToolSpec) -> bytes:
-    """The same of a shell."""
+    """As `echoed`, for a shell."""
     try:
         tool = msgspec.json.decode(spec.raw, type=dict[str, Raw])
         environment = msgspec.json.decode(spec.raw, type=_Shell).environment

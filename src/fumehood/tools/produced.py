@@ -20,7 +20,8 @@ _FILES_NAMED = 20
 
 @dataclass(slots=True)
 class Produced:
-    """
+    """What a call has left: files and pictures.
+
     files: every file, the figures that were shown last. images: for clients. urls: data: URLs for models that see.
     """
 

@@ -115,7 +115,7 @@ class Shell:
         return echoed_shell(spec)
 
     def recall(self, entry: Entry) -> ToolExchange | None:
-        """Of a call in a container, and of any result: whoever shows it knows whether its call was shown."""
+        """For a call in a container, and for any result: whoever shows it knows whether its call was shown."""
         try:
             item = _replayed.decode(entry.raw)
         except (msgspec.DecodeError, UnicodeError, RecursionError):

@@ -57,7 +57,8 @@ _WENT_ON = RAN | {"timeout"}  # after anything else the rest would not find what
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShellSettings:
-    """
+    """How the shell runs commands, and what the model is told of it.
+
     execution_timeout: seconds that one command may run; the model may choose less.
     keeps_processes: whether what runs in the background is there in the next call: what the containers do, for the
         model to know.
@@ -214,7 +215,7 @@ class ShellSession:
         return self._result(self._answer.end_all(reason), Produced())
 
     def _unrun(self, reason: str) -> ToolResult:
-        """Of a call that never ran: it is one item only."""
+        """The result of a call that never ran: it is one item only."""
         commands = self._field.values[: self._begun]
         last = len(commands) - 1
         events: list[StreamEvent] = []
@@ -303,7 +304,7 @@ class _Answer:
                 return []
 
     def _delta(self, text: ShellText) -> list[StreamEvent]:
-        """As much of it as is kept: of more, the item shows the beginning and the end."""
+        """The event for it, until as much was sent as is kept: of more, the item shows the beginning and the end."""
         if self._streamed > self._limits.kept_characters:
             return []
         self._streamed += len(text.stdout) + len(text.stderr)
@@ -357,7 +358,7 @@ class _Answer:
 
 
 def _shared(limits: OutputLimits, commands: int, length: int | None) -> OutputLimits:
-    """For one command: all together keep to what one call may say."""
+    """The share of one command, so that all together keep to what one call may say."""
     model, kept = (most // commands for most in (limits.model_characters, limits.kept_characters))
     return OutputLimits(
         model_characters=min(model, length or model), kept_characters=min(kept, length or kept), images=0

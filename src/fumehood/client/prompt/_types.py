@@ -5,9 +5,8 @@ but the standard library.
 from dataclasses import Field, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, get_args, get_origin
 
-if (
-    TYPE_CHECKING
-):  # its TypeVar has defaults, which typing's has from Python 3.13 on; type checkers bring it along
+# Its TypeVar has defaults, which typing's has from Python 3.13 on; type checkers bring it along.
+if TYPE_CHECKING:
     from typing_extensions import TypeVar
 else:
     from typing import TypeVar
@@ -43,9 +42,8 @@ class Specialised:
     generic class.
     """
 
-    type_arguments: ClassVar[
-        tuple[Any, ...]
-    ] = ()  # those of the first generic class; what is open is a TypeVar
+    # Those of the first generic class; what is open is a TypeVar.
+    type_arguments: ClassVar[tuple[Any, ...]] = ()
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)

@@ -78,6 +78,8 @@ class Publisher(Protocol):
 
 
 class EventBus(Publisher, Protocol):
+    """Tells everybody who has subscribed."""
+
     def subscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
         """The handler is called with every event of exactly this type, in the thread that publishes it."""
         ...

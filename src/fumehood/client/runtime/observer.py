@@ -64,7 +64,7 @@ class Asking(Protocol):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """To be sent along."""
+        """What is to be sent along with the request."""
         ...
 
     def answered(self, answer: ModelAnswered, /) -> None: ...

@@ -19,6 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 _AUTHORITY_DAYS = 90
 _LEAF_DAYS = 7
 _CLOCKS_DIFFER = dt.timedelta(hours=1)
+_LONGEST_COMMON_NAME = 64  # X.509 allows no more; clients compare the alternative name
 
 
 class SandboxAuthority:
@@ -103,9 +104,7 @@ def _builder(common_name: str, days: int) -> x509.CertificateBuilder:
     now = _now()
     return (
         x509.CertificateBuilder()
-        .subject_name(
-            _name(common_name[:64])
-        )  # the longest that X.509 allows; the name that counts is the other
+        .subject_name(_name(common_name[:_LONGEST_COMMON_NAME]))
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _CLOCKS_DIFFER)
         .not_valid_after(now + dt.timedelta(days=days))

@@ -28,7 +28,10 @@ class Upstream:
 
 
 class Exchange:
-    """moved: told how many bytes went out and came back, as they do."""
+    """One request of a sandbox, passed on to its server, and the answer, passed back.
+
+    moved: told how many bytes went out and came back, as they do.
+    """
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class Refused(Exception):
         self.text = text
 
     def answer(self) -> bytes:
-        """For whoever asked; the connection ends with it."""
+        """What whoever asked is sent; the connection ends with it."""
         body = f"The sandbox's proxy did not pass this on: {self.text}.\n".encode()
         head = (
             f"HTTP/1.1 {self.status} {self.status.phrase}\r\nContent-Type: text/plain; charset=utf-8\r\n"

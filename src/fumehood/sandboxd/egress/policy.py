@@ -30,7 +30,10 @@ _HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """domains: normalised; secrets: by domain, then by name; their values are in no repr."""
+    """What one sandbox may reach, and the secrets that it may use there.
+
+    domains: normalised; secrets: by domain, then by name; their values are in no repr.
+    """
 
     domains: frozenset[str]
     ports: frozenset[int]

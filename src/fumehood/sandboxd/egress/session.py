@@ -66,6 +66,8 @@ class _Spent(Exception):
 
 
 class Session:
+    """One connection of a sandbox to the proxy, from its first byte to its last."""
+
     def __init__(self, client: SocketStream, gate: Gate) -> None:
         self._client = client
         self._gate = gate

@@ -13,6 +13,8 @@ _TCP_CLOSE, _TCP_CLOSE_WAIT = 7, 8  # states in the kernel's tcp_info
 
 
 class Stream(Protocol):
+    """A connection that is read and written, plain or encrypted."""
+
     async def read(self) -> bytes:
         """What has arrived, or b"" at the end; OSError when the connection broke."""
         ...

@@ -26,7 +26,10 @@ type _Tree = dict[bytes, int | _Tree]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """members: files, directories and what is skipped; size: bytes that are written, not those declared."""
+    """How much one archive may unpack to.
+
+    members: files, directories and what is skipped; size: bytes that are written, not those declared.
+    """
 
     members: int
     size: int
@@ -34,7 +37,8 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """
+    """What has been put in place.
+
     modified_ns: when the last file was written; what is newer, somebody else has changed since.
     refused: how many files could not be put in place; reasons: why, of the first of them, by name.
     """
@@ -126,7 +130,7 @@ class Unpacker:
         self._settle(parts, lambda: self._save(content, 0o755 if executable else 0o644))
 
     def plain_file(self, raw: bytes, content: Iterator[bytes]) -> None:
-        """One that is called exactly so, as if it were written alone; refused for itself where it would be."""
+        """A file of exactly that name, as if it were written alone; where that would be refused, it alone is."""
         self._count(len(raw))
         try:
             parts = files.checked(raw.decode(errors="surrogateescape")).split(b"/")

@@ -29,16 +29,18 @@ _SLACK = 1 << 20
 
 
 def body_bytes(output_bytes: int, display_bytes: int) -> int:
-    """Of all messages of one call. A batch is never longer than what its text counts for."""
+    """The most that the bodies of all messages of a call can be. A batch is at most as long as its text counts for."""
     error = _JSON_GROWTH * (NAME_CHARS + VALUE_CHARS + TRACEBACK_CHARS)
     return output_bytes + display_bytes + error + _SLACK
 
 
 def messages_at_once(output_bytes: int) -> int:
-    """Beyond `MESSAGES_PER_SECOND`: what is sent for other reasons than that time has passed."""
+    """How many messages may come beyond `MESSAGES_PER_SECOND`: those that are sent for other reasons than that time has
+    passed.
+    """
     return 10 * FLUSHES + output_bytes // min(FULL_BYTES, FULL_PIECES) * 4
 
 
 def batched_events(output_bytes: int) -> int:
-    """Pieces of text in batches: each batch has a switch, so there are at most twice as many as switches."""
+    """How many pieces of text batches may have: each batch has a switch, so they are at most twice the switches."""
     return 2 * (output_bytes // SWITCH_COST) + 1000

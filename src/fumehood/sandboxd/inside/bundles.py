@@ -15,10 +15,12 @@ from fumehood.sandboxd.inside.archives import Arriving, Bounds, Done, Unpacker
 from fumehood.sandboxd.inside.leave import Leave, Refused
 from fumehood.sandboxd.inside.tars import Exact
 
+# The protocol's numbers once more: it is not to be found in the jail. A test compares them.
 SMALL = 1 << 20
-_FILE = struct.Struct("!BHI")
-_ANSWER = struct.Struct("!BI")
-_CONTENT, _NOT_THERE, _REFUSED, _TOO_LARGE = range(4)
+FILE = struct.Struct("!BHI")
+ANSWER = struct.Struct("!BI")
+CONTENT, NOT_THERE, REFUSED, TOO_LARGE = range(4)
+
 _AT_ONCE = 256 * 1024
 
 
@@ -30,7 +32,7 @@ def receive(data: int, source: int, *, token: str, bounds: Bounds, leave: Leave)
     arriving = Arriving(source, leave)
     stream = Exact(arriving.pieces())
     try:
-        while (header := _FILE.unpack(stream.exactly(_FILE.size)))[0] == 1:
+        while (header := FILE.unpack(stream.exactly(FILE.size)))[0] == 1:
             _, length, size = header
             unpacker.plain_file(stream.exactly(length), stream.content(size))
         if any(header) or stream.some(1):
@@ -47,8 +49,8 @@ def answers(data: int, paths: Sequence[str]) -> Iterator[bytes]:
     size = 0
     for path in paths:
         outcome, content = _content(data, path)
-        held += (_ANSWER.pack(outcome, len(content)), content)
-        size += _ANSWER.size + len(content)
+        held += (ANSWER.pack(outcome, len(content)), content)
+        size += ANSWER.size + len(content)
         if size >= _AT_ONCE:
             yield b"".join(held)
             held, size = [], 0
@@ -60,14 +62,14 @@ def _content(data: int, path: str) -> tuple[int, bytes]:
     try:
         fd = files.open_regular(data, path)
     except files.UnsafePath:
-        return _REFUSED, b""
+        return REFUSED, b""
     except OSError as error:
-        return (_NOT_THERE if error.errno in (errno.ENOENT, errno.ENOTDIR) else _REFUSED), b""
+        return (NOT_THERE if error.errno in (errno.ENOENT, errno.ENOTDIR) else REFUSED), b""
     try:
         size = os.fstat(fd).st_size
-        return (_TOO_LARGE, b"") if size > SMALL else (_CONTENT, _read(fd, size))
+        return (TOO_LARGE, b"") if size > SMALL else (CONTENT, _read(fd, size))
     except OSError:
-        return _REFUSED, b""
+        return REFUSED, b""
     finally:
         os.close(fd)
 

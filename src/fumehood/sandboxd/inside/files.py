@@ -16,9 +16,8 @@ from fumehood.sandboxd.inside import syscalls
 MAX_DEPTH = 32
 MAX_ENTRIES = 20_000
 MAX_NAME_BYTES = 4 << 20  # of all paths in one listing
-RESERVED = (
-    ".fumehood-"  # what a helper has not finished lies at the top of the data directory under such a name
-)
+# What a helper has not finished lies at the top of the data directory under such a name.
+RESERVED = ".fumehood-"
 BENEATH = syscalls.RESOLVE_BENEATH | syscalls.RESOLVE_NO_SYMLINKS | syscalls.RESOLVE_NO_XDEV
 _BUSY_TRIES = 5
 

@@ -29,6 +29,8 @@ class Refused(Exception):
 
 
 class Leave(Protocol):
+    """Whom a helper asks before it writes more."""
+
     def take(self, size: int) -> None:
         """Before that many bytes of memory or disk are used; raises Refused, and then none are taken."""
         ...

@@ -30,7 +30,7 @@ class Exact:
         self._held = memoryview(b"")
 
     def some(self, most: int) -> bytes:
-        """At least one byte; nothing at the end."""
+        """The next bytes, at least one; none at the end."""
         while not self._held:
             piece = next(self._pieces, None)
             if piece is None:

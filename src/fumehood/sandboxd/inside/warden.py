@@ -209,9 +209,8 @@ def _skip_a_number() -> None:
 def main(control_fd: int) -> NoReturn:
     """Start the zygote beside, hand its own socket to the supervisor, serve."""
     children.no_stdin()
-    with contextlib.suppress(
-        PermissionError
-    ):  # an ordinary user without a range keeps its groups, which mean nothing here
+    # An ordinary user without a range keeps its groups, which mean nothing here.
+    with contextlib.suppress(PermissionError):
         os.setgroups([])
     control = socket.socket(fileno=control_fd)
     request, _ = children.receive(control)

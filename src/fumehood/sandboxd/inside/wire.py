@@ -23,6 +23,8 @@ MORE = 0x01
 
 
 class Kind(enum.IntEnum):
+    """What a message is; who sends it is said below."""
+
     # supervisor -> runner
     CONFIGURE = 1  # JSON, once, before any user code
     EXECUTE = 2  # JSON {"code": str, …}

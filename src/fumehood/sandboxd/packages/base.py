@@ -23,11 +23,12 @@ _WHEEL = "Wheel-Version: 1.0\nGenerator: fumehood\nRoot-Is-Purelib: true\nTag: p
 
 @dataclass(frozen=True)
 class Base:
-    """key: what a layer was built for must be what it is used with."""
+    """What every sandbox has installed from the beginning.
 
-    find: Callable[
-        [], Mapping[str, Distribution]
-    ]  # takes a while, and not every server is asked for packages
+    find: looks for it when it is first needed; that takes a while, and not every server is asked for packages.
+    """
+
+    find: Callable[[], Mapping[str, Distribution]]
 
     @functools.cached_property
     def distributions(self) -> Mapping[str, Distribution]:
@@ -39,6 +40,7 @@ class Base:
 
     @functools.cached_property
     def key(self) -> str:
+        """Names this Python with these packages: a layer is used only with what it was built for."""
         about = [
             platform.python_version(),
             platform.python_implementation(),

@@ -15,7 +15,10 @@ _MOST_SAID = 2000
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """url: None is uv's own default; credentials in it travel only through the environment of the install jail."""
+    """Where packages come from.
+
+    url: None is uv's own default; credentials in it travel only through the environment of the install jail.
+    """
 
     url: str | None
     find_links: Path | None

@@ -22,7 +22,7 @@ from fumehood.sandboxd.launching import bubblewrap_place, root_entries
 from fumehood.sandboxd.packages.index import Index
 from fumehood.sandboxd.runtime import Bubblewrap, Runtime
 
-_LAUNCH = Path(__file__).parent.parent / "launch.py"
+_OUTER_JAIL = Path(__file__).parent.parent / "outer_jail.py"
 _ETC = ("resolv.conf", "hosts", "nsswitch.conf", "host.conf", "gai.conf")
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 _MEMORY = 2 << 30
@@ -64,7 +64,10 @@ class Finished:
 
 @dataclass(slots=True, kw_only=True)
 class InstallJail:
-    """uid: as root, the kernel user that the jail runs as; else None, and it is the operator's own."""
+    """Runs uv where it can do no harm: with the network, and with no rights.
+
+    uid: as root, the kernel user that the jail runs as; else None, and it is the operator's own.
+    """
 
     runtime: Runtime
     bubblewrap: Bubblewrap
@@ -97,7 +100,7 @@ class InstallJail:
             async with self._cgroup() as cgroup:
                 # In the loop's own thread: the kernel ends the jail when the thread that started it ends.
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", str(_LAUNCH), json.dumps(config)),
+                    *(sys.executable, "-I", "-S", str(_OUTER_JAIL), json.dumps(config)),
                     env={**_ENVIRON, **self.index.environment()},
                     cwd="/",
                     pass_fds=(gate.fileno(),),
@@ -159,7 +162,7 @@ class InstallJail:
     def _config(
         self, gate: int, arguments: Sequence[str], inputs: Path, output: Path | None
     ) -> dict[str, Any]:
-        """For launch.py: what is staged, as root before the rights are dropped, and bubblewrap's arguments."""
+        """For outer_jail.py: what is staged, as root before the rights are dropped, and bubblewrap's arguments."""
         bubblewrap, program = bubblewrap_place(self.bubblewrap, self.runtime)
         places = {"bubblewrap": bubblewrap, "uv": str(self.uv), "cache": str(self.cache), "in": str(inputs)}
         jail: list[str | list[str]] = [

@@ -44,6 +44,8 @@ class Unresolved(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Resolver:
+    """Finds out which packages are needed for what was asked for."""
+
     jail: InstallJail
     base: Base
 

@@ -70,6 +70,8 @@ class Layer:
 
 
 class Store:
+    """The layers of packages that are kept on this host."""
+
     def __init__(self, path: Path, *, most_bytes: int) -> None:
         self.path = path
         self._most_bytes = most_bytes

@@ -119,7 +119,7 @@ class ContainerManager:
         return self.put(container_id, path, content)
 
     def put(self, container_id: str, path: str, content: bytes) -> ContainerFile:
-        """The same for what is not the user's choice: files that code writes, members of a workspace.
+        """As `upload`, without a look at the type: for what the user did not choose, as files that code writes.
 
         Where it lies then is the server's choice: OpenAI's puts something before the name.
         """

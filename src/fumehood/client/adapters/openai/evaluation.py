@@ -48,7 +48,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Evaluation[Out]:
-    """request: what every request of it has in common, that is, everything but the input.
+    """One evaluation of one prompt; `run` is called once.
+
+    request: what every request of it has in common, that is, everything but the input.
 
     new_container: makes another container for the one that has expired, and gives its id and the prompt's text, which
     may say where in it the files are; None if it is not ours.
@@ -247,7 +249,7 @@ class Evaluation[Out]:
         return answer
 
     def _compacted(self, response: WireResponse) -> bool:
-        """The same on the way to an answer, which is over when time is."""
+        """As `_compact`, on the way to an answer: when there is no time left for it, there is none for the answer."""
         try:
             return self._compact(response)
         except CompactionError as error:

@@ -1,4 +1,6 @@
-"""A workspace in a container of the provider; imports `container_fs`, `config` and `fumehood.client.workspace`."""
+"""A workspace in a container of the provider; imports `container_fs`, `config`, and the `mounts` and
+`workspace` of every client.
+"""
 
 import logging
 import os
@@ -14,9 +16,10 @@ from fumehood.client.adapters.openai.config import ContainerConfig, OpenAIClient
 from fumehood.client.adapters.openai.container import MOUNT
 from fumehood.client.adapters.openai.container_fs import ContainerFilesystem
 from fumehood.client.dbc import require
+from fumehood.client.mounts import HostMount, shown
 from fumehood.client.runtime.session import SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
-from fumehood.client.workspace import HostMount, WorkspaceSection, shown
+from fumehood.client.workspace import WorkspaceSection
 
 if TYPE_CHECKING:
     from openai import OpenAI

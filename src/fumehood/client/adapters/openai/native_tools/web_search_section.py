@@ -12,7 +12,10 @@ _SIZES = ("low", "medium", "high")
 
 @dataclass(frozen=True)
 class WebSearchParams:
-    """allowed_domains: only these, without a scheme; empty is all."""
+    """Settings of a web search.
+
+    allowed_domains: only these, without a scheme; empty is all.
+    """
 
     search_context_size: Literal["low", "medium", "high"] | None = None
     allowed_domains: tuple[str, ...] = ()

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from fumehood.cli_options import Memory
-from fumehood.cli_remote import (
+from fumehood.cli.options import Memory
+from fumehood.cli.remote import (
     DEFAULT_URL,
     EPILOG,
     BaseUrlOption,
@@ -15,6 +15,7 @@ from fumehood.cli_remote import (
     JsonOption,
     LimitOption,
     Object,
+    OutputOption,
     Refused,
     Server,
     cleaned,
@@ -90,10 +91,16 @@ def create(
     name: Annotated[str, typer.Option(metavar="NAME", help="What lists call it.")] = "from the command line",
     memory: Annotated[Memory, typer.Option(help="How much memory it has.")] = Memory.ONE,
     minutes: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="How long it lives without being used.")
+        int | None,
+        typer.Option(
+            metavar="N", min=1, show_default="the server's", help="How long it lives without being used."
+        ),
     ] = None,
     file: Annotated[
-        list[str] | None, typer.Option(metavar="ID", help="An upload that is in it from the beginning.")
+        list[str] | None,
+        typer.Option(
+            metavar="ID", help="An upload that is in it from the beginning; may be given several times."
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -114,7 +121,7 @@ def create(
 @app.command("rm", short_help="Delete containers with all their files.")
 def remove(
     containers: Annotated[
-        list[str], typer.Argument(metavar="CONTAINER…", show_default=False, help="Their ids.")
+        list[str], typer.Argument(metavar="CONTAINER", show_default=False, help="Their ids.")
     ],
     base_url: BaseUrlOption = DEFAULT_URL,
 ) -> None:
@@ -142,10 +149,7 @@ def get(
     file: Annotated[
         str, typer.Argument(metavar="FILE", show_default=False, help="Its id, or its path below /mnt/data.")
     ],
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="PATH", help="A file or a directory; - is standard output."),
-    ] = None,
+    output: OutputOption = None,
     base_url: BaseUrlOption = DEFAULT_URL,
     force: ForceOption = False,
 ) -> None:
@@ -161,9 +165,17 @@ def get(
 @app.command("put")
 def put(
     container: ContainerArgument,
-    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False, exists=True, dir_okay=False)],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", show_default=False, exists=True, dir_okay=False, help="A file of this machine."
+        ),
+    ],
     name: Annotated[
-        str | None, typer.Option("--as", metavar="PATH", help="Where it is put, below /mnt/data.")
+        str | None,
+        typer.Option(
+            "--as", metavar="PATH", show_default="its own name", help="Where it is put, below /mnt/data."
+        ),
     ] = None,
     unpack: Annotated[
         bool, typer.Option("--unpack", help="Unpack an archive there; Fumehood's servers only.")

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fumehood.cli.options import NOT_HERE
+
 if TYPE_CHECKING:
     from fumehood.config import Config
     from fumehood.serving.sockets import Listener
 
-NO_SERVER = 125
 _YOUNG_OBJECTS = 20_000  # how many more may be there before they are looked through
 EPILOG = """\b
 Settings come from --config FILE, and one by one from variables such as FUMEHOOD_SERVER__PORT; options come first, then
@@ -117,7 +118,7 @@ def _run(settings: "Config") -> int:
         listener = listen(Address(settings.server.host, settings.server.port))
     except CannotListen as error:
         print(error, file=sys.stderr)
-        return NO_SERVER
+        return NOT_HERE
     try:
         _serve(settings, listener)
     except Misconfigured as error:
@@ -125,7 +126,7 @@ def _run(settings: "Config") -> int:
         return 2
     except CannotServe as error:
         print(error, file=sys.stderr)
-        return NO_SERVER
+        return NOT_HERE
     finally:
         listener.close()
     return 0

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -40,10 +40,10 @@ ConfigOption = Annotated[
         help="The gateway's settings: storage.url is where keys are.",
     ),
 ]
-Bound = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, show_default="the server's", help="See limits in config.example.yaml."),
-]
+
+
+def _bound(meaning: str) -> Any:
+    return typer.Option(metavar="N", min=1, show_default="the server's", help=meaning)
 
 
 @app.command("create")
@@ -58,10 +58,10 @@ def create(
         ),
     ] = None,
     name: Annotated[str, typer.Option(metavar="LABEL", help="What the list calls it.")] = "",
-    requests_per_minute: Bound = None,
-    concurrent: Bound = None,
-    body_bytes: Bound = None,
-    containers: Bound = None,
+    requests_per_minute: Annotated[int | None, _bound("Requests that it may send in a minute.")] = None,
+    concurrent: Annotated[int | None, _bound("Responses that it may have in the making at once.")] = None,
+    body_bytes: Annotated[int | None, _bound("The largest body of a request, in bytes.")] = None,
+    containers: Annotated[int | None, _bound("Containers of its tenant that may run at once.")] = None,
     metrics: Annotated[
         bool, typer.Option("--metrics", help="Let it read /metrics, the figures of all tenants together.")
     ] = False,

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fumehood.cli_options import (
+from fumehood.cli.options import (
+    NOT_HERE,
+    TOKEN_VARIABLE,
     ConfigOption,
     GuestSocketOption,
     Limits,
@@ -21,14 +23,13 @@ from fumehood.cli_options import (
     Mode,
     ModeOption,
     configured,
+    require_linux,
 )
 
 if TYPE_CHECKING:
     from fumehood.sandboxd.settings import Settings
     from fumehood.serving.sockets import Address, Listener
 
-TOKEN_VARIABLE = "FUMEHOOD_SANDBOX_TOKEN"  # noqa: S105 - its name, not its value
-NO_SERVER = 125
 EPILOG = """\b
 The token is read from --token-file or from the variable FUMEHOOD_SANDBOX_TOKEN.
 Everything else that can be set (network, packages, disks, bounds) is set by --config FILE, or one by one by
@@ -78,8 +79,10 @@ def sandbox(
     mode: ModeOption = Mode.NAMESPACES,
     limits: LimitsOption = Limits.ENFORCED,
     guest_socket: GuestSocketOption = None,
-    pool: Annotated[int, typer.Option(min=0, help="Sandboxes kept ready.")] = 4,
-    capacity: Annotated[int, typer.Option(min=1, help="How many sandboxes may live at once.")] = 256,
+    pool: Annotated[int, typer.Option(metavar="N", min=0, help="How many sandboxes are kept ready.")] = 4,
+    capacity: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How many sandboxes may live at once.")
+    ] = 256,
     tenant_sandboxes: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="How many of them one tenant may have.")
     ] = None,
@@ -122,9 +125,7 @@ def sandbox(
     """
     _check_seconds(idle_seconds, "--idle-seconds")
     _check_seconds(grace, "--grace")
-    if sys.platform != "linux":
-        print("Sandboxes need Linux.", file=sys.stderr)
-        raise typer.Exit(NO_SERVER)
+    require_linux()
     from fumehood.sandboxd import logs
 
     options = {
@@ -208,13 +209,13 @@ def _run(settings: "Settings", address: "Address", token: str | None, grace: flo
         listener = listen(address)
     except CannotListen as error:
         print(error, file=sys.stderr)
-        return NO_SERVER
+        return NOT_HERE
     try:
         _serve(settings, listener, token, grace)
     except IsolationUnavailable as error:
         print(f"Code cannot be isolated here, so nothing is served. {error.reason}", file=sys.stderr)
         print(error.advice, file=sys.stderr)
-        return NO_SERVER
+        return NOT_HERE
     finally:
         listener.close()
     return 0

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fumehood.cli_remote import (
+from fumehood.cli.remote import (
     DEFAULT_URL,
     EPILOG,
     BaseUrlOption,
@@ -13,6 +13,7 @@ from fumehood.cli_remote import (
     ForceOption,
     JsonOption,
     LimitOption,
+    OutputOption,
     Server,
     part,
     print_json,
@@ -59,7 +60,7 @@ def list_files(
 
 @app.command("show")
 def show(file: FileArgument, base_url: BaseUrlOption = DEFAULT_URL, json: JsonOption = False) -> None:
-    """Show what is known of one."""
+    """Show what is known of one file."""
     with told():
         found = Server(base_url).get(f"/files/{part(file)}")
     print_object(found, as_json=json)
@@ -68,7 +69,10 @@ def show(file: FileArgument, base_url: BaseUrlOption = DEFAULT_URL, json: JsonOp
 @app.command("upload")
 def upload(
     files: Annotated[
-        list[Path], typer.Argument(metavar="PATH…", show_default=False, exists=True, dir_okay=False)
+        list[Path],
+        typer.Argument(
+            metavar="PATH", show_default=False, exists=True, dir_okay=False, help="Files of this machine."
+        ),
     ],
     base_url: BaseUrlOption = DEFAULT_URL,
     purpose: Annotated[str, typer.Option(metavar="PURPOSE", help="What they are for.")] = "user_data",
@@ -94,10 +98,7 @@ def upload(
 @app.command("get")
 def get(
     file: FileArgument,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="PATH", help="A file or a directory; - is standard output."),
-    ] = None,
+    output: OutputOption = None,
     base_url: BaseUrlOption = DEFAULT_URL,
     force: ForceOption = False,
 ) -> None:
@@ -110,7 +111,7 @@ def get(
 
 @app.command("rm")
 def remove(
-    files: Annotated[list[str], typer.Argument(metavar="FILE…", show_default=False, help="Their ids.")],
+    files: Annotated[list[str], typer.Argument(metavar="FILE", show_default=False, help="Their ids.")],
     base_url: BaseUrlOption = DEFAULT_URL,
 ) -> None:
     """Delete files. Copies that containers have stay."""

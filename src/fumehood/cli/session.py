@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, override
 
-from fumehood.cli_files import Folder, NotSaved, checked_parts, pictures
-from fumehood.cli_output import Exit, Output, SavedFile, SkippedFile, Writer, broken_exit_code
-from fumehood.cli_places import Place
+from fumehood.cli.folders import Folder, NotSaved, checked_parts, pictures
+from fumehood.cli.output import Exit, Output, SavedFile, SkippedFile, Writer, broken_exit_code
+from fumehood.cli.places import Place
 from fumehood.interfaces import Sandbox
 from fumehood.protocol.sandbox import (
     AnyOutput,

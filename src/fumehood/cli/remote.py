@@ -42,6 +42,10 @@ BaseUrlOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="PATH", help="A file or a directory; - is standard output."),
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that is there.")]
 LimitOption = Annotated[int, typer.Option(metavar="N", min=1, help="How many to show, the newest first.")]
 DEFAULT_URL = "http://127.0.0.1:8080/v1"
@@ -434,7 +438,7 @@ def save(server: Server, path: str, name: str, output: Path | None, *, force: bo
 
 
 def _target(name: str, output: Path | None) -> Path:
-    from fumehood.cli_files import NotSaved, checked_parts
+    from fumehood.cli.folders import NotSaved, checked_parts
 
     if output is not None and not output.is_dir():
         return output

@@ -1,6 +1,7 @@
-"""Options that several commands share, and the settings they make; imports typer, and sandboxd when it runs."""
+"""What several commands share: options, an exit code, and settings; imports typer, and sandboxd when it runs."""
 
 import os
+import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -10,6 +11,9 @@ import typer
 
 if TYPE_CHECKING:
     from fumehood.sandboxd.settings import Settings
+
+TOKEN_VARIABLE = "FUMEHOOD_SANDBOX_TOKEN"  # noqa: S105 - its name, not its value
+NOT_HERE = 125  # the exit code where what was asked for cannot be had here
 
 
 class Mode(StrEnum):
@@ -62,6 +66,12 @@ ConfigOption = Annotated[
         help="Settings of the server, as TOML; see docs/sandbox-server.md.",
     ),
 ]
+
+
+def require_linux() -> None:
+    if sys.platform != "linux":
+        print("Sandboxes need Linux.", file=sys.stderr)
+        raise typer.Exit(NOT_HERE)
 
 
 def configured(context: typer.Context, file: Path | None, options: Mapping[str, Any]) -> "Settings":

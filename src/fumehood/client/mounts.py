@@ -1,0 +1,291 @@
+"""Copies files of the host into a workspace, within what is allowed; imports `filesystem`, `dbc`, `errors` and the
+standard library.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fumehood.client.dbc import require
+from fumehood.client.errors import WorkspaceBudgetError, WorkspaceSecurityError
+from fumehood.client.filesystem import matches, normalised
+
+_SHOWN_ENTRIES = 20
+_SHOWN_NAME = 120
+_PIECE = 1 << 20
+_DEEPEST = 200  # directories; archives and their removal recurse
+
+
+@dataclass(frozen=True)
+class HostMount:
+    """A file or directory of the host that a workspace gets a copy of.
+
+    mount_path: where in the workspace, by default the last part of `host_path`. Patterns match at any depth, and what
+    lies in a directory that matches matches too: `.git/*` excludes `sub/.git/objects/ab`. Without `include_glob`
+    everything is included. `max_bytes` is for all files together; None is no limit.
+    """
+
+    host_path: str
+    mount_path: str | None = None
+    include_glob: tuple[str, ...] = ()
+    exclude_glob: tuple[str, ...] = ()
+    max_bytes: int | None = None
+    follow_symlinks: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("include_glob", "exclude_glob"):
+            patterns: object = getattr(self, name)
+            require(
+                not isinstance(patterns, str),
+                f"{name} is one pattern, {patterns!r}; it has to be a tuple of them.",
+            )
+            require(all(getattr(self, name)), f"{name} has an empty pattern, which would fit everything.")
+        limit = self.max_bytes
+        require(limit is None or limit >= 0, f"max_bytes is {limit}; it cannot be negative.")
+
+
+@dataclass(frozen=True)
+class HostMountPreview:
+    """What a mount has become; `entries` are the first names in it, of `entry_count`; `file_count` is at any depth."""
+
+    host_path: str
+    resolved_host: Path
+    mount_path: str
+    entries: tuple[str, ...]
+    is_directory: bool
+    bytes_copied: int
+    file_count: int
+    entry_count: int = 0
+
+
+def materialise(
+    mounts: Sequence[HostMount], allowed_host_roots: Sequence[os.PathLike[str] | str], into: Path
+) -> tuple[HostMountPreview, ...]:
+    """Copy the mounts into a directory. Raises WorkspaceSecurityError, WorkspaceBudgetError, OSError."""
+    roots = tuple(Path(root).resolve() for root in allowed_host_roots)
+    taken: set[str] = set()
+    previews: list[HostMountPreview] = []
+    for mount in mounts:
+        copying = _Copying(mount, roots, into)
+        if copying.mount_path in taken:
+            raise WorkspaceSecurityError(f"Two mounts have the mount_path {copying.mount_path!r}.")
+        taken.add(copying.mount_path)
+        previews.append(copying.preview())
+    return tuple(previews)
+
+
+class _Copying:
+    """One mount on its way into the workspace.
+
+    Whoever can write below a root may change things while they are copied. So nothing is opened by a path of several
+    parts: each part is opened in the one before, and none of them may be a link.
+    """
+
+    def __init__(self, mount: HostMount, roots: tuple[Path, ...], into: Path) -> None:
+        self.mount = mount
+        self.roots = roots
+        self.source = self._allowed(Path(mount.host_path))
+        self.mount_path = normalised(self.source.name if mount.mount_path is None else mount.mount_path)
+        if self.mount_path == ".":
+            raise WorkspaceSecurityError(
+                f"The mount_path {mount.mount_path!r} of {mount.host_path!r} is the workspace itself; name a place."
+            )
+        self.into = into
+        self.bytes_copied = 0
+
+    def preview(self) -> HostMountPreview:
+        is_directory = self.source.is_dir()
+        if is_directory:
+            self._make_directory(self.into / self.mount_path)
+            names = [*self._copy_directory()]
+        else:
+            with self._opened(self.source) as file:
+                self._copy(file, "")
+            names = [self.source.name]
+        entries = sorted({name.split("/")[0] + ("/" if "/" in name else "") for name in names})
+        return HostMountPreview(
+            host_path=self.mount.host_path,
+            resolved_host=self.source,
+            mount_path=self.mount_path,
+            entries=tuple(entries[:_SHOWN_ENTRIES]),
+            is_directory=is_directory,
+            bytes_copied=self.bytes_copied,
+            file_count=len(names),
+            entry_count=len(entries),
+        )
+
+    def _allowed(self, path: Path) -> Path:
+        """The real path, if a root allows it."""
+        try:
+            real = path.resolve()
+            exists = real.exists()
+        except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a name that is none
+            raise WorkspaceSecurityError(
+                f"The host path {shown(str(path))!r} cannot be followed: {type(error).__name__}."
+            ) from error
+        if not any(real.is_relative_to(root) for root in self.roots):
+            allowed = ", ".join(map(str, self.roots)) or "nothing"
+            raise WorkspaceSecurityError(
+                f"The host path {str(path)!r} is outside allowed_host_roots ({allowed}); "
+                "add the directory that it lies in, or do not mount it."
+            )
+        if not exists:
+            raise FileNotFoundError(f"The host path {str(path)!r} of a mount does not exist.")
+        return real
+
+    def _copy_directory(self) -> Iterator[str]:
+        """Copy the regular files that the mount wants; gives their paths in it."""
+        waiting = [_Place(self.source, "", included=not self.mount.include_glob)]
+        while waiting:
+            place = waiting.pop()
+            if place.below.count("/") > _DEEPEST:
+                raise WorkspaceBudgetError(
+                    f"The mount of {self.mount.host_path!r} is deeper than {_DEEPEST} directories; leave something "
+                    "out with exclude_glob."
+                )
+            with self._opened(place.path, os.O_DIRECTORY) as directory:
+                for entry in sorted(os.scandir(directory), key=lambda one: one.name):
+                    if _fits(f"{place.below}{entry.name}", self.mount.exclude_glob):
+                        continue
+                    found = self._followed(entry, place)
+                    if found is None:
+                        continue
+                    if found.is_directory:
+                        waiting.append(found)
+                    elif found.included and self._copied(found):
+                        yield found.relative
+
+    def _followed(self, entry: "os.DirEntry[str]", place: "_Place") -> "_Place | None":
+        """What an entry of a directory is; None if it is nothing that could be copied."""
+        relative = f"{place.below}{entry.name}"
+        path = place.path / entry.name
+        included = place.included or _fits(relative, self.mount.include_glob)
+        if not entry.is_symlink():
+            is_directory = entry.is_dir(follow_symlinks=False)
+            if not is_directory and not entry.is_file(follow_symlinks=False):
+                return None
+            return place.beneath(path, relative, is_directory=is_directory, included=included)
+        if not self.mount.follow_symlinks or not path.exists():
+            return None
+        real = self._allowed(path)
+        leads_back = real in (place.path, *place.above)
+        if leads_back or not (real.is_dir() or real.is_file()):
+            return None
+        return place.beneath(real, relative, is_directory=real.is_dir(), included=included)
+
+    def _copied(self, found: "_Place") -> bool:
+        """Copy a file, unless it has vanished meanwhile."""
+        try:
+            with self._opened(found.path) as file:
+                self._copy(file, found.relative)
+        except FileNotFoundError:
+            return False
+        return True
+
+    @contextmanager
+    def _opened(self, real: Path, flags: int = 0) -> Generator[int]:
+        """A descriptor of what is there, of which no part is a link."""
+        root = next(root for root in self.roots if real.is_relative_to(root))
+        last = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        between = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
+        parts = real.relative_to(root).parts
+        descriptor = -1
+        try:
+            descriptor = os.open(root, (between if parts else last | flags) & ~os.O_NOFOLLOW)
+            for place, part in enumerate(parts, 1):
+                opened = os.open(part, last | flags if place == len(parts) else between, dir_fd=descriptor)
+                os.close(descriptor)
+                descriptor = opened
+        except OSError as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise _unreadable(error, real) from error
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _copy(self, descriptor: int, relative: str) -> None:
+        target = self.into / self.mount_path / relative
+        self._make_directory(target.parent)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise WorkspaceSecurityError(f"{self.mount.host_path!r}: {relative!r} is no regular file.")
+        try:
+            made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError as error:
+            raise self._overlap(target) from error
+        with open(descriptor, "rb", closefd=False) as incoming, open(made, "wb") as outgoing:
+            while piece := incoming.read(_PIECE):
+                self.bytes_copied += len(piece)
+                self._check_budget()
+                outgoing.write(piece)
+        target.chmod(stat.S_IMODE(found.st_mode) & 0o777 | 0o600)
+
+    def _make_directory(self, place: Path) -> None:
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise self._overlap(place) from error
+
+    def _overlap(self, target: Path) -> WorkspaceSecurityError:
+        place = target.relative_to(self.into).as_posix()
+        return WorkspaceSecurityError(
+            f"Two mounts, or two names that this machine takes for one, lead to {place!r}; "
+            "give the mounts other places."
+        )
+
+    def _check_budget(self) -> None:
+        limit = self.mount.max_bytes
+        if limit is not None and self.bytes_copied > limit:
+            raise WorkspaceBudgetError(
+                f"The mount of {self.mount.host_path!r} has more than its max_bytes of {limit}; raise the limit or "
+                "leave something out with exclude_glob."
+            )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A file or directory below a mount.
+
+    relative: where in the mount; included: whether it is wanted, because it or a directory above it matches; above: the
+    directories that lead to it.
+    """
+
+    path: Path
+    relative: str
+    included: bool
+    is_directory: bool = True
+    above: frozenset[Path] = frozenset()
+
+    @property
+    def below(self) -> str:
+        return f"{self.relative}/" if self.relative else ""
+
+    def beneath(self, path: Path, relative: str, *, is_directory: bool, included: bool) -> "_Place":
+        return _Place(path, relative, included, is_directory, self.above | {self.path})
+
+
+def _unreadable(error: OSError, path: Path) -> Exception:
+    """The error with the whole path in it, and what to do."""
+    if error.errno in (errno.ELOOP, errno.ENOTDIR):
+        return WorkspaceSecurityError(
+            f"{str(path)!r}, or a directory above it, became a link while it was being copied."
+        )
+    hint = "; leave it out with exclude_glob" if isinstance(error, PermissionError) else ""
+    return OSError(error.errno, f"{error.strerror}{hint}", str(path))
+
+
+def _fits(path: str, patterns: tuple[str, ...]) -> bool:
+    """Whether the path ends in what fits one of the patterns, at any depth."""
+    return any(matches(path, f"**/{pattern}") for pattern in patterns)
+
+
+def shown(name: str) -> str:
+    """A file's name as it may stand in a prompt between backticks: bounded, in one line, and all of it shows."""
+    plain = "".join(char if char.isprintable() and char != "`" else f"\\x{ord(char):02x}" for char in name)
+    return plain if len(plain) <= _SHOWN_NAME else plain[:_SHOWN_NAME] + "…"
