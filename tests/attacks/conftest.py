@@ -4,12 +4,13 @@ Each attack gets a sandbox of its own. Beside it, for the whole session, lives a
 a counter: after each attack it is asked whether it is still itself, as are the supervisor and the zygote.
 """
 
+import contextlib
 import os
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,24 +185,42 @@ def who(request: pytest.FixtureRequest) -> Who:
     return request.param
 
 
-@pytest.fixture(scope="session")
-def session_residue(who: Who) -> Iterator[Residue]:
+class Hosts:
+    """One for each user, started when it is first asked for: tests of both take turns with them, file after file."""
+
+    def __init__(self, until: contextlib.ExitStack) -> None:
+        self._until = until
+        self._started: dict[Who, Host] = {}
+
+    def of(self, who: Who) -> Host:
+        if who not in self._started:
+            self._started[who] = self._until.enter_context(_hosting(who))
+        return self._started[who]
+
+
+@contextlib.contextmanager
+def _hosting(who: Who) -> Generator[Host]:
     residue = Residue()
-    yield residue
-    residue.close()
+    secret = f"planted-{secrets.token_hex(16)}"
+    with contextlib.closing(residue):
+        with start_driver(who, residue, secret=secret, interrupt_grace=0.7) as driver:
+            box = driver.create()
+            neighbour = Neighbour(box, secrets.token_hex(8))
+            assert box.run(_NEIGHBOUR.format(token=neighbour.token)).end.status == "ok"
+            yield Host(driver, neighbour, driver.started["zygote"])
+            residue.note(driver)
+        residue.assert_none()
 
 
 @pytest.fixture(scope="session")
-def session_host(who: Who, session_residue: Residue) -> Iterator[Host]:
-    residue = session_residue
-    secret = f"planted-{secrets.token_hex(16)}"
-    with start_driver(who, residue, secret=secret, interrupt_grace=0.7) as driver:
-        box = driver.create()
-        neighbour = Neighbour(box, secrets.token_hex(8))
-        assert box.run(_NEIGHBOUR.format(token=neighbour.token)).end.status == "ok"
-        yield Host(driver, neighbour, driver.started["zygote"])
-        residue.note(driver)
-    residue.assert_none()
+def hosts() -> Iterator[Hosts]:
+    with contextlib.ExitStack() as until:
+        yield Hosts(until)
+
+
+@pytest.fixture(scope="session")
+def session_host(who: Who, hosts: Hosts) -> Host:
+    return hosts.of(who)
 
 
 @pytest.fixture

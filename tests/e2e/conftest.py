@@ -30,7 +30,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     with (
         Model() as model,
         served.serving(elsewhere, settings_without_code(model)) as far,
-        served.serving(directory, settings_before(far, model)) as running,
+        served.serving(directory, settings_before(far, model), loaded=True) as running,
         client_of(running, strict=True) as strict,
         client_of(running) as client,
     ):

@@ -180,15 +180,14 @@ def test_a_sandbox_that_is_lost_while_code_runs_fails_the_call(tmp_path: Path, s
 
 
 def test_containers_of_an_embedded_server_expire_with_it(tmp_path: Path) -> None:
-    plain = {"FUMEHOOD_SANDBOX_PRELOAD": ""}  # nothing that takes time to be there
-    running = served.start(tmp_path, settings(), plain)
+    running = served.start(tmp_path, settings())
     with client_of(running) as client:
         first = ran(client, "x = 41\nopen('made.txt', 'w').write('made')\nNone")
         container = call_of(first).container_id
         client.containers.files.create(container, file=("given.txt", b"given"))
         unused = client.containers.create(name="never used")
     running.kill()
-    with served.serving(tmp_path, settings(), plain) as running, client_of(running, strict=True) as client:
+    with served.serving(tmp_path, settings()) as running, client_of(running, strict=True) as client:
         assert client.containers.retrieve(container).status == "expired"
         assert client.containers.retrieve(unused.id).status == "running"
         with pytest.raises(openai.NotFoundError):

@@ -95,7 +95,7 @@ def sandbox_server() -> Generator[str]:
     limits = "enforced" if has_cgroups() else "best-effort"
     command = [sys.executable, "-m", "fumehood", "sandbox", "--listen", "127.0.0.1:0", "--limits", limits]
     with subprocess.Popen(
-        [*command, "--pool", "1"],
+        [*command, "--pool", "1", "--preload", ""],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

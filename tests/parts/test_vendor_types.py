@@ -1,9 +1,11 @@
 """The samples are what vendors send, and what we write is what they take: by their SDKs' types; imports the SDKs."""
 
+import functools
 import json
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,27 +18,45 @@ from fumehood.parts.convert import convert, from_vendor, to_vendor
 from fumehood.parts.forms import VIEWS
 from tests.support import part_samples as samples
 
-with warnings.catch_warnings():
-    # What the SDKs warn of when they are imported is their own affair.
-    warnings.simplefilter("ignore")
-    import mistralai.client.models as mistral
-    from anthropic.types.beta import BetaContentBlock
-    from google.genai import interactions
-    from google.genai import types as gemini
-    from openai.types.responses import ResponseItem, ResponseOutputItem
-
 type Through = Callable[[Any], Any]
 
-_OPENAI: TypeAdapter[Any] = TypeAdapter(ResponseOutputItem | ResponseItem)
-_ANTHROPIC: TypeAdapter[Any] = TypeAdapter(BetaContentBlock)
-_STEP: TypeAdapter[Any] = TypeAdapter(interactions.Step)
-_MISTRAL: dict[str, type[BaseModel]] = {
-    "tool.execution": mistral.ToolExecutionEntry,
-    "function.call": mistral.FunctionCallEntry,
-    "function.result": mistral.FunctionResultEntry,
-    "message.output": mistral.MessageOutputEntry,
-    "agent.handoff": mistral.AgentHandoffEntry,
-}
+
+@dataclass(frozen=True)
+class Types:
+    """Of the SDKs, which take seconds to import: whoever only collects these tests does without them."""
+
+    openai: TypeAdapter[Any]
+    anthropic: TypeAdapter[Any]
+    step: TypeAdapter[Any]
+    part: type[BaseModel]
+    content: type[BaseModel]
+    mistral: dict[str, type[BaseModel]]
+
+
+@functools.cache
+def types() -> Types:
+    with warnings.catch_warnings():
+        # What the SDKs warn of when they are imported is their own affair.
+        warnings.simplefilter("ignore")
+        import mistralai.client.models as mistral
+        from anthropic.types.beta import BetaContentBlock
+        from google.genai import interactions
+        from google.genai import types as gemini
+        from openai.types.responses import ResponseItem, ResponseOutputItem
+    return Types(
+        openai=TypeAdapter(ResponseOutputItem | ResponseItem),
+        anthropic=TypeAdapter(BetaContentBlock),
+        step=TypeAdapter(interactions.Step),
+        part=gemini.Part,
+        content=gemini.GenerateContentResponse,
+        mistral={
+            "tool.execution": mistral.ToolExecutionEntry,
+            "function.call": mistral.FunctionCallEntry,
+            "function.result": mistral.FunctionResultEntry,
+            "message.output": mistral.MessageOutputEntry,
+            "agent.handoff": mistral.AgentHandoffEntry,
+        },
+    )
 
 
 def _dumped(model: BaseModel) -> Any:
@@ -44,25 +64,25 @@ def _dumped(model: BaseModel) -> Any:
 
 
 def _openai(item: Any) -> Any:
-    return _dumped(_OPENAI.validate_python(item))
+    return _dumped(types().openai.validate_python(item))
 
 
 def _anthropic(item: Any) -> Any:
-    return _dumped(_ANTHROPIC.validate_python(item))
+    return _dumped(types().anthropic.validate_python(item))
 
 
 def _gemini(item: Any) -> Any:
-    return _dumped(gemini.Part.model_validate(item))
+    return _dumped(types().part.model_validate(item))
 
 
 def _interactions(item: Any) -> Any:
-    step = _STEP.validate_python(item)
+    step = types().step.validate_python(item)
     assert not getattr(step, "is_unknown", False), item
     return _dumped(step)
 
 
 def _mistral(item: Any) -> Any:
-    return _dumped(_MISTRAL[item["type"]].model_validate(item))
+    return _dumped(types().mistral[item["type"]].model_validate(item))
 
 
 THROUGH: dict[str, tuple[Through, list[Any]]] = {
@@ -89,7 +109,7 @@ def test_what_goes_back_through_a_view_is_what_the_vendor_sends(vendor: str) -> 
 
 def test_a_whole_response_in_the_spelling_of_the_sdk_goes_back() -> None:
     for document in (samples.GEMINI, samples.GEMINI_GROUNDED):
-        dumped = gemini.GenerateContentResponse.model_validate(document).model_dump(mode="json")
+        dumped = types().content.model_validate(document).model_dump(mode="json")
         assert convert("option3", "gemini", convert("gemini", "option3", dumped)) == dumped
         kinds = [part.get("type") for part in _parts(convert("gemini", "option2", dumped))]
         assert kinds == [part.get("type") for part in _parts(convert("gemini", "option2", document))]

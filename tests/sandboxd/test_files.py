@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -20,9 +21,9 @@ from fumehood.protocol.sandbox_errors import (
     TooLarge,
 )
 from fumehood.sandboxd import marks
-from fumehood.sandboxd.files import SandboxFiles
 from fumehood.sandboxd.inside.files import MAX_ENTRIES, Found
 from fumehood.sandboxd.marks import Marks
+from fumehood.sandboxd.places import Place, Places
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.supervisor import Supervisor
 from tests.support.sandboxes import has_cgroups, run, settings
@@ -296,12 +297,21 @@ async def given(sandbox: LocalSandbox, paths: Sequence[str]) -> list[Content]:
     return found
 
 
-@pytest.fixture(params=["the supervisor reads", "a helper reads"])
-def either(sandbox: LocalSandbox, request: pytest.FixtureRequest) -> LocalSandbox:
+@pytest_asyncio.fixture(loop_scope="module", params=["the supervisor reads", "a helper reads"])
+async def either(
+    supervisor: Supervisor, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[LocalSandbox]:
     """As for files in memory, and as for those in a pod or on a disk."""
+    take = Places.take
+
+    def unreadable(*arguments: Any) -> Place:
+        return replace(take(*arguments), directly_readable=False)
+
     if request.param == "a helper reads":
-        sandbox.files = SandboxFiles(replace(sandbox.files.access, directly=False))
-    return sandbox
+        monkeypatch.setattr(Places, "take", unreadable)
+    made = await supervisor.create()
+    yield made
+    await made.destroy()
 
 
 async def test_many_files_are_read_in_order(either: LocalSandbox) -> None:

@@ -213,7 +213,7 @@ async def test_nothing_is_made_by_a_supervisor_that_is_closing() -> None:
 
 
 async def test_a_crowd_stays_within_the_capacity() -> None:
-    async with Supervisor(settings(pool=2, capacity=5)) as small:
+    async with Supervisor(settings(preload=(), pool=2, capacity=5)) as small:
         answers = await asyncio.gather(*(small.create() for _ in range(20)), return_exceptions=True)
         made = [answer for answer in answers if isinstance(answer, LocalSandbox)]
         assert len(made) == 5
@@ -435,7 +435,7 @@ async def test_orphans_are_reaped(sandbox: LocalSandbox) -> None:
 
 
 async def test_capacity_is_kept_and_said() -> None:
-    async with Supervisor(settings(capacity=2)) as small:
+    async with Supervisor(settings(preload=(), capacity=2)) as small:
         boxes = [await small.create() for _ in range(2)]
         with pytest.raises(AtCapacity, match="2 sandboxes"):
             await small.create()
@@ -444,7 +444,7 @@ async def test_capacity_is_kept_and_said() -> None:
 
 
 async def test_the_pool_refills_and_never_hands_out_twice() -> None:
-    async with Supervisor(settings(pool=2)) as pooled:
+    async with Supervisor(settings(preload=(), pool=2)) as pooled:
         seen: set[str] = set()
         for _ in range(6):
             sandbox = await pooled.create()
@@ -470,7 +470,7 @@ async def test_closing_goes_on_when_a_task_has_just_ended() -> None:
 async def test_nothing_is_left_behind() -> None:
     before = _left_behind()
     fds = len(os.listdir("/proc/self/fd"))
-    async with Supervisor(settings(pool=1)) as busy:
+    async with Supervisor(settings(preload=(), pool=1)) as busy:
         for number in range(12):
             sandbox = await busy.create()
             await run(sandbox, "import subprocess; subprocess.Popen(['sleep', '60'])")

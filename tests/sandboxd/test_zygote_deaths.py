@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from fumehood.protocol.sandbox_errors import SandboxStartFailed
+from fumehood.protocol.sandbox import SandboxSpec
+from fumehood.protocol.sandbox_errors import SandboxGone, SandboxStartFailed
 from fumehood.sandboxd.cgroups import CgroupLimits
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.supervisor import Supervisor
 from tests.support.census import descendants
-from tests.support.sandboxes import run, settings
+from tests.support.sandboxes import Outcome, run, settings
 
 
 async def test_a_zygotes_death_is_reported_and_mended() -> None:
@@ -92,6 +93,47 @@ async def test_a_zygote_that_dies_while_it_starts_costs_nobody_a_sandbox() -> No
                 await asyncio.sleep(0)
         os.kill(started.pop(), signal.SIGKILL)
         assert (await run(await caller, "1 + 1")).result == "2"
+
+
+async def test_a_shard_that_dies_takes_none_of_the_others_sandboxes() -> None:
+    async with Supervisor(settings(preload=(), pool=0, shards=2)) as sharded:
+        strangers = [await sharded.create() for _ in range(4)]
+        victim = sharded.zygote
+        assert victim.pid is not None
+        # Whoever names no tenant goes where the fewest are, in turns.
+        assert [box.zygote is victim for box in strangers] == [True, False, True, False]
+        homes = {name: await sharded.create(SandboxSpec(tenant=name)) for name in ("a", "b", "c", "d")}
+        again = {name: await sharded.create(SandboxSpec(tenant=name)) for name in homes}
+        assert {name: box.zygote for name, box in again.items()} == {
+            name: box.zygote for name, box in homes.items()
+        }
+        boxes = [*strangers, *homes.values(), *again.values()]
+        spared = [box for box in boxes if box.zygote is not victim]
+        lost = [box for box in boxes if box.zygote is victim]
+        assert {box.zygote is victim for box in homes.values()} == {True, False}
+        for number, box in enumerate(spared):
+            assert (await run(box, f"kept = {number}")).end.status == "ok"
+        running = spared[0].start("import os\nwhile not os.path.exists('go'): pass\nkept", timeout=60)
+
+        os.kill(victim.pid, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while set(sharded.sandboxes.values()) & set(lost):
+                await asyncio.sleep(0.01)
+        assert set(sharded.sandboxes.values()) == set(spared)
+        for box in lost:
+            with pytest.raises(SandboxGone):
+                box.start("1", timeout=1)
+        await spared[0].files.write("go", b"")
+        assert Outcome([event async for event in running.events()]).result == "0"
+        assert [(await run(box, "kept")).result for box in spared] == [str(n) for n in range(len(spared))]
+
+        newcomer = await sharded.create()
+        assert (newcomer.zygote is sharded.zygote, newcomer.zygote is victim) == (True, False)
+        assert sharded.zygote_restarts == 1
+        for name, box in homes.items():
+            later = await sharded.create(SandboxSpec(tenant=name))
+            assert later.zygote is (newcomer.zygote if box.zygote is victim else box.zygote)
+            assert (await run(later, "1 + 1")).result == "2"
 
 
 @pytest.mark.root

@@ -19,6 +19,7 @@ import msgspec
 from tests.support.chat_server import DONE, Answer, Asked, ChatServer, chunk, data, stream
 
 _ADDRESS = re.compile(r"Serving the Responses API on (http://[^/]+)/v1")
+_PLAIN = {"FUMEHOOD_SANDBOX_PRELOAD": ""}
 
 
 @dataclass
@@ -53,8 +54,14 @@ def start(
     settings: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
     program: Sequence[str] = ("-m", "fumehood"),
+    *,
+    loaded: bool = False,
 ) -> Served:
-    """One with its files in this directory, once it answers; program: what Python is to run."""
+    """One with its files in this directory, once it answers.
+
+    program: what Python is to run.
+    loaded: whether its sandboxes begin with what they have loaded by default, which takes most of the start.
+    """
     tree: dict[str, Any] = {
         "storage": {"url": f"sqlite:///{directory}/gateway.db", "blobs": str(directory / "blobs")},
         "telemetry": {"log_format": "json"},
@@ -67,7 +74,7 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, **(environment or {})},
+        env={**os.environ, **({} if loaded else _PLAIN), **(environment or {})},
     )
     assert process.stdout is not None
     lines: list[str] = []
@@ -96,8 +103,10 @@ def serving(
     settings: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
     program: Sequence[str] = ("-m", "fumehood"),
+    *,
+    loaded: bool = False,
 ) -> Generator[Served]:
-    served = start(directory, settings, environment, program)
+    served = start(directory, settings, environment, program, loaded=loaded)
     try:
         yield served
     finally:

@@ -110,7 +110,7 @@ class SandboxFiles:
     """Every method raises SandboxGone once the sandbox has ended, and ends in bounded time."""
 
     def __init__(self, access: Access) -> None:
-        self.access = access
+        self._access = access
         self._settings = access.settings
         self._marks = Marks()
         self._tasks = asyncio.Semaphore(_AT_ONCE)
@@ -136,19 +136,19 @@ class SandboxFiles:
         )
 
     async def _walk(self) -> _Walked:
-        if not self.access.directly:
+        if not self._access.directly:
             answer, opened = await self._help({"do": "walk"})
             return await asyncio.to_thread(_read_listing, opened.pop()), bool(answer["cut"])
         async with self._tasks:
             # A descriptor of its own: should the sandbox end meanwhile, its number may become a neighbour's.
-            data = os.dup(self.access.data())
+            data = os.dup(self._access.data())
             return await _in_time(asyncio.to_thread(_walk_and_close, data))
 
     async def open(self, path: str) -> OpenFile:
         """One regular file; raises FileNotFound, FileRefused, and TooLarge for more than `file_bytes`."""
         try:
-            if self.access.directly:
-                fd = files.open_regular(self.access.data(), path)
+            if self._access.directly:
+                fd = files.open_regular(self._access.data(), path)
             else:
                 _, opened = await self._help({"do": "open", "path": path})
                 fd = opened.pop()
@@ -172,14 +172,14 @@ class SandboxFiles:
 
     async def give(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
         """The content of many small files as one stream, see `sandbox_bundles`; none is opened before its turn."""
-        pieces = self._read_here(paths) if self.access.directly else self._read_there(paths)
+        pieces = self._read_here(paths) if self._access.directly else self._read_there(paths)
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 yield piece
 
     async def _read_here(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
         loop = asyncio.get_running_loop()
-        data = os.dup(self.access.data())
+        data = os.dup(self._access.data())
         answers = bundles.answers(data, paths)
         reading: asyncio.Future[bytes] = loop.create_future()
         reading.set_result(b"")
@@ -203,7 +203,7 @@ class SandboxFiles:
             try:
                 with mine, theirs:
                     task = {"do": "give"}
-                    at_work = self.access.helpers.at_work(self.access.data(), task, [theirs.fileno()])
+                    at_work = self._access.helpers.at_work(self._access.data(), task, [theirs.fileno()])
                     async with at_work as helper:
                         theirs.close()
                         with mine:  # what the helper would still send ends with this
@@ -213,7 +213,7 @@ class SandboxFiles:
                                 yield piece
                         answer, _ = await _in_time(helper.hear())
             except EOFError:
-                self.access.data()
+                self._access.data()
                 raise FileRefused(f"the sandbox's files: {_HELPER_ENDED}") from None
             except OSError as error:
                 raise refusal("the sandbox's files", error) from error
@@ -268,7 +268,7 @@ class SandboxFiles:
         self, task: dict[str, Any], subject: str, content: bytes | AsyncIterable[bytes], limit: int | None
     ) -> dict[str, Any]:
         _check(task)
-        self.access.data()
+        self._access.data()
         most = self._settings.file_bytes if limit is None else min(limit, self._settings.file_bytes)
         if isinstance(content, bytes) and len(content) > most:
             raise _too_large(subject, most)
@@ -276,17 +276,17 @@ class SandboxFiles:
         helper: Helper | None = None
         async with self._transfers:
             try:
-                upload = Upload(printable(subject), content, most, self.access.room, self._settings)
+                upload = Upload(printable(subject), content, most, self._access.room, self._settings)
                 with contextlib.closing(upload):
-                    at_work = self.access.helpers.at_work(
-                        self.access.data(), {**task, "token": token}, [upload.theirs.fileno()]
+                    at_work = self._access.helpers.at_work(
+                        self._access.data(), {**task, "token": token}, [upload.theirs.fileno()]
                     )
                     async with at_work as helper:
                         answer = await upload.run(helper)
             except SourceFailed as failed:
                 raise failed.error from None
             except EOFError:
-                self.access.data()
+                self._access.data()
                 raise FileRefused(f"{printable(subject)}: {_HELPER_ENDED}") from None
             except OSError as error:
                 raise refusal(subject, error, may_be_missing=False) from error
@@ -298,8 +298,8 @@ class SandboxFiles:
     async def _discard(self, token: str) -> None:
         """After a helper that was killed: what it left is known by its token."""
         with contextlib.suppress(SandboxError, OSError):
-            if self.access.directly:
-                data = os.dup(self.access.data())
+            if self._access.directly:
+                data = os.dup(self._access.data())
                 await asyncio.to_thread(_discard_and_close, data, token)
             else:
                 await self._help({"do": "discard", "token": token, "most": _DISCARD})
@@ -312,10 +312,10 @@ class SandboxFiles:
         subject: str = task.get("path", "the sandbox's files")
         async with self._tasks:
             try:
-                async with self.access.helpers.at_work(self.access.data(), task) as helper:
+                async with self._access.helpers.at_work(self._access.data(), task) as helper:
                     answer, opened = await _in_time(helper.hear())
             except EOFError:
-                self.access.data()
+                self._access.data()
                 raise FileRefused(f"{printable(subject)}: {_HELPER_ENDED}") from None
             except OSError as error:
                 raise refusal(subject, error) from error
