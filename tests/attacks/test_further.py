@@ -105,33 +105,55 @@ async def test_the_heap_holds_nothing_of_a_neighbour(supervisor: Supervisor, nei
     for number in range(12):  # of many lengths: a later message covers an earlier one of its own size
         await neighbour.files.write(f"to-the-tax-office-{'x' * 16 * number}.secret", b"x")
     box = await supervisor.create()
-    # The program knows only beginnings, so that its own copies of them are not taken for finds.
-    program = """
-        import hashlib
-        found = set()
-        memory = open("/proc/self/mem", "rb", 0)
-        for line in open("/proc/self/maps").read().splitlines():
-            low, high = (int(end, 16) for end in line.split()[0].split("-"))
-            if line.split()[1].startswith("r") and "[v" not in line:
-                try: memory.seek(low); piece = memory.read(high - low)
-                except OSError: continue
-                for start, length, digest in {marks}:
-                    at = piece.find(start)
-                    while at >= 0:
-                        if hashlib.sha256(piece[at:at + length]).hexdigest() == digest:
-                            found.add(start)
-                        at = piece.find(start, at + 1)
-        print(sorted(found))
-    """
     names = [f"to-the-tax-office-{'x' * 16 * number}.secret" for number in range(12)]
-    marks = [(word[:10].encode(), len(word), _digest(word)) for word in (*names, neighbour.id)]
-    outcome = await attack(box, program.replace("{marks}", repr(marks)), 60)
+    assert await _found_in(box, [word.encode() for word in (*names, neighbour.id)]) == []
     await box.destroy()
-    assert outcome.stdout == "[]\n", outcome
 
 
-def _digest(word: str) -> str:
-    return hashlib.sha256(word.encode()).hexdigest()
+# The program knows only beginnings, so that its own copies of them are not taken for finds.
+SEARCH = """
+    import hashlib
+    found = set()
+    memory = open("/proc/self/mem", "rb", 0)
+    for line in open("/proc/self/maps").read().splitlines():
+        low, high = (int(end, 16) for end in line.split()[0].split("-"))
+        if line.split()[1].startswith("r") and "[v" not in line:
+            try: memory.seek(low); piece = memory.read(high - low)
+            except OSError: continue
+            for number, start, length, digest in {marks}:
+                at = piece.find(start)
+                while at >= 0:
+                    if hashlib.sha256(piece[at:at + length]).hexdigest() == digest:
+                        found.add(number)
+                    at = piece.find(start, at + 1)
+    print(*sorted(found))
+"""
+
+
+async def _found_in(box: LocalSandbox, words: list[bytes]) -> list[int]:
+    """Which of these words are somewhere in its interpreter's memory."""
+    marks = [
+        (number, word[:10], len(word), hashlib.sha256(word).hexdigest()) for number, word in enumerate(words)
+    ]
+    outcome = await attack(box, SEARCH.replace("{marks}", repr(marks)), 60)
+    assert outcome.end.status == "ok", outcome
+    return [int(number) for number in outcome.stdout.split()]
+
+
+async def test_no_sandbox_holds_the_keys_of_an_earlier_one() -> None:
+    """Random states are renewed in the zygote before each fork: what they were before must not be left there."""
+    program = """
+        import multiprocessing.process, numpy, random, struct
+        print(bytes(multiprocessing.process.current_process().authkey).hex())
+        print(struct.pack("=32I", *random.getstate()[1][:32]).hex(), numpy.random.get_state()[1][:32].tobytes().hex())
+    """
+    async with Supervisor(settings(preload=("numpy",))) as shared:
+        boxes = [await shared.create() for _ in range(4)]
+        told = [(await attack(box, program)).stdout.split() for box in boxes[:-1]]
+        keys = [bytes.fromhex(key) for keys in told for key in keys]
+        assert len(set(keys)) == 9
+        assert await _found_in(boxes[0], keys[:3]) == [0, 1, 2]
+        assert await _found_in(boxes[-1], keys) == []
 
 
 @pytest.mark.slow
