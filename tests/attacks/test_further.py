@@ -7,7 +7,6 @@ and for how long its event loop stands still.
 import asyncio
 import contextlib
 import ctypes
-import hashlib
 import math
 import mmap
 import os
@@ -98,62 +97,6 @@ async def settled(supervisor: Supervisor, expected: tuple[int, int, list[int]]) 
 
 
 # ---- what one may learn of another -------------------------------------------------------------------------
-
-
-async def test_the_heap_holds_nothing_of_a_neighbour(supervisor: Supervisor, neighbour: LocalSandbox) -> None:
-    """Every sandbox is a copy of the zygote: what that was told of others could be read by the next one."""
-    for number in range(12):  # of many lengths: a later message covers an earlier one of its own size
-        await neighbour.files.write(f"to-the-tax-office-{'x' * 16 * number}.secret", b"x")
-    box = await supervisor.create()
-    names = [f"to-the-tax-office-{'x' * 16 * number}.secret" for number in range(12)]
-    assert await _found_in(box, [word.encode() for word in (*names, neighbour.id)]) == []
-    await box.destroy()
-
-
-# The program knows only beginnings, so that its own copies of them are not taken for finds.
-SEARCH = """
-    import hashlib
-    found = set()
-    memory = open("/proc/self/mem", "rb", 0)
-    for line in open("/proc/self/maps").read().splitlines():
-        low, high = (int(end, 16) for end in line.split()[0].split("-"))
-        if line.split()[1].startswith("r") and "[v" not in line:
-            try: memory.seek(low); piece = memory.read(high - low)
-            except OSError: continue
-            for number, start, length, digest in {marks}:
-                at = piece.find(start)
-                while at >= 0:
-                    if hashlib.sha256(piece[at:at + length]).hexdigest() == digest:
-                        found.add(number)
-                    at = piece.find(start, at + 1)
-    print(*sorted(found))
-"""
-
-
-async def _found_in(box: LocalSandbox, words: list[bytes]) -> list[int]:
-    """Which of these words are somewhere in its interpreter's memory."""
-    marks = [
-        (number, word[:10], len(word), hashlib.sha256(word).hexdigest()) for number, word in enumerate(words)
-    ]
-    outcome = await attack(box, SEARCH.replace("{marks}", repr(marks)), 60)
-    assert outcome.end.status == "ok", outcome
-    return [int(number) for number in outcome.stdout.split()]
-
-
-async def test_no_sandbox_holds_the_keys_of_an_earlier_one() -> None:
-    """Random states are renewed in the zygote before each fork: what they were before must not be left there."""
-    program = """
-        import multiprocessing.process, numpy, random, struct
-        print(bytes(multiprocessing.process.current_process().authkey).hex())
-        print(struct.pack("=32I", *random.getstate()[1][:32]).hex(), numpy.random.get_state()[1][:32].tobytes().hex())
-    """
-    async with Supervisor(settings(preload=("numpy",))) as shared:
-        boxes = [await shared.create() for _ in range(4)]
-        told = [(await attack(box, program)).stdout.split() for box in boxes[:-1]]
-        keys = [bytes.fromhex(key) for keys in told for key in keys]
-        assert len(set(keys)) == 9
-        assert await _found_in(boxes[0], keys[:3]) == [0, 1, 2]
-        assert await _found_in(boxes[-1], keys) == []
 
 
 @pytest.mark.slow
@@ -502,6 +445,24 @@ async def test_an_upload_at_the_memory_limit_fails_alone(sandbox: LocalSandbox) 
             await sandbox.files.write(f"b{number}", bytes(16 << 20))
     assert sandbox.gone is None
     assert (await run(sandbox, "kept")).result == "'kept'"
+
+
+@needs_cgroups
+async def test_memory_that_is_not_mapped_is_not_paid_for_by_neighbours() -> None:
+    """When all memory is used up the kernel ends the process that has most mapped, and a memfd is not."""
+    take = """
+        import os, time
+        memory, size = os.memfd_create("m"), 0
+        while size < 680 << 20: size += os.write(memory, bytes(1 << 20))
+        time.sleep(60)
+    """
+    async with Supervisor(settings(preload=(), memory_total=1200 << 20)) as crowded:
+        victim, hog = await crowded.create(), await crowded.create()
+        assert (await run(victim, "mine = bytearray(b'x' * (300 << 20))")).end.status == "ok"
+        outcome = await attack(hog, take, 60)
+        assert outcome.end.status == "lost", outcome.end
+        assert "it held most of it" in outcome.end.reason
+        assert (await run(victim, "len(mine) >> 20")).result == "300"
 
 
 @needs_cgroups

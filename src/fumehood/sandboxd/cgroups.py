@@ -211,8 +211,7 @@ class Cgroup:
 
     def memory_held(self) -> int:
         """What the kernel could not take back: all but the pages it has read from files or written to them."""
-        counts = dict(line.split() for line in self._value("memory", "memory.stat").splitlines())
-        return self.memory_current() - int(counts["inactive_file"]) - int(counts["active_file"])
+        return self.memory_current() - _reclaimable(self._value("memory", "memory.stat"), "")
 
     def pids_current(self) -> int:
         """Counts threads and zombies too, as the bound does."""
@@ -263,6 +262,11 @@ class Cgroup:
 
     def _value(self, controller: str, file: str) -> str:
         return read(f"{self.name}/{file}", self._tree.directory(controller))
+
+
+def _reclaimable(memory_stat: str, prefix: str) -> int:
+    counts = dict(line.split() for line in memory_stat.splitlines())
+    return int(counts[f"{prefix}inactive_file"]) + int(counts[f"{prefix}active_file"])
 
 
 def _set_memory(cgroup: str, limit: int, previous: int | None, tree: "CgroupTree") -> None:
@@ -360,6 +364,11 @@ class CgroupTree:
     def memory_current(self) -> int:
         """What everything in the tree uses together."""
         return int(read(_MEMORY_USAGE[self.version], self.directory("memory")))
+
+    def memory_held(self) -> int:
+        """The part of it that the kernel could not take back."""
+        prefix = "total_" if self.version == "v1" else ""  # there, the plain names leave children out
+        return self.memory_current() - _reclaimable(read("memory.stat", self.directory("memory")), prefix)
 
     def directories(self) -> list[int]:
         """Fds of the tree's directories, one per hierarchy."""

@@ -196,6 +196,9 @@ class LocalSandbox:
                 return os.fstat(self._data).st_dev
         return None
 
+    def memory_held(self) -> int:
+        return 0 if self.place.cgroup is None else self.place.cgroup.memory_held()
+
     def kill(self, reason: str) -> None:
         """End it now, with every process in it; a running call ends as lost."""
         if self._gone is None:

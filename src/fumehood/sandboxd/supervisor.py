@@ -121,7 +121,10 @@ class Supervisor:
         await asyncio.gather(*(shard.living() for shard in self._shards))
         self._refill()
         if mode != "pod":
-            self._background(hoards.watch(lambda: [*self.sandboxes.values()]))
+            self._background(hoards.watch(self._handed_out))
+            if self._places.tree is not None:
+                most = self._settings.aggregate_memory()
+                self._background(hoards.watch_memory(self._handed_out, self._places.tree, most))
 
     def _open_packages(self, launch: Launch) -> None:
         """Get ready to install packages; where that cannot be, whoever asks for some is told why."""
@@ -264,6 +267,9 @@ class Supervisor:
         """Those that were handed out and live."""
         parked = set(self._parked)
         return {sandbox.id: sandbox for sandbox in self._live.values() if sandbox not in parked}
+
+    def _handed_out(self) -> list[LocalSandbox]:
+        return [*self.sandboxes.values()]
 
     async def create(self, spec: SandboxSpec | None = None) -> LocalSandbox:
         """A sandbox of one's own: a parked one with the limits asked for, or a new one."""

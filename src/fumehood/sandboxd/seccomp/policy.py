@@ -134,8 +134,8 @@ WAITING = """
 """
 
 # mlock is bounded by RLIMIT_MEMLOCK and by the cgroup. Not mincore: of files that belong to the caller's kernel user,
-# which an ordinary operator's packages do, it tells what others have read. Not mlockall, memfd_secret (unswappable, hidden from
-# the supervisor), process_madvise, remap_file_pages, userfaultfd (widens kernel races), pkeys (unused),
+# which an ordinary operator's packages do, it tells what others have read. Not mlockall, memfd_secret (unswappable,
+# hidden from the supervisor), process_madvise, remap_file_pages, userfaultfd (widens kernel races), pkeys (unused),
 # set_mempolicy and mbind (only asking is needed).
 MEMORY = """
     brk munmap mremap mprotect msync mseal
