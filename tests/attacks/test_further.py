@@ -195,6 +195,27 @@ async def test_a_display_of_a_million_forms(sandbox: LocalSandbox, neighbour: Lo
     assert (await run(neighbour, "1 + 1")).result == "2"
 
 
+SHOW = """
+    import time
+    class Shown:
+        def _repr_html_(self): return {content}
+    display(Shown())
+    time.sleep({seconds})
+"""
+
+
+async def test_output_of_calls_that_run_is_bounded_together() -> None:
+    """It is the server's own memory, for as long as they run; one odd character makes a text four times as large."""
+    async with Supervisor(settings(preload=(), kept_bytes=1 << 20)) as small:  # for all: 16 MiB
+        modest, greedy = await small.create(), await small.create()
+        waiting = modest.start(dedent(SHOW).format(content="'x' * 2_000_000", seconds=60), timeout=90)
+        await anext(waiting.events())
+        outcome = await attack(greedy, SHOW.format(content="chr(0x1F600) + 'x' * 4_000_000", seconds=60))
+        assert (outcome.end.status, outcome.end.state_kept) == ("lost", False), outcome.end
+        assert "the output of all calls" in outcome.end.reason
+        assert (modest.gone, waiting.ended) == (None, False)
+
+
 async def test_unfinished_messages_between_calls_are_not_kept(sandbox: LocalSandbox) -> None:
     """Megabytes of a message that never ends, sent while nothing runs, would stay with the supervisor."""
     program = """

@@ -472,7 +472,14 @@ class Supervisor:
             with theirs:
                 undo.callback(mine.close)
                 sandbox = LocalSandbox(
-                    number, zygote, mine, place, self._settings, self._sandbox_gone, self._numbers.__next__
+                    number,
+                    zygote,
+                    mine,
+                    place,
+                    self._settings,
+                    self._sandbox_gone,
+                    self._output_grew,
+                    self._numbers.__next__,
                 )
                 undo.callback(sandbox.release)
                 sandbox.offer_packages(self._installer, unavailable=self._no_packages)
@@ -495,6 +502,14 @@ class Supervisor:
         if self.on_gone is not None:
             self.on_gone(sandbox)
         self._background(self._places.give_back(sandbox.place), even_when_closing=True)
+
+    def _output_grew(self) -> None:
+        """Until a call ends nothing of its output can be let go, and it is memory of this process."""
+        if sum(sandbox.output_held for sandbox in self._live.values()) > self._settings.aggregate_output():
+            greedy = max(self._live.values(), key=lambda sandbox: sandbox.output_held)
+            greedy.kill(
+                "the output of all calls that run was more than the server keeps, and it had most of it"
+            )
 
     def _background(self, work: Any, *, even_when_closing: bool = False) -> None:
         if self._closing and not even_when_closing:
