@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,19 @@ async def test_the_next_one_goes_when_what_the_last_one_held_is_free(monkeypatch
         await holders[1].ended.wait()
     watching.cancel()
     assert (last.reason is not None, holders[0].reason) == (True, None)
+
+
+async def test_locks_are_not_looked_at_again_for_each_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few sandboxes, each within its bound, could keep the supervisor busy with nothing else."""
+
+    class Locks(list[tuple[int, int]]):
+        looks = 0
+
+        def __iter__(self) -> Iterator[tuple[int, int]]:
+            self.looks += 1
+            return super().__iter__()
+
+    locks = Locks((number % 50, 7) for number in range(hoards.MOST_LOCKS + 1))
+    monkeypatch.setattr(hoards, "_locks", lambda: locks)
+    assert hoards.find([Holding(1000 + number) for number in range(100)]) == []
+    assert locks.looks <= 2

@@ -122,10 +122,13 @@ def _by_locks(holders: Sequence[Holder]) -> Iterator[Holder]:
     if len(locks) <= MOST_LOCKS:
         return
     by_process = Counter(pid for pid, _ in locks)
+    by_device: dict[int | None, list[int]] = {}  # sandboxes are many, and so may be locks: each is looked at once
+    for pid, device in locks:
+        by_device.setdefault(device, []).append(pid)
     for holder in holders:
-        members, device = _members(holder), holder.own_device()
+        members = _members(holder)
         # A process may have ended and left a lock to another one: on the sandbox's own files it is known all the same.
-        left = sum(pid not in members and on == device for pid, on in locks)
+        left = sum(pid not in members for pid in by_device.get(holder.own_device(), ()))
         if left + sum(by_process[pid] for pid in members) > MOST_LOCKS:
             yield holder
 
