@@ -104,13 +104,13 @@ async def test_whoever_holds_most_goes_before_all_memory_is_used(monkeypatch: py
     monkeypatch.setattr(hoards, "_MEMORY_EVERY", 0.001)
     monkeypatch.setattr(hoards, "_LONGEST_END", 0.0)
     small, greedy, gone = Holding(1), Holding(1, 2), Holding()
-    assert await watched(Counted(96 << 30), [small, greedy, gone]) == [greedy]
+    assert await watched(Counted(91 << 30), [small, greedy, gone]) == [greedy]
     assert greedy.reason == "all sandboxes together had nearly used up their memory, and it held most of it"
 
 
 @pytest.mark.parametrize(
     "memory",
-    [Counted(94 << 30), Counted(99 << 30, reclaimable=10 << 30), Counted(0)],
+    [Counted(89 << 30), Counted(99 << 30, reclaimable=10 << 30), Counted(0)],
     ids=["enough is left", "enough can be taken back", "nobody counts any more"],
 )
 async def test_nobody_goes_without_need(monkeypatch: pytest.MonkeyPatch, memory: Counted) -> None:

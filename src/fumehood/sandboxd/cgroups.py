@@ -211,7 +211,8 @@ class Cgroup:
 
     def memory_held(self) -> int:
         """What the kernel could not take back: all but the pages it has read from files or written to them."""
-        return self.memory_current() - _reclaimable(self._value("memory", "memory.stat"), "")
+        counts = _counts(self._value("memory", "memory.stat"))
+        return self.memory_current() - counts["inactive_file"] - counts["active_file"]
 
     def pids_current(self) -> int:
         """Counts threads and zombies too, as the bound does."""
@@ -264,9 +265,8 @@ class Cgroup:
         return read(f"{self.name}/{file}", self._tree.directory(controller))
 
 
-def _reclaimable(memory_stat: str, prefix: str) -> int:
-    counts = dict(line.split() for line in memory_stat.splitlines())
-    return int(counts[f"{prefix}inactive_file"]) + int(counts[f"{prefix}active_file"])
+def _counts(stat: str) -> dict[str, int]:
+    return {name: int(count) for name, count in map(str.split, stat.splitlines())}
 
 
 def _set_memory(cgroup: str, limit: int, previous: int | None, tree: "CgroupTree") -> None:
@@ -366,9 +366,16 @@ class CgroupTree:
         return int(read(_MEMORY_USAGE[self.version], self.directory("memory")))
 
     def memory_held(self) -> int:
-        """The part of it that the kernel could not take back."""
-        prefix = "total_" if self.version == "v1" else ""  # there, the plain names leave children out
-        return self.memory_current() - _reclaimable(read("memory.stat", self.directory("memory")), prefix)
+        """The part of it that the kernel could not take back, with little doubt.
+
+        Names that were looked for and not found stay in memory until it is needed, also when their sandbox is gone. v1
+        does not tell them from what else the kernel has for the tree: there, none of that is counted.
+        """
+        counts = _counts(read("memory.stat", self.directory("memory")))
+        if self.version == "v1":
+            return counts["total_rss"] + counts["total_shmem"]
+        kernel = counts.get("kernel", 0) - counts.get("slab_reclaimable", 0)
+        return counts["anon"] + counts["shmem"] + max(kernel, 0)
 
     def directories(self) -> list[int]:
         """Fds of the tree's directories, one per hierarchy."""

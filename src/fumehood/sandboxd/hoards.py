@@ -26,7 +26,7 @@ _FEW_FILES = 20  # that part of all that there may be is nobody's concern
 _PIECE = 4096
 _MEMORY_EVERY = 0.05
 _LONGEST_END = 5.0  # then the next one goes
-_SPARE, _LEAST_SPARE = 20, 256 << 20  # that part of the memory of all, or so many bytes, is to be left
+_SPARE, _LEAST_SPARE = 10, 256 << 20  # that part of the memory of all, or so many bytes, is to be left
 _LOCKS_READ = 20_000  # at a time: the kernel walks to the end of the last piece for each further one
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,9 @@ def _by_locks(holders: Sequence[Holder]) -> Iterator[Holder]:
     if len(locks) <= MOST_LOCKS:
         return
     by_process = Counter(pid for pid, _ in locks)
-    by_device: dict[int | None, list[int]] = {}  # sandboxes are many, and so may be locks: each is looked at once
+    by_device: dict[
+        int | None, list[int]
+    ] = {}  # sandboxes are many, and so may be locks: each is looked at once
     for pid, device in locks:
         by_device.setdefault(device, []).append(pid)
     for holder in holders:
