@@ -138,6 +138,21 @@ def test_fake_v2_alone_in_its_cgroup(fake: MakeFake) -> None:
     assert (own / "cgroup.procs").read_text() == f"{os.getpid()}\n"
 
 
+@pytest.mark.parametrize(
+    ("stat", "held"),
+    [
+        ("anon 100\nfile 50\nkernel 30\nshmem 20\nslab_reclaimable 25\nslab 28\n", 125),
+        ("anon 100\nfile 50\nshmem 20\nslab_reclaimable 25\nslab 28\n", 120),
+    ],
+    ids=["now", "before Linux 5.18"],
+)
+def test_fake_v2_what_the_kernel_can_take_back_is_not_held(fake: MakeFake, stat: str, held: int) -> None:
+    tree = open_fake(fake())
+    (tree.paths[0] / "memory.stat").write_text(stat)
+    assert tree.memory_held() == held
+    tree.close()
+
+
 def test_fake_v2_root_in_a_login_session_uses_the_root(fake: MakeFake) -> None:
     kernel = fake(own="/session")
     (kernel.root / "cgroup.subtree_control").write_text("memory pids")
