@@ -65,3 +65,23 @@ async def test_no_sandbox_holds_the_keys_of_an_earlier_one() -> None:
         assert len(set(keys)) == 9
         assert await _found_in(boxes[0], keys[:3]) == [0, 1, 2]
         assert await _found_in(boxes[-1], keys) == []
+
+
+async def test_the_memory_that_all_share_cannot_be_opened() -> None:
+    """It is a file without a name, mapped so that everybody's changes are their own; a descriptor could change it."""
+    program = """
+        import errno, os
+        answers = []
+        for line in open("/proc/self/maps"):
+            place, _, _, _, _, *name = line.split()
+            if name and "memfd:zygote" in name[0]:
+                low, _, high = place.partition("-")
+                for mode in (os.O_RDONLY, os.O_RDWR):
+                    try: answers.append(os.open(f"/proc/self/map_files/{int(low, 16):x}-{int(high, 16):x}", mode))
+                    except OSError as error: answers.append(errno.errorcode[error.errno])
+        print(*answers)
+    """
+    async with Supervisor(settings(preload=("numpy",))) as shared:
+        answers = (await run(await shared.create(), dedent(program))).stdout.split()
+    assert answers
+    assert set(answers) <= {"EPERM", "EACCES"}
