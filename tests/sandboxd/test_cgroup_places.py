@@ -132,6 +132,8 @@ def test_fake_v2_alone_in_its_cgroup(fake: MakeFake) -> None:
         name: (path / "sb" / name).read_text() for name in ("memory.max", "pids.max", "cpu.weight", "cpu.max")
     }
     assert found == {"memory.max": "100", "pids.max": "7", "cpu.weight": "30", "cpu.max": "50000 100000"}
+    tree.leaf("zygote").set_weight(10_000)
+    assert (path / "zygote/cpu.weight").read_text() == "10000"
     assert tree.close()
     assert [child for child in own.iterdir() if child.is_dir()] == []
     assert (own / "cgroup.subtree_control").read_text() == ""

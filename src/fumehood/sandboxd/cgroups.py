@@ -191,15 +191,19 @@ class Cgroup:
             self._set_cpu(limits)
 
     def _set_cpu(self, limits: CgroupLimits) -> None:
-        dir_fd = self._tree.directory("cpu")
         if limits.cpu_weight != 100:
-            if self._tree.version == "v1":
-                # The kernel's own mapping: v2's default of 100 is v1's default of 1024.
-                write(f"{self.name}/cpu.shares", limits.cpu_weight * 1024 // 100, dir_fd)
-            else:
-                write(f"{self.name}/cpu.weight", limits.cpu_weight, dir_fd)
+            self.set_weight(limits.cpu_weight)
         if limits.cpus is not None:
-            _set_quota(self.name, limits.cpus, self._tree.version, dir_fd)
+            _set_quota(self.name, limits.cpus, self._tree.version, self._tree.directory("cpu"))
+
+    def set_weight(self, weight: int) -> None:
+        """Its share where processors are short, on v2's scale; only in a tree that has that controller."""
+        dir_fd = self._tree.directory("cpu")
+        if self._tree.version == "v1":
+            # The kernel's own mapping: v2's default of 100 is v1's default of 1024.
+            write(f"{self.name}/cpu.shares", weight * 1024 // 100, dir_fd)
+        else:
+            write(f"{self.name}/cpu.weight", weight, dir_fd)
 
     def set_memory(self, limit: int) -> None:
         """Sets the bound without swap. Below what is in use, v1 raises EBUSY and v2 kills a member."""
