@@ -7,7 +7,6 @@ and for how long its event loop stands still.
 import asyncio
 import contextlib
 import ctypes
-import hashlib
 import math
 import mmap
 import os
@@ -98,40 +97,6 @@ async def settled(supervisor: Supervisor, expected: tuple[int, int, list[int]]) 
 
 
 # ---- what one may learn of another -------------------------------------------------------------------------
-
-
-async def test_the_heap_holds_nothing_of_a_neighbour(supervisor: Supervisor, neighbour: LocalSandbox) -> None:
-    """Every sandbox is a copy of the zygote: what that was told of others could be read by the next one."""
-    for number in range(12):  # of many lengths: a later message covers an earlier one of its own size
-        await neighbour.files.write(f"to-the-tax-office-{'x' * 16 * number}.secret", b"x")
-    box = await supervisor.create()
-    # The program knows only beginnings, so that its own copies of them are not taken for finds.
-    program = """
-        import hashlib
-        found = set()
-        memory = open("/proc/self/mem", "rb", 0)
-        for line in open("/proc/self/maps").read().splitlines():
-            low, high = (int(end, 16) for end in line.split()[0].split("-"))
-            if line.split()[1].startswith("r") and "[v" not in line:
-                try: memory.seek(low); piece = memory.read(high - low)
-                except OSError: continue
-                for start, length, digest in {marks}:
-                    at = piece.find(start)
-                    while at >= 0:
-                        if hashlib.sha256(piece[at:at + length]).hexdigest() == digest:
-                            found.add(start)
-                        at = piece.find(start, at + 1)
-        print(sorted(found))
-    """
-    names = [f"to-the-tax-office-{'x' * 16 * number}.secret" for number in range(12)]
-    marks = [(word[:10].encode(), len(word), _digest(word)) for word in (*names, neighbour.id)]
-    outcome = await attack(box, program.replace("{marks}", repr(marks)), 60)
-    await box.destroy()
-    assert outcome.stdout == "[]\n", outcome
-
-
-def _digest(word: str) -> str:
-    return hashlib.sha256(word.encode()).hexdigest()
 
 
 @pytest.mark.slow
@@ -228,6 +193,27 @@ async def test_a_display_of_a_million_forms(sandbox: LocalSandbox, neighbour: Lo
     assert outcome.end.status == "lost", outcome.end
     assert stall < 0.5
     assert (await run(neighbour, "1 + 1")).result == "2"
+
+
+SHOW = """
+    import time
+    class Shown:
+        def _repr_html_(self): return {content}
+    display(Shown())
+    time.sleep({seconds})
+"""
+
+
+async def test_output_of_calls_that_run_is_bounded_together() -> None:
+    """It is the server's own memory, for as long as they run; one odd character makes a text four times as large."""
+    async with Supervisor(settings(preload=(), kept_bytes=1 << 20)) as small:  # for all: 16 MiB
+        modest, greedy = await small.create(), await small.create()
+        waiting = modest.start(dedent(SHOW).format(content="'x' * 2_000_000", seconds=60), timeout=90)
+        await anext(waiting.events())
+        outcome = await attack(greedy, SHOW.format(content="chr(0x1F600) + 'x' * 4_000_000", seconds=60))
+        assert (outcome.end.status, outcome.end.state_kept) == ("lost", False), outcome.end
+        assert "the output of all calls" in outcome.end.reason
+        assert (modest.gone, waiting.ended) == (None, False)
 
 
 async def test_unfinished_messages_between_calls_are_not_kept(sandbox: LocalSandbox) -> None:
@@ -480,6 +466,24 @@ async def test_an_upload_at_the_memory_limit_fails_alone(sandbox: LocalSandbox) 
             await sandbox.files.write(f"b{number}", bytes(16 << 20))
     assert sandbox.gone is None
     assert (await run(sandbox, "kept")).result == "'kept'"
+
+
+@needs_cgroups
+async def test_memory_that_is_not_mapped_is_not_paid_for_by_neighbours() -> None:
+    """When all memory is used up the kernel ends the process that has most mapped, and a memfd is not."""
+    take = """
+        import os, time
+        memory, size = os.memfd_create("m"), 0
+        while size < 680 << 20: size += os.write(memory, bytes(1 << 20))
+        time.sleep(60)
+    """
+    async with Supervisor(settings(preload=(), memory_total=1200 << 20)) as crowded:
+        victim, hog = await crowded.create(), await crowded.create()
+        assert (await run(victim, "mine = bytearray(b'x' * (300 << 20))")).end.status == "ok"
+        outcome = await attack(hog, take, 60)
+        assert outcome.end.status == "lost", outcome.end
+        assert "it held most of it" in outcome.end.reason
+        assert (await run(victim, "len(mine) >> 20")).result == "300"
 
 
 @needs_cgroups

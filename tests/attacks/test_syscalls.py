@@ -84,6 +84,8 @@ KERNEL = {
     "map_shadow_stack": "call(453, 0, 4096, 0)",
     "remap_file_pages": "call(216, 0, 0, 0, 0, 0)",
     "cachestat": "call(451, 0, bytes(16), bytes(40), 0)",
+    "mincore": "call(27, 0, 4096, bytes(1))",
+    "openat2 in the cache only": "call(437, -100, b'/usr', bytes(16) + b'\\x20' + bytes(7), 24)",
     "process_mrelease": "call(448, 0, 0)",
     "pidfd_getfd": "call(438, 0, 0, 0)",
     "msgget": "call(68, 0, 0o1600)",
@@ -242,6 +244,9 @@ HIGH_BITS = {
     "shmget hugetlb": ("call(29, 0, 1 << 21, 0o5600 | {high})", {"ENOMEM"}),
     "sched realtime": ("call(144, 0, 1 | {high}, b'\\1\\0\\0\\0')", {"EPERM"}),
     "madvise mergeable": ("call(28, 0, 4096, 12 | {high})", {"EINVAL"}),
+    "madvise cold": ("call(28, 0, 4096, 20 | {high})", {"EINVAL"}),
+    "madvise pageout": ("call(28, 0, 4096, 21 | {high})", {"EINVAL"}),
+    "prctl SET_VMA": ("call(157, 0x53564d41 | {high}, 0, 0, 4096, b'x')", {"EINVAL"}),
 }
 
 

@@ -132,10 +132,27 @@ def test_fake_v2_alone_in_its_cgroup(fake: MakeFake) -> None:
         name: (path / "sb" / name).read_text() for name in ("memory.max", "pids.max", "cpu.weight", "cpu.max")
     }
     assert found == {"memory.max": "100", "pids.max": "7", "cpu.weight": "30", "cpu.max": "50000 100000"}
+    tree.leaf("zygote").set_weight(10_000)
+    assert (path / "zygote/cpu.weight").read_text() == "10000"
     assert tree.close()
     assert [child for child in own.iterdir() if child.is_dir()] == []
     assert (own / "cgroup.subtree_control").read_text() == ""
     assert (own / "cgroup.procs").read_text() == f"{os.getpid()}\n"
+
+
+@pytest.mark.parametrize(
+    ("stat", "held"),
+    [
+        ("anon 100\nfile 50\nkernel 30\nshmem 20\nslab_reclaimable 25\nslab 28\n", 125),
+        ("anon 100\nfile 50\nshmem 20\nslab_reclaimable 25\nslab 28\n", 120),
+    ],
+    ids=["now", "before Linux 5.18"],
+)
+def test_fake_v2_what_the_kernel_can_take_back_is_not_held(fake: MakeFake, stat: str, held: int) -> None:
+    tree = open_fake(fake())
+    (tree.paths[0] / "memory.stat").write_text(stat)
+    assert tree.memory_held() == held
+    tree.close()
 
 
 def test_fake_v2_root_in_a_login_session_uses_the_root(fake: MakeFake) -> None:

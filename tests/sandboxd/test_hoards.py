@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,9 @@ class Holding:
 
     def own_device(self) -> int | None:
         return None
+
+    def memory_held(self) -> int:
+        return len(self.processes())
 
 
 @pytest.mark.parametrize(
@@ -65,3 +69,84 @@ async def test_a_look_that_fails_is_not_the_last_one(tmp_path: Path, monkeypatch
     watching.cancel()
     assert greedy.reason == "it held too many of the files that this host can open (fs.file-max)"
     assert looks >= 3
+
+
+class Counted:
+    """The memory of all, of which `reclaimable` could be taken back."""
+
+    def __init__(self, current: int, reclaimable: int = 0) -> None:
+        self.current = current
+        self.looked = asyncio.Event()
+        self._reclaimable = reclaimable
+
+    def memory_current(self) -> int:
+        self.looked.set()
+        if not self.current:
+            raise FileNotFoundError
+        return self.current
+
+    def memory_held(self) -> int:
+        return self.current - self._reclaimable
+
+
+async def watched(memory: Counted, holders: list[Holding], *, looks: int = 3) -> list[Holding]:
+    """Who was ended when so many looks had been taken."""
+    watching = asyncio.ensure_future(hoards.watch_memory(lambda: holders, memory, 100 << 30))
+    async with asyncio.timeout(30):
+        for _ in range(looks):
+            memory.looked.clear()
+            await memory.looked.wait()
+    watching.cancel()
+    return [holder for holder in holders if holder.reason is not None]
+
+
+async def test_whoever_holds_most_goes_before_all_memory_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hoards, "_MEMORY_EVERY", 0.001)
+    monkeypatch.setattr(hoards, "_LONGEST_END", 0.0)
+    small, greedy, gone = Holding(1), Holding(1, 2), Holding()
+    assert await watched(Counted(91 << 30), [small, greedy, gone]) == [greedy]
+    assert greedy.reason == "all sandboxes together had nearly used up their memory, and it held most of it"
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [Counted(89 << 30), Counted(99 << 30, reclaimable=10 << 30), Counted(0)],
+    ids=["enough is left", "enough can be taken back", "nobody counts any more"],
+)
+async def test_nobody_goes_without_need(monkeypatch: pytest.MonkeyPatch, memory: Counted) -> None:
+    monkeypatch.setattr(hoards, "_MEMORY_EVERY", 0.001)
+    assert await watched(memory, [Holding(1), Holding(1, 2)]) == []
+
+
+async def test_one_alone_may_have_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hoards, "_MEMORY_EVERY", 0.001)
+    assert await watched(Counted(99 << 30), [Holding(1)]) == []
+
+
+async def test_the_next_one_goes_when_what_the_last_one_held_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hoards, "_MEMORY_EVERY", 0.001)
+    holders = [Holding(1), Holding(1, 2), Holding(1, 2, 3)]
+    watching = asyncio.ensure_future(hoards.watch_memory(lambda: holders, Counted(99 << 30), 100 << 30))
+    async with asyncio.timeout(30):
+        await holders[2].ended.wait()
+        assert holders[1].reason is None
+        last = holders.pop()
+        await holders[1].ended.wait()
+    watching.cancel()
+    assert (last.reason is not None, holders[0].reason) == (True, None)
+
+
+async def test_locks_are_not_looked_at_again_for_each_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few sandboxes, each within its bound, could keep the supervisor busy with nothing else."""
+
+    class Locks(list[tuple[int, int]]):
+        looks = 0
+
+        def __iter__(self) -> Iterator[tuple[int, int]]:
+            self.looks += 1
+            return super().__iter__()
+
+    locks = Locks((number % 50, 7) for number in range(hoards.MOST_LOCKS + 1))
+    monkeypatch.setattr(hoards, "_locks", lambda: locks)
+    assert hoards.find([Holding(1000 + number) for number in range(100)]) == []
+    assert locks.looks <= 2

@@ -191,6 +191,20 @@ def test_walks_are_bounded(data: tuple[Path, int], monkeypatch: pytest.MonkeyPat
     assert (len(found), cut) == (20, True)
 
 
+def test_names_of_the_server_count_for_the_bound(
+    data: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where links cost nothing code could make millions of them, which nobody would ever be done with."""
+    folder, fd = data
+    (folder / "a").touch()
+    for number in range(21):
+        (folder / f".fumehood-{number}").hardlink_to(folder / "a")
+    found, cut = files.walk(fd)
+    assert ([item.path for item in found], cut) == (["a"], False)
+    monkeypatch.setattr(files, "MAX_ENTRIES", 20)
+    assert files.walk(fd)[1]
+
+
 def test_walks_stop_at_a_depth(data: tuple[Path, int]) -> None:
     here, fd = data
     deep = here.joinpath(*["d"] * (files.MAX_DEPTH + 5))

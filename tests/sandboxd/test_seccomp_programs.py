@@ -160,7 +160,7 @@ TRIALS = [
         id=f"{name}-{work}",
         marks=[pytest.mark.slow] if name != "namespaces" and work in LIBRARIES else [],
     )
-    for name in policy.POLICIES
+    for name in policy.POLICY_OF_MODE.values()
     for work in WORK
 ]
 
@@ -196,7 +196,7 @@ cp -a d e; cp --reflink=auto d/f g; mv e h; rm -rf h; find . | xargs ls -la > /d
 
 @live
 @pytest.mark.parametrize("tool", SHELL)
-@pytest.mark.parametrize("name", policy.POLICIES)
+@pytest.mark.parametrize("name", policy.POLICY_OF_MODE.values())
 def test_tools_work(name: str, tool: str, tmp_path: Path) -> None:
     if shutil.which(tool) is None or (bash := shutil.which("bash")) is None:
         pytest.skip(f"no {tool}")

@@ -59,6 +59,17 @@ async def test_code_is_an_ordinary_user_without_rights(sandbox: LocalSandbox) ->
     assert outcome.stdout.split() == ["1000", "0" * 16, "0" * 16, "1", "2"]
 
 
+@needs_cgroups
+async def test_what_makes_sandboxes_goes_before_busy_ones(supervisor: Supervisor) -> None:
+    tree = supervisor._places.tree  # pyright: ignore[reportPrivateUsage]
+    assert tree is not None
+    if not tree.has_cpu:
+        pytest.skip("processors are not shared out by cgroups here")
+    files = [path / "zygote" / name for path in tree.paths for name in ("cpu.shares", "cpu.weight")]
+    weights = [(file.name, int(file.read_text())) for file in files if file.exists()]
+    assert weights in ([("cpu.shares", 102_400)], [("cpu.weight", 10_000)])
+
+
 async def test_on_the_host_the_code_is_never_root(supervisor: Supervisor, sandbox: LocalSandbox) -> None:
     execution = sandbox.start("import time; time.sleep(30)", timeout=30)
     await asyncio.sleep(0.2)

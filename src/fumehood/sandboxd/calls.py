@@ -5,24 +5,13 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from sys import getsizeof
 
-from fumehood.protocol.sandbox import (
-    AnyOutput,
-    Display,
-    End,
-    ExecuteRequest,
-    Note,
-    Raised,
-    Result,
-    Stderr,
-    Stdout,
-)
+from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest
 from fumehood.protocol.sandbox_errors import Conflict, ExecutionNotFound, SandboxGone, TryLater
-from fumehood.sandboxd.executions import Execution
+from fumehood.sandboxd.executions import Execution, weight
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.settings import Settings
 
 _REMEMBERED_IDS = 1000
-_EVENT_COST = 100  # bytes of memory beyond an event's texts
 _BATCH = 256 << 10
 
 
@@ -64,19 +53,6 @@ def _batch(log: list[AnyOutput], number: int) -> list[AnyOutput]:
         if size > _BATCH:
             return log[number : upto + 1]
     return log[number:]
-
-
-def weight(event: AnyOutput) -> int:
-    """About how much memory an event takes: one odd character makes all of its text take four times as much."""
-    match event:
-        case Stdout(text) | Stderr(text) | Note(text):
-            return _EVENT_COST + getsizeof(text)
-        case Display(data) | Result(data):
-            return _EVENT_COST + sum(getsizeof(kind) + getsizeof(content) for kind, content in data.items())
-        case Raised(value=value, traceback=traceback):
-            return _EVENT_COST + getsizeof(value) + getsizeof(traceback)
-        case End():
-            return _EVENT_COST
 
 
 class Calls:

@@ -191,15 +191,19 @@ class Cgroup:
             self._set_cpu(limits)
 
     def _set_cpu(self, limits: CgroupLimits) -> None:
-        dir_fd = self._tree.directory("cpu")
         if limits.cpu_weight != 100:
-            if self._tree.version == "v1":
-                # The kernel's own mapping: v2's default of 100 is v1's default of 1024.
-                write(f"{self.name}/cpu.shares", limits.cpu_weight * 1024 // 100, dir_fd)
-            else:
-                write(f"{self.name}/cpu.weight", limits.cpu_weight, dir_fd)
+            self.set_weight(limits.cpu_weight)
         if limits.cpus is not None:
-            _set_quota(self.name, limits.cpus, self._tree.version, dir_fd)
+            _set_quota(self.name, limits.cpus, self._tree.version, self._tree.directory("cpu"))
+
+    def set_weight(self, weight: int) -> None:
+        """Its share where processors are short, on v2's scale; only in a tree that has that controller."""
+        dir_fd = self._tree.directory("cpu")
+        if self._tree.version == "v1":
+            # The kernel's own mapping: v2's default of 100 is v1's default of 1024.
+            write(f"{self.name}/cpu.shares", weight * 1024 // 100, dir_fd)
+        else:
+            write(f"{self.name}/cpu.weight", weight, dir_fd)
 
     def set_memory(self, limit: int) -> None:
         """Sets the bound without swap. Below what is in use, v1 raises EBUSY and v2 kills a member."""
@@ -211,8 +215,8 @@ class Cgroup:
 
     def memory_held(self) -> int:
         """What the kernel could not take back: all but the pages it has read from files or written to them."""
-        counts = dict(line.split() for line in self._value("memory", "memory.stat").splitlines())
-        return self.memory_current() - int(counts["inactive_file"]) - int(counts["active_file"])
+        counts = _counts(self._value("memory", "memory.stat"))
+        return self.memory_current() - counts["inactive_file"] - counts["active_file"]
 
     def pids_current(self) -> int:
         """Counts threads and zombies too, as the bound does."""
@@ -263,6 +267,10 @@ class Cgroup:
 
     def _value(self, controller: str, file: str) -> str:
         return read(f"{self.name}/{file}", self._tree.directory(controller))
+
+
+def _counts(stat: str) -> dict[str, int]:
+    return {name: int(count) for name, count in map(str.split, stat.splitlines())}
 
 
 def _set_memory(cgroup: str, limit: int, previous: int | None, tree: "CgroupTree") -> None:
@@ -360,6 +368,18 @@ class CgroupTree:
     def memory_current(self) -> int:
         """What everything in the tree uses together."""
         return int(read(_MEMORY_USAGE[self.version], self.directory("memory")))
+
+    def memory_held(self) -> int:
+        """The part of it that the kernel could not take back, with little doubt.
+
+        Names that were looked for and not found stay in memory until it is needed, also when their sandbox is gone. v1
+        does not tell them from what else the kernel has for the tree: there, none of that is counted.
+        """
+        counts = _counts(read("memory.stat", self.directory("memory")))
+        if self.version == "v1":
+            return counts["total_rss"] + counts["total_shmem"]
+        kernel = counts.get("kernel", 0) - counts.get("slab_reclaimable", 0)
+        return counts["anon"] + counts["shmem"] + max(kernel, 0)
 
     def directories(self) -> list[int]:
         """Fds of the tree's directories, one per hierarchy."""

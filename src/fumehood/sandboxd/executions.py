@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
+from sys import getsizeof
 from typing import Annotated
 
 import msgspec
@@ -44,6 +45,8 @@ _decode_error = msgspec.json.Decoder(_ErrorBody).decode
 _decode_end = msgspec.json.Decoder(_EndBody).decode
 
 _MIME_TYPES = 64
+_EVENT_COST = 100  # bytes of memory beyond an event's texts
+_WIDEST = 4  # bytes of memory that a character takes at most
 
 
 def _bundle(body: bytes) -> dict[str, str]:
@@ -51,6 +54,19 @@ def _bundle(body: bytes) -> dict[str, str]:
     if body.count(b'"') - body.count(b'\\"') > 4 * _MIME_TYPES:
         raise ProtocolBroken("a display in more forms than the runner ever sends")
     return _decode_bundle(body)
+
+
+def weight(event: AnyOutput) -> int:
+    """About how much memory an event takes: one odd character makes all of its text take four times as much."""
+    match event:
+        case Stdout(text) | Stderr(text) | Note(text):
+            return _EVENT_COST + getsizeof(text)
+        case Display(data) | Result(data):
+            return _EVENT_COST + sum(getsizeof(kind) + getsizeof(content) for kind, content in data.items())
+        case Raised(value=value, traceback=traceback):
+            return _EVENT_COST + getsizeof(value) + getsizeof(traceback)
+        case End():
+            return _EVENT_COST
 
 
 class Execution:
@@ -84,6 +100,7 @@ class Execution:
         self.on_end: Callable[[End], None] | None = None
         self.install_seconds: float | None = None
         self.first_event_after: float | None = None  # seconds from its turn to its first event
+        self.held = 0  # bytes of memory that its log takes, about
         self._bytes_left = bounds.body_bytes(output_bytes, display_bytes)
         self._batched_left = bounds.batched_events(output_bytes)
         self._messages_left = bounds.messages_at_once(output_bytes)
@@ -127,18 +144,18 @@ class Execution:
     def _take(self, message: wire.Message) -> None:
         match message.kind:
             case Kind.STDOUT:
-                self.append(Stdout(message.body.decode()))
+                self._keep(Stdout(message.body.decode()))
             case Kind.STDERR:
-                self.append(Stderr(message.body.decode()))
+                self._keep(Stderr(message.body.decode()))
             case Kind.OUTPUT:
                 self._take_batch(message.body)
             case Kind.DISPLAY:
-                self.append(Display(_bundle(message.body)))
+                self._keep(Display(_bundle(message.body)))
             case Kind.RESULT:
-                self.append(Result(_bundle(message.body)))
+                self._keep(Result(_bundle(message.body)))
             case Kind.ERROR:
                 body = _decode_error(message.body)
-                self.append(Raised(body.name, body.value, body.traceback))
+                self._keep(Raised(body.name, body.value, body.traceback))
             case Kind.END:
                 self.claimed_end.set_result(_decode_end(message.body))
             case unexpected:
@@ -149,8 +166,13 @@ class Execution:
         self._batched_left -= len(pieces)
         if self._batched_left < 0:
             raise ProtocolBroken("more pieces of output than the runner ever sends")
+        self.held += _EVENT_COST * len(pieces) + _WIDEST * len(body)  # at most: to look at each takes time
         for kind, text in pieces:
             self.append(Stdout(text) if kind is Kind.STDOUT else Stderr(text))
+
+    def _keep(self, event: AnyOutput) -> None:
+        self.held += weight(event)
+        self.append(event)
 
     def append(self, event: AnyOutput) -> None:
         if self.first_event_after is None and self._began:

@@ -4,6 +4,10 @@ File locks and TCP connections that nobody has accepted are charged to no cgroup
 could take all memory of the host with them. Many locks on a file that others open as well (/dev/null, a library) slow
 down whoever closes it, on the whole host. And the files that a host may open are one number for all. So somebody has to
 look. Where the host as a whole has few of these, that is three short reads; only else is it found out whose they are.
+
+Memory is counted, but when that of all sandboxes together is used up the kernel ends the process with the most pages
+mapped: whoever keeps files or memfds has none, and a neighbour goes. So before that, the sandbox which holds most is
+ended.
 """
 
 import asyncio
@@ -20,6 +24,9 @@ MOST_SOCKETS = 8192
 _FILE_NUMBERS = "/proc/sys/fs/file-nr"
 _FEW_FILES = 20  # that part of all that there may be is nobody's concern
 _PIECE = 4096
+_MEMORY_EVERY = 0.05
+_LONGEST_END = 5.0  # then the next one goes
+_SPARE, _LEAST_SPARE = 10, 256 << 20  # that part of the memory of all, or so many bytes, is to be left
 _LOCKS_READ = 20_000  # at a time: the kernel walks to the end of the last piece for each further one
 
 logger = logging.getLogger(__name__)
@@ -42,6 +49,18 @@ class Holder(Protocol):
         """The file system on which its files lie, and no others."""
         ...
 
+    def memory_held(self) -> int:
+        """Bytes that the kernel could not take back; OSError when it has ended."""
+        ...
+
+
+class Memory(Protocol):
+    """That of all sandboxes; OSError when it is not counted any more."""
+
+    def memory_current(self) -> int: ...
+
+    def memory_held(self) -> int: ...
+
 
 async def watch(holders: Callable[[], Sequence[Holder]]) -> None:
     """Look now and then, for ever."""
@@ -51,6 +70,32 @@ async def watch(holders: Callable[[], Sequence[Holder]]) -> None:
             # In a thread: the kernel lets a reader of locks wait until no processor is about to change one.
             for holder, hoard in await asyncio.to_thread(find, watched):
                 holder.kill(f"it held {hoard}")
+
+
+async def watch_memory(holders: Callable[[], Sequence[Holder]], memory: Memory, most: int) -> None:
+    """Look often, for ever; one at a time is ended, and then what it held is waited for."""
+    enough = most - max(most // _SPARE, min(_LEAST_SPARE, most // 4))
+    now = asyncio.get_running_loop().time
+    ending, until = None, 0.0
+    while True:
+        await asyncio.sleep(_MEMORY_EVERY)
+        if now() < until and ending in holders():
+            continue
+        with contextlib.suppress(OSError):
+            if memory.memory_current() <= enough or memory.memory_held() <= enough:
+                continue
+            if ending := await asyncio.to_thread(_holding_most, holders()):
+                ending.kill("all sandboxes together had nearly used up their memory, and it held most of it")
+                until = now() + _LONGEST_END
+
+
+def _holding_most(holders: Sequence[Holder]) -> Holder | None:
+    """None where there is one alone: that harms nobody, and its own bound holds."""
+    held: list[tuple[int, Holder]] = []
+    for holder in holders:
+        with contextlib.suppress(OSError):  # it has ended
+            held.append((holder.memory_held(), holder))
+    return max(held, key=lambda pair: pair[0])[1] if len(held) > 1 else None
 
 
 def find(holders: Sequence[Holder]) -> list[tuple[Holder, str]]:
@@ -77,10 +122,15 @@ def _by_locks(holders: Sequence[Holder]) -> Iterator[Holder]:
     if len(locks) <= MOST_LOCKS:
         return
     by_process = Counter(pid for pid, _ in locks)
+    by_device: dict[
+        int | None, list[int]
+    ] = {}  # sandboxes are many, and so may be locks: each is looked at once
+    for pid, device in locks:
+        by_device.setdefault(device, []).append(pid)
     for holder in holders:
-        members, device = _members(holder), holder.own_device()
+        members = _members(holder)
         # A process may have ended and left a lock to another one: on the sandbox's own files it is known all the same.
-        left = sum(pid not in members and on == device for pid, on in locks)
+        left = sum(pid not in members for pid in by_device.get(holder.own_device(), ()))
         if left + sum(by_process[pid] for pid in members) > MOST_LOCKS:
             yield holder
 

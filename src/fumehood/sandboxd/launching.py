@@ -28,7 +28,8 @@ class Launch:
 
     runtime: Runtime
     bubblewrap: Bubblewrap | None
-    program: bytes
+    program: bytes  # the filter of the code
+    helper_program: bytes  # that of the helpers which work on its files
     preload: tuple[str, ...]
     thorough: bool  # take time now that every sandbox saves later
     users: UserRange | None

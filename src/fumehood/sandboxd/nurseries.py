@@ -14,7 +14,7 @@ from fumehood.sandboxd.launching import Launch
 from fumehood.sandboxd.places import Places
 from fumehood.sandboxd.restarts import Restarts
 from fumehood.sandboxd.runtime import RuntimeUnavailable, discover_bubblewrap, discover_runtime
-from fumehood.sandboxd.seccomp.policy import POLICY_OF_MODE
+from fumehood.sandboxd.seccomp.policy import HELPER, POLICY_OF_MODE
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.zygotes import Zygote
 
@@ -104,7 +104,8 @@ class ZygoteStarter:
             environ=environ,
             runtime=runtime,
             bubblewrap=bubblewrap,
-            program=self._program(),
+            program=self._program(POLICY_OF_MODE[settings.mode]),
+            helper_program=self._program(HELPER.name),
             preload=settings.preload,
             thorough=settings.capacity > 1,
             users=places.users,
@@ -113,9 +114,9 @@ class ZygoteStarter:
             common=places.plan() if namespaces else None,
         )
 
-    def _program(self) -> bytes:
+    def _program(self, policy: str) -> bytes:
         try:
-            return seccomp.load_blob(POLICY_OF_MODE[self._settings.mode], os.uname().machine)
+            return seccomp.load_blob(policy, os.uname().machine)
         except RuntimeError as error:
             raise IsolationUnavailable(f"{error}.", "Use x86_64 or aarch64.") from error
 
@@ -148,7 +149,7 @@ class ZygoteStarter:
             )
         return await Zygote.connect(
             self._settings.guest_socket,
-            self._program(),
+            (self._program(POLICY_OF_MODE[self._settings.mode]), self._program(HELPER.name)),
             self._settings.preload,
             self._settings.start_timeout,
         )

@@ -21,6 +21,8 @@ from fumehood.sandboxd.users import UserRange, reserve_users, subordinate_users
 
 logger = logging.getLogger(__name__)
 
+# What makes sandboxes works for all, and no code runs in its cgroup: as many as may be busy must not hold up a new one.
+_ZYGOTE_WEIGHT = 10_000
 _LIMITS_ADVICE = (
     "Or set limits to best-effort, which runs code without a bound on memory: one program can then use up the "
     "host's."
@@ -106,6 +108,8 @@ class Places:
             )
             return
         self.zygote_cgroup = self.tree.leaf("zygote")
+        if self.tree.has_cpu:
+            self.zygote_cgroup.set_weight(_ZYGOTE_WEIGHT)
 
     def _find_users(self) -> None:
         """Kernel users for sandboxes: as root a block of our own, else what /etc/subuid grants, else none."""

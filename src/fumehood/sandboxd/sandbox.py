@@ -34,6 +34,7 @@ _INTERRUPT_EVERY = 0.1
 _DEATH_WAIT = 1.0
 _HAND_OVER = 10
 _HEADROOM = 16 << 20
+_MUCH_OUTPUT = 1 << 20  # of one call that runs: less is not worth a look at all of them
 # Descriptors that come with JAILED: the data directory and the namespace, and then the listeners for egress and pip.
 _HANDLES = 2
 _HANDLES_AND_LISTENERS = 4
@@ -52,6 +53,7 @@ class LocalSandbox:
         place: Place,
         settings: Settings,
         on_gone: Callable[["LocalSandbox"], None],
+        on_output: Callable[[], None],
         next_number: Callable[[], int],
     ) -> None:
         self.id = secrets.token_hex(8)
@@ -62,6 +64,7 @@ class LocalSandbox:
         self._settings = settings
         self.zygote = zygote
         self._on_gone = on_gone
+        self._on_output = on_output
         self._next_number = next_number
         self._helpers = Helpers(zygote, place.uid, place.cgroup, next_number)
         self.files = SandboxFiles(
@@ -201,6 +204,14 @@ class LocalSandbox:
                 return os.fstat(self._data).st_dev
         return None
 
+    @property
+    def output_held(self) -> int:
+        """Bytes of the server's own memory that the output of the running call takes, about."""
+        return 0 if self._running is None or self._gone is not None else self._running.held
+
+    def memory_held(self) -> int:
+        return 0 if self.place.cgroup is None else self.place.cgroup.memory_held()
+
     def kill(self, reason: str) -> None:
         """End it now, with every process in it; a running call ends as lost."""
         if self._gone is None:
@@ -322,6 +333,8 @@ class LocalSandbox:
             self._running.accept(message)
             if message.kind is Kind.END:
                 self._running = None
+            elif self._running.held > _MUCH_OUTPUT:
+                self._on_output()
             return
         handles = _HANDLES_AND_LISTENERS if self._settings.mode == "namespaces" else _HANDLES
         match message.kind:

@@ -48,7 +48,6 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _VERSION = metadata.version("fumehood")
 _PYTHON = platform.python_version()
 _DELETED = "it was deleted"
-_KEPT_BY_ALL = 16  # times what one sandbox may keep of its calls
 _WORTH_A_LOOK = 64 << 10
 _LAST_WORDS = 5.0  # seconds for what remains to be done after the code has stopped
 
@@ -313,7 +312,7 @@ class Service:
     def _make_room_for_output(self, newest: ServedSandbox) -> None:
         """Output is this process's memory, not the sandbox's: of those that were not used for longest it is let go."""
         excess = sum(served.calls.kept_bytes for served in self._served.values())
-        excess -= _KEPT_BY_ALL * self.settings.kept_bytes
+        excess -= self.settings.aggregate_output()
         if excess <= 0:
             return
         for served in sorted(self._served.values(), key=lambda served: served.last_used_at):

@@ -149,6 +149,10 @@ class Settings:
             return wanted
         return min(wanted, most * 3 // 4)
 
+    def aggregate_output(self) -> int:
+        """What the server keeps of the calls of all sandboxes, and as much again while they run."""
+        return 16 * self.kept_bytes
+
     def aggregate_memory(self) -> int:
         if self.memory_total is not None:
             return self.memory_total

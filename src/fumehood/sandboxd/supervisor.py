@@ -120,7 +120,10 @@ class Supervisor:
         await asyncio.gather(*(shard.living() for shard in self._shards))
         self._refill()
         if mode != "pod":
-            self._background(hoards.watch(lambda: [*self.sandboxes.values()]))
+            self._background(hoards.watch(self._handed_out))
+            if self._places.tree is not None:
+                most = self._settings.aggregate_memory()
+                self._background(hoards.watch_memory(self._handed_out, self._places.tree, most))
 
     def _open_packages(self, launch: Launch) -> None:
         """Get ready to install packages; where that cannot be, whoever asks for some is told why."""
@@ -263,6 +266,9 @@ class Supervisor:
         """Those that were handed out and live."""
         parked = set(self._parked)
         return {sandbox.id: sandbox for sandbox in self._live.values() if sandbox not in parked}
+
+    def _handed_out(self) -> list[LocalSandbox]:
+        return [*self.sandboxes.values()]
 
     async def create(self, spec: SandboxSpec | None = None) -> LocalSandbox:
         """A sandbox of one's own: a parked one with the limits asked for, or a new one."""
@@ -465,7 +471,14 @@ class Supervisor:
             with theirs:
                 undo.callback(mine.close)
                 sandbox = LocalSandbox(
-                    number, zygote, mine, place, self._settings, self._sandbox_gone, self._numbers.__next__
+                    number,
+                    zygote,
+                    mine,
+                    place,
+                    self._settings,
+                    self._sandbox_gone,
+                    self._output_grew,
+                    self._numbers.__next__,
                 )
                 undo.callback(sandbox.release)
                 sandbox.offer_packages(self._installer, unavailable=self._no_packages)
@@ -488,6 +501,14 @@ class Supervisor:
         if self.on_gone is not None:
             self.on_gone(sandbox)
         self._background(self._places.give_back(sandbox.place), even_when_closing=True)
+
+    def _output_grew(self) -> None:
+        """Until a call ends nothing of its output can be let go, and it is memory of this process."""
+        if sum(sandbox.output_held for sandbox in self._live.values()) > self._settings.aggregate_output():
+            greedy = max(self._live.values(), key=lambda sandbox: sandbox.output_held)
+            greedy.kill(
+                "the output of all calls that run was more than the server keeps, and it had most of it"
+            )
 
     def _background(self, work: Any, *, even_when_closing: bool = False) -> None:
         if self._closing and not even_when_closing:

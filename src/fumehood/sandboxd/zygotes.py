@@ -67,7 +67,8 @@ class Zygote:
             raise IsolationUnavailable(f"The jail could not be made: {said}.", _ADVICE) from error
         zygote = cls(sock, process)
         special = {"common": launch.common and launch.common._asdict(), "thorough": launch.thorough}
-        await zygote._prepare(launch.program, launch.preload, launch.timeout, special)
+        programs = (launch.program, launch.helper_program)
+        await zygote._prepare(programs, launch.preload, launch.timeout, special)
         if zygote.about.threads != 1:
             # A fork copies one thread only: the locks of the others would stay locked in every sandbox.
             await zygote.close()
@@ -78,7 +79,9 @@ class Zygote:
         return zygote
 
     @classmethod
-    async def connect(cls, path: Path, program: bytes, preload: tuple[str, ...], timeout: float) -> Self:
+    async def connect(
+        cls, path: Path, programs: tuple[bytes, bytes], preload: tuple[str, ...], timeout: float
+    ) -> Self:
         """Mode `pod`: the zygote runs in the neighbouring container and listens on a socket."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
@@ -90,13 +93,15 @@ class Zygote:
                 "Start the code container first: `python -m fumehood.sandboxd.inside.guest PATH`.",
             ) from error
         zygote = cls(sock, None)
-        await zygote._prepare(program, preload, timeout, {"single": True})
+        await zygote._prepare(programs, preload, timeout, {"single": True})
         return zygote
 
     async def _prepare(
-        self, program: bytes, preload: tuple[str, ...], timeout: float, special: dict[str, Any]
+        self, programs: tuple[bytes, bytes], preload: tuple[str, ...], timeout: float, special: dict[str, Any]
     ) -> None:
-        self.request({"program": base64.b64encode(program).decode(), "preload": list(preload), **special})
+        """`programs` are the filters of the code and of helpers."""
+        code, helpers = (base64.b64encode(program).decode() for program in programs)
+        self.request({"program": code, "helper_program": helpers, "preload": list(preload), **special})
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), timeout)
         except (TimeoutError, EOFError) as error:

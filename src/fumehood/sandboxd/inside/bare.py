@@ -1,19 +1,18 @@
 """The zygote of modes without namespaces, warm interpreter and warden in one; imports only siblings."""
 
-import base64
 import os
 import socket
 from typing import Any, NoReturn
 
 from fumehood.sandboxd.inside import children, preload, processes, runner, syscalls, zygote
-from fumehood.sandboxd.inside.warden import Warden
+from fumehood.sandboxd.inside.warden import Warden, decoded_programs
 
 
 class BareZygote(Warden):
     """Each sandbox is a tree of processes below a first one of its own, which adopts, reaps and hands signals on."""
 
-    def __init__(self, control: socket.socket, program: bytes, *, single: bool) -> None:
-        super().__init__(control, program)
+    def __init__(self, control: socket.socket, programs: tuple[bytes, bytes], *, single: bool) -> None:
+        super().__init__(control, programs)
         self._single = single
         self._runner = runner.Runner()
 
@@ -44,7 +43,7 @@ def main(control_fd: int) -> NoReturn:
     request, _ = children.receive(control)
     problems = preload.preload(request["preload"])
     zygote.forget_guest()
-    bare = BareZygote(control, base64.b64decode(request["program"]), single=request.get("single", False))
+    bare = BareZygote(control, decoded_programs(request), single=request.get("single", False))
     preload.freeze(for_many=not request.get("single", False))
     bare.report(zygote.about(problems))
     bare.serve()

@@ -110,14 +110,14 @@ class _Walk:
 
     def take(self, prefix: str, entry: os.DirEntry[str]) -> bool:
         """False once there is no room for more."""
-        if not prefix and entry.name.startswith(RESERVED):
-            return True
         path = f"{prefix}{entry.name}"
         self._entries += 1
         self._name_bytes += len(path)
         if self._entries > MAX_ENTRIES or self._name_bytes > MAX_NAME_BYTES:
             self.cut = self.full = True
             return False
+        if path.startswith(RESERVED):  # counted all the same: code may make any number of them
+            return True
         if not _is_text(entry.name):
             self.cut = True  # nobody could ask for it: the wire speaks UTF-8
         elif entry.is_dir(follow_symlinks=False):

@@ -99,6 +99,8 @@ class Runner:
         self._output.open(channel)
         self._known_paths = len(sys.path_importer_cache)
         self._furnish()
+        # Not in the zygote: what it has had, later forks could read.
+        multiprocessing.process.current_process().authkey = os.urandom(32)
         self._loop_for_ever()
 
     def rehearse(self, sources: list[str]) -> None:

@@ -22,9 +22,9 @@ _ZYGOTE = 0  # the number of the zygote among the children; sandboxes count from
 class Warden(children.Parent):
     """`spawn` answers with the pidfd of the sandbox's first process; `exited` follows when all of it has ended."""
 
-    def __init__(self, control: socket.socket, program: bytes, layers: int = -1) -> None:
+    def __init__(self, control: socket.socket, programs: tuple[bytes, bytes], layers: int = -1) -> None:
         super().__init__(control)
-        self.program = program
+        self.program, self._helper_program = programs
         self._layers = layers  # a mount namespace that has the store of packages; no sandbox has
         self._helpers: set[int] = set()
         self.listen(control, self._request)
@@ -69,7 +69,7 @@ class Warden(children.Parent):
         What is to be done, names above all, the helper hears over its own socket after the fork.
         """
         if self._fork_helper(number, fds):
-            helper.run(uid, self.program, socket.socket(fileno=fds[0]), fds[1], fds[2:])
+            helper.run(uid, self._helper_program, socket.socket(fileno=fds[0]), fds[1], fds[2:])
 
     def _attach(self, number: int, fds: list[int]) -> None:
         """Put layers of packages into a sandbox; which ones, the helper hears after the fork."""
@@ -102,12 +102,12 @@ class NamespaceWarden(Warden):
     def __init__(
         self,
         control: socket.socket,
-        program: bytes,
+        programs: tuple[bytes, bytes],
         layers: int,
         link: socket.socket,
         zygote: tuple[int, int],
     ) -> None:
-        super().__init__(control, program, layers)
+        super().__init__(control, programs, layers)
         self._link = link
         self._has_program = os.path.exists(layout.FIRST)
         self._zygote = zygote[1]
@@ -206,6 +206,11 @@ def _skip_a_number() -> None:
     os.waitpid(pid, 0)
 
 
+def decoded_programs(request: dict[str, Any]) -> tuple[bytes, bytes]:
+    """The filters of the code and of helpers."""
+    return base64.b64decode(request["program"]), base64.b64decode(request["helper_program"])
+
+
 def main(control_fd: int) -> NoReturn:
     """Start the zygote beside, hand its own socket to the supervisor, serve."""
     children.no_stdin()
@@ -214,7 +219,7 @@ def main(control_fd: int) -> NoReturn:
         os.setgroups([])
     control = socket.socket(fileno=control_fd)
     request, _ = children.receive(control)
-    program = base64.b64decode(request["program"])
+    programs = decoded_programs(request)
     layers = _withdraw_layers()
     link, zygote_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     supervisors, zygotes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -226,7 +231,7 @@ def main(control_fd: int) -> NoReturn:
         # Not sooner: what the zygote needs makes its forks expensive, and this process is to stay small.
         from fumehood.sandboxd.inside import zygote
 
-        zygote.run(zygotes, zygote_link, program, request)
+        zygote.run(zygotes, zygote_link, programs[0], request)
     with supervisors:
         children.send(control, {"event": "zygote"}, [supervisors.fileno()])
     zygotes.close()
@@ -234,4 +239,4 @@ def main(control_fd: int) -> NoReturn:
     gc.disable()  # a collection in a fork would touch, and so copy, every object there is
     immortal.make_immortal()
     gc.freeze()
-    NamespaceWarden(control, program, layers, link, (pid, os.pidfd_open(pid))).serve()
+    NamespaceWarden(control, programs, layers, link, (pid, os.pidfd_open(pid))).serve()

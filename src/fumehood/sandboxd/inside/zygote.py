@@ -4,7 +4,6 @@ It holds no secret, no path of the host, no channel to any sandbox and nothing a
 it knows, every later fork could read. What it reports (ended and how) it has seen itself through the kernel.
 """
 
-import multiprocessing.process
 import os
 import random
 import socket
@@ -90,9 +89,8 @@ def about(problems: dict[str, str]) -> dict[str, Any]:
 
 
 def renew_secrets() -> None:
-    """What all forks would share otherwise."""
+    """What all forks would share otherwise; each in the place of the last one, of which nothing is left."""
     random.seed()
-    multiprocessing.process.current_process().authkey = os.urandom(32)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and "numpy.random" in sys.modules:
         # As numpy.random.seed() does, in a fraction of the time: the state is nothing but random numbers.

@@ -18,7 +18,7 @@ from fumehood.sandboxd.packages.store import Pin
 logger = logging.getLogger(__name__)
 
 _CONNECTIONS = 4
-_ACCEPT_EVERY = 0.01  # seconds; code may connect as often as it likes, and gets its share of this process
+_ACCEPT_EVERY = 0.05  # seconds; code may connect as often as it likes, and gets its share of this process
 _ACCEPT_AGAIN = 1.0  # after a failure, for want of descriptors say
 _LINE_BYTES = 64 * 1024
 _READ_SECONDS = 10

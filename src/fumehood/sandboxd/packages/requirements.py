@@ -18,6 +18,7 @@ MOST_LINES = 100
 MOST_CHARACTERS = 500
 _MOST_NAME = 100
 _SHOWN = 80
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")  # `packaging` lets an underscore end it
 _COMMENT = re.compile(r"(^|\s+)#.*$")
 _VARIABLE = re.compile(r"\$\{?\w|%\w+%")
 _ARCHIVES = (".whl", ".zip", ".tar.gz", ".tar.bz2", ".tgz", ".egg")
@@ -73,6 +74,8 @@ def _parse_line(line: str) -> Requirement | None:
         raise _refuse(line, f"it is not a requirement: {str(error).splitlines()[0]}") from None
     if requirement.url is not None:
         raise _refuse(line, _URL)
+    if not all(map(_NAME.fullmatch, (requirement.name, *requirement.extras))):
+        raise _refuse(line, "a name begins and ends with a letter or a digit")
     if len(requirement.name) > _MOST_NAME:
         raise _refuse(line, f"a name has at most {_MOST_NAME} characters")
     if any(specifier.operator == "===" for specifier in requirement.specifier):

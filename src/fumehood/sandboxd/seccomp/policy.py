@@ -105,10 +105,12 @@ NUMBERS = {
 # return. Not splice, tee and vmsplice: aliased pages have a bad record and everybody has a fallback;
 # shutil needs only sendfile and copy_file_range. Not cachestat: it shows which pages of shared files others
 # have touched. Not inotify: it tells which shared files neighbours and the host open, and its instances are one
-# quota for all sandboxes of a zygote. Not the handle calls: open_by_handle_at walks out of mounts.
+# quota for all sandboxes of a zygote. Not the handle calls: open_by_handle_at walks out of mounts. Attributes can be
+# asked for and removed, but not set: see ATTRIBUTES. Not openat2: RESOLVE_CACHED, in memory, asks whether somebody has
+# looked a name up lately.
 FILES = """
     read write readv writev pread64 pwrite64 preadv pwritev pwritev2 lseek
-    open creat openat openat2 close close_range dup dup2 dup3 flock
+    open creat openat close close_range dup dup2 dup3 flock
     stat lstat fstat newfstatat statx statfs fstatfs access faccessat faccessat2
     getdents getdents64 getcwd chdir fchdir
     mkdir mkdirat rmdir rename renameat renameat2 link linkat symlink symlinkat unlink unlinkat
@@ -116,9 +118,12 @@ FILES = """
     chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat
     utime utimes futimesat utimensat
     fsync fdatasync sync_file_range sendfile copy_file_range
-    setxattr lsetxattr fsetxattr getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
-    removexattr lremovexattr fremovexattr setxattrat getxattrat listxattrat removexattrat
+    getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
+    removexattr lremovexattr fremovexattr getxattrat listxattrat removexattrat
 """
+# An access control list of 64 KiB on each of 100,000 files, or on memfds, is kernel memory that no cgroup counts, and
+# which attribute is meant lies in memory, out of a filter's sight. EOPNOTSUPP: a file system that has none.
+ATTRIBUTES = "setxattr lsetxattr fsetxattr setxattrat"
 
 # Not io_uring (its work bypasses this filter) and not the old io_setup family (fs.aio-max-nr is one quota
 # for the whole host): libraries fall back to threads.
@@ -128,11 +133,12 @@ WAITING = """
     timerfd_create timerfd_settime timerfd_gettime
 """
 
-# mlock is bounded by RLIMIT_MEMLOCK and by the cgroup. Not mlockall, memfd_secret (unswappable, hidden from
-# the supervisor), process_madvise, remap_file_pages, userfaultfd (widens kernel races), pkeys (unused),
+# mlock is bounded by RLIMIT_MEMLOCK and by the cgroup. Not mincore: of files that belong to the caller's kernel user,
+# which an ordinary operator's packages do, it tells what others have read. Not mlockall, memfd_secret (unswappable,
+# hidden from the supervisor), process_madvise, remap_file_pages, userfaultfd (widens kernel races), pkeys (unused),
 # set_mempolicy and mbind (only asking is needed).
 MEMORY = """
-    brk munmap mremap mprotect msync mincore mseal
+    brk munmap mremap mprotect msync mseal
     mlock mlock2 munlock munlockall get_mempolicy membarrier
 """
 
@@ -310,15 +316,22 @@ PRCTL = {
     "SME_GET_VL": 64,
     "GET_AUXV": 0x41555856,
 }
-PR_SET_VMA = 0x53564D41  # with PR_SET_VMA_ANON_NAME (0) only: newer glibc labels its mappings
 # Not dumpable would hide the process's /proc and namespaces from the supervisor's helpers.
 PRCTL_REFUSED = {"SET_DUMPABLE": 4, "SET_KEEPCAPS": 8, "CAPBSET_DROP": 24, "SET_SECUREBITS": 28, "SET_MM": 35}
-# EINVAL: a kernel without Yama, without seccomp filters (man-db goes on without only for this), without KSM.
-PRCTL_UNKNOWN = {"SET_PTRACER": 0x59616D61, "SET_SECCOMP": 22, "SCHED_CORE": 62, "SET_MEMORY_MERGE": 67}
+# EINVAL: a kernel without Yama, without seccomp filters (man-db goes on without only for this), without KSM, without
+# names for mappings (newer glibc gives some; no cgroup counts them).
+PRCTL_UNKNOWN = {
+    "SET_PTRACER": 0x59616D61,
+    "SET_SECCOMP": 22,
+    "SCHED_CORE": 62,
+    "SET_MEMORY_MERGE": 67,
+    "SET_VMA": 0x53564D41,
+}
 
-# Not MADV_MERGEABLE: pages merged across sandboxes are a side channel. Nor HWPOISON and SOFT_OFFLINE.
-MADVISE = (*range(5), 8, 9, 10, 11, *range(14, 26), 102, 103)
-MADVISE_UNKNOWN = (12, 13, 100, 101)
+# Not MADV_MERGEABLE: pages merged across sandboxes are a side channel. Nor MADV_COLD and MADV_PAGEOUT, which evict
+# pages of shared files, HWPOISON and SOFT_OFFLINE.
+MADVISE = (*range(5), 8, 9, 10, 11, *range(14, 20), *range(22, 26), 102, 103)
+MADVISE_UNKNOWN = (12, 13, 20, 21, 100, 101)
 
 # AMX libraries ask for tile state by ARCH_REQ_XCOMP_PERM. Not ARCH_SET_CPUID, ARCH_MAP_VDSO_*, ARCH_SHSTK_*.
 ARCH_PRCTL = {
@@ -396,7 +409,6 @@ def _ioctl() -> tuple[Rule, ...]:
 def _prctl() -> tuple[Rule, ...]:
     return (
         *_when(0, PRCTL.values()),
-        Rule((Arg(0, PR_SET_VMA), Arg(1, 0)), ALLOW),
         *_when(0, PRCTL_REFUSED.values(), fail(errno.EPERM)),
         *_when(0, PRCTL_UNKNOWN.values(), fail(errno.EINVAL)),
     )
@@ -486,7 +498,10 @@ def _names(*groups: str) -> frozenset[str]:
 
 
 _COMMON = _names(FILES, WAITING, MEMORY, PROCESSES, IDENTITY, SIGNALS, TIME, SOCKETS, LANDLOCK)
-_REFUSED: Mapping[str, Action] = dict.fromkeys(sorted(_names(REFUSED)), fail(errno.EPERM))
+_REFUSED: Mapping[str, Action] = {
+    **dict.fromkeys(sorted(_names(REFUSED)), fail(errno.EPERM)),
+    **dict.fromkeys(ATTRIBUTES.split(), fail(errno.EOPNOTSUPP)),
+}
 
 # Inside a network, ipc and pid namespace of its own: what reaches other processes reaches the sandbox's only.
 NAMESPACES = Policy(
@@ -540,5 +555,13 @@ DEGRADED = Policy(
     },
 )
 
-POLICIES = {policy.name: policy for policy in (NAMESPACES, POD, DEGRADED)}
+# For the helpers that work on files, in every mode: a process of ours that reads what strangers wrote.
+HELPER = Policy(
+    name="helper",
+    allowed=DEGRADED.allowed | _names("openat2"),
+    refused=DEGRADED.refused,
+    by_argument=DEGRADED.by_argument,
+)
+
+POLICIES = {policy.name: policy for policy in (NAMESPACES, POD, DEGRADED, HELPER)}
 POLICY_OF_MODE = {"namespaces": "namespaces", "pod": "pod", "unsafe-degraded": "degraded"}
