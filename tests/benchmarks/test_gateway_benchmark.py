@@ -34,6 +34,7 @@ LEAST = Scale(
     tool_turns=1,
     fresh_containers=1,
     conversations=1,
+    pairs=1,
     balances=1,
 )
 

@@ -20,7 +20,7 @@ from benchmarks.harness.model_server import AFTER_THE_TOOL, code, query, words
 from benchmarks.harness.rawhttp import Client
 
 LEAST = Scale(
-    1, 1, 1, 1, 1, 1, 1, tool_rounds=1, tool_turns=1, fresh_containers=1, conversations=2, balances=1
+    1, 1, 1, 1, 1, 1, 1, tool_rounds=1, tool_turns=1, fresh_containers=1, conversations=2, pairs=1, balances=1
 )
 
 
