@@ -39,7 +39,7 @@ class Census:
         """What is here and not there, for a message."""
         kinds = ("processes", "cgroups", "loop_devices", "mounts", "files")
         more: dict[str, object] = {kind: getattr(self, kind) - getattr(other, kind) for kind in kinds}
-        more["descriptors"] = self.descriptors - other.descriptors
+        more["descriptors"] = max(self.descriptors - other.descriptors, 0)
         return {kind: found for kind, found in more.items() if found}
 
 
@@ -104,8 +104,15 @@ class Counter:
 
     def settles_at(self, wanted: Census, seconds: float = 20) -> dict[str, object]:
         """What is still there beyond `wanted` after some patience: the kernel ends things behind our back."""
-        waited_for(lambda: not self.take().beyond(wanted), seconds)
-        return self.take().beyond(wanted)
+        beyond: dict[str, object] = {}
+
+        def settled() -> bool:
+            nonlocal beyond
+            beyond = self.take().beyond(wanted)  # not taken once more: the supervisor opens files now and then
+            return not beyond
+
+        waited_for(settled, seconds)
+        return beyond
 
 
 def _counted(names: Iterable[str]) -> frozenset[str]:

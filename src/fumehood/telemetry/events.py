@@ -19,7 +19,8 @@ _LOST = frozenset({"lost", "out_of_memory"})
 
 
 class Events(Listener):
-    """
+    """Tells of turns that were asked for, and of what went wrong.
+
     with_details: whether there is an event for every turn; with_content: whether it has what was said in it.
     """
 

@@ -58,7 +58,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalSettings:
-    """
+    """What the configuration says of telemetry.
+
     endpoint: the address that all signals share, None to leave it to the variables.
     profile, content_bytes, redact: how what was said is written, how much of it, and who looks over it before.
     models: those that metrics may be told of by name, whoever asks for them.
