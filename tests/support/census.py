@@ -108,7 +108,9 @@ class Counter:
 
         def settled() -> bool:
             nonlocal beyond
-            beyond = self.take().beyond(wanted)  # not taken once more: the supervisor opens files now and then
+            beyond = self.take().beyond(
+                wanted
+            )  # not taken once more: the supervisor opens files now and then
             return not beyond
 
         waited_for(settled, seconds)
