@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from array import array
+from collections.abc import Sequence
 from contextvars import Context, copy_context
 from itertools import accumulate
 from typing import Any, override
@@ -202,6 +203,15 @@ def test_pauses_between_pieces_are_counted(pieces: list[AnyModelEvent] | None) -
     assert len(turn.moments) == 3
     assert (turn.gaps().number, turn.gaps().total > 0, turn.first > 0) == (2, True, True)
     assert pieces is None or pieces == [*says("x")] * 3
+
+
+def test_where_nobody_watches_there_are_no_pauses() -> None:
+    turn = TurnSeen.of(ModelRequest(model="m", streamed=False))
+
+    def take(events: Sequence[AnyModelEvent]) -> bool:
+        return bool(events)
+
+    assert turn.noting(take) is take
 
 
 @given(st.lists(st.integers(0, 100_000_000_000)))

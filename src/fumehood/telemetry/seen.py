@@ -161,6 +161,8 @@ class TurnSeen(Seen, eq=False, kw_only=True):
         """
         if self.pieces is not None:
             return partial(self._keep, take)
+        if not self.asked.streamed:
+            return take  # when its pieces came is nobody's question
         came, now = self.moments.append, perf_counter_ns
 
         def taking(events: Sequence[AnyModelEvent]) -> bool:
