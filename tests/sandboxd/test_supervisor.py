@@ -490,7 +490,10 @@ async def test_nothing_is_left_behind() -> None:
             elif number % 3 == 1:
                 await sandbox.destroy()
     assert _left_behind() == before
-    assert len(os.listdir("/proc/self/fd")) <= fds
+    async with asyncio.timeout(20):
+        # A last look at hoards, in a thread, may have a file open.
+        while len(os.listdir("/proc/self/fd")) > fds:
+            await asyncio.sleep(0.02)
     assert not descendants(os.getpid()) & _named("sleep")
 
 

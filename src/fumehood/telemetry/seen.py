@@ -263,7 +263,7 @@ class Observer:
             _tell([seen], self._contents.ended)
         seen.forget()
         self._ended.append(seen)
-        if len(self._ended) >= _TOGETHER:
+        if len(self._ended) >= _TOGETHER or seen.content:  # which may be large
             self.tell()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_SECONDS_UNTIL_TOLD, self.tell)
