@@ -254,9 +254,9 @@ class _ObservedSession:
 def _tell_phase(observer: Observer, of: _Link[CallSeen], phase: Phase) -> None:
     if of.seen is not None:
         error = "cancelled" if phase.error in _CANCELLED else phase.error
-        seen = PhaseSeen(phase=phase, call=of.seen, began_at=phase.began_at, took=phase.took, error=error)
-        observer.began(seen)
-        observer.ended(seen)
+        observer.ended(
+            PhaseSeen(phase=phase, call=of.seen, began_at=phase.began_at, took=phase.took, error=error)
+        )
 
 
 def _tell(seen: CallSeen, result: ToolResult) -> None:

@@ -213,7 +213,9 @@ class CallSeen(Seen, eq=False, kw_only=True):
 
 
 class PhaseSeen(Seen, eq=False, kw_only=True):
-    """A phase of a call: a sandbox was acquired, packages were installed, code has run, files were looked for."""
+    """A phase of a call: a sandbox was acquired, packages were installed, code has run, files were looked for. Nobody
+    hears of it before it is over.
+    """
 
     phase: Phase
     call: CallSeen

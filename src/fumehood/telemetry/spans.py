@@ -40,12 +40,12 @@ class Spans(Listener):
         elif isinstance(seen, CallSeen):
             seen.span = self._begin(_Call(seen.name), seen.began_at, _within(seen.run))
             seen.span.tell(partial(_call_attributes, seen.call_id))
-        elif isinstance(seen, PhaseSeen):
-            known = _Phase(seen.phase.name, tuple(seen.phase.facts.items()))
-            seen.span = self._begin(known, seen.began_at, _within(seen.call))
 
     @override
     def ended(self, seen: Seen) -> None:
+        if isinstance(seen, PhaseSeen):
+            known = _Phase(seen.phase.name, tuple(seen.phase.facts.items()))
+            seen.span = self._begin(known, seen.began_at, seen.call.span)
         span = seen.span
         if not span.sampled:
             return
