@@ -122,9 +122,8 @@ def _by_locks(holders: Sequence[Holder]) -> Iterator[Holder]:
     if len(locks) <= MOST_LOCKS:
         return
     by_process = Counter(pid for pid, _ in locks)
-    by_device: dict[
-        int | None, list[int]
-    ] = {}  # so each lock is looked at once, however many sandboxes there are
+    # So each lock is looked at once, however many sandboxes there are.
+    by_device: dict[int | None, list[int]] = {}
     for pid, device in locks:
         by_device.setdefault(device, []).append(pid)
     for holder in holders:
