@@ -7,7 +7,7 @@ clients upload. `Store` and `Blobs` keep what must not be lost. Those of sandbox
 passes its kit in `fumehood.testing`. What a method raises is said here and nowhere else.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -178,13 +178,23 @@ class Runs(Protocol):
 type Take = Callable[[Sequence[AnyModelEvent]], bool]
 
 
+class Batches(Protocol):
+    """What comes of a turn, as many events at a time as are there; a generator, mostly. Whoever has taken it closes it,
+    at its end as well as before.
+    """
+
+    def __aiter__(self) -> AsyncIterator[Sequence[AnyModelEvent]]: ...
+
+    def __anext__(self) -> Awaitable[Sequence[AnyModelEvent]]: ...
+
+    def aclose(self) -> Awaitable[None]: ...
+
+
 class ModelBackend(Protocol):
     """A model server, or something that behaves like one."""
 
-    def stream(
-        self, request: ModelRequest, take: Take | None = None
-    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
-        """One turn, as many events at a time as are there, `TurnEnded` last. Leaving the generator aborts the
+    def stream(self, request: ModelRequest, take: Take | None = None) -> Batches:
+        """One turn, as many events at a time as are there, `TurnEnded` last. Closing it before its end aborts the
         request. Raises ModelError; before the first batch, nothing has happened and the turn may be tried again.
 
         take: may be offered what comes after the first batch; what it takes is not given again.

@@ -4,8 +4,7 @@ Work is done deep below those who want to know of it, and for many of them side 
 the task. Where nobody does, a phase is one object that does nothing, the same for all.
 """
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from time import perf_counter_ns, time_ns
 from typing import Self, override
@@ -90,11 +89,16 @@ def phase(name: str) -> Phase:
     return Phase(name, tell)
 
 
-@contextmanager
-def heard_by(listener: Listener) -> Generator[None]:
+class heard_by:  # noqa: N801 - it reads like a function
     """Phases of this task that begin in the block are told to the listener, and to those who listen already."""
-    token = _listeners.set((*_listeners.get(), listener))
-    try:
-        yield
-    finally:
-        _listeners.reset(token)
+
+    __slots__ = ("_listener", "_token")
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def __enter__(self) -> None:
+        self._token = _listeners.set((*_listeners.get(), self._listener))
+
+    def __exit__(self, *_: object) -> None:
+        _listeners.reset(self._token)

@@ -125,6 +125,8 @@ async def test_whoever_cannot_wait_is_told_what_others_wait_for(step: Any) -> No
     (waited,) = await asyncio.gather(run.wait(), return_exceptions=True)
     await engine.runs.drain(0)
     assert told == [waited]
+    run.when_over(told.append)
+    assert told == [waited, waited]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ from fumehood.telemetry.contents import (
     ProfileName,
 )
 from fumehood.telemetry.seen import CallSeen, RunSeen, Seen, TurnSeen
+from tests.support.turns import turn_of
 
 OTEL = Path(__file__).parents[3] / "shared" / "reference" / "otel"
 NAMES: list[ProfileName] = [*get_args(ProfileName.__value__)]
@@ -86,7 +87,7 @@ def turn(pieces: list[AnyModelEvent], *entries: Entry, **more: Any) -> TurnSeen:
         others=[ToolSpec("web_search", None, b"{}")],
         **more,
     )
-    seen = TurnSeen.of(request)
+    seen = turn_of(request)
     seen.pieces = []
     seen.note(pieces)
     return seen

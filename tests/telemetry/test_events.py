@@ -19,6 +19,7 @@ from fumehood.telemetry.quick_spans import QuickTracer
 from fumehood.telemetry.seen import CallSeen, Observer, PhaseSeen, Seen, TurnSeen
 from fumehood.telemetry.spans import Spans
 from fumehood.telemetry.trace_context import Propagation
+from tests.support.turns import turn_of
 
 
 async def emitted(
@@ -29,8 +30,8 @@ async def emitted(
     provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
     tracer = QuickTracer(TracerProvider(shutdown_on_exit=False), SimpleSpanProcessor(InMemorySpanExporter()))
     events = Events(provider.get_logger("test"), **settings)
-    listeners = [Spans(tracer, Propagation({})), events]
-    observer = Observer(listeners, contents)
+    spans = Spans(tracer, Propagation({}))
+    observer = Observer([events, spans], contents, spans.began)
     observer.began(seen)
     observer.ended(seen)
     observer.tell()
@@ -39,7 +40,7 @@ async def emitted(
 
 def turn(error: str = "") -> TurnSeen:
     request = ModelRequest(model="m", sampling=Sampling(temperature=0.5))
-    seen = TurnSeen.of(request, ("127.0.0.1", 8000))
+    seen = turn_of(request, ("127.0.0.1", 8000))
     seen.pieces, seen.error = [], error
     seen.note([Text("Hello.")])
     if not error:
@@ -57,7 +58,7 @@ async def test_a_turn_has_an_event_where_it_is_asked_for() -> None:
     (record,) = await emitted(seen, with_details=True)
     assert record.log_record.event_name == "gen_ai.client.inference.operation.details"
     assert record.log_record.severity_number == SeverityNumber.INFO
-    assert record.log_record.span_id == seen.span.span_id
+    assert record.log_record.span_id == seen.span_id
     told = facts(record)
     assert told.pop("gen_ai.response.time_to_first_chunk") > 0
     assert told == {

@@ -14,6 +14,7 @@ from fumehood.telemetry.metrics import OTHER, Metrics, ModelNames
 from fumehood.telemetry.points import Distributions
 from fumehood.telemetry.seen import CallSeen, Observer, PhaseSeen, TurnSeen
 from fumehood.testing import says
+from tests.support.turns import turn_of
 from tests.telemetry.test_observing import observed
 
 CUMULATIVE, DELTA = AggregationTemporality.CUMULATIVE, AggregationTemporality.DELTA
@@ -90,13 +91,13 @@ async def test_what_is_not_streamed_has_no_first_pieces() -> None:
     assert "gen_ai.client.operation.duration" in found
 
 
-def turn(model: str = "m", *, error: str = "", **more: Any) -> TurnSeen:
-    seen = TurnSeen.of(ModelRequest(model=model), **more)
+def turn(model: str = "m", *, error: str = "", server: tuple[str, int] | None = None) -> TurnSeen:
+    seen = turn_of(ModelRequest(model=model), server)
     seen.error = error
     if not error:
         seen.note(says("x"))
         seen.note([TurnEnded("stop", Usage(input_tokens=1, output_tokens=2))])
-    seen.took = seen.so_far()
+    seen.took = 1
     return seen
 
 

@@ -25,14 +25,16 @@ from fumehood.telemetry.seen import CallSeen, Listener, Observer, RunSeen, Seen,
 from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModels, calls, says
 from tests.support.engines import ECHO, tokens
 from tests.support.tools import Echo
+from tests.support.turns import turn_of
 
 
 class Notes(Listener):
+    wants_moments = True
+
     def __init__(self) -> None:
         self.begun: list[Seen] = []
         self.over: list[Seen] = []
 
-    @override
     def began(self, seen: Seen) -> None:
         self.begun.append(seen)
 
@@ -42,7 +44,6 @@ class Notes(Listener):
 
 
 class Broken(Listener):
-    @override
     def began(self, seen: Seen) -> None:
         raise RuntimeError("with a secret")
 
@@ -81,7 +82,7 @@ async def observed(observer: Observer, tool: Echo | None = None, *, told: bool =
 
 async def test_everything_is_told_when_it_begins_and_when_it_has_ended() -> None:
     notes = Notes()
-    assert await observed(Observer([notes])) == "completed"
+    assert await observed(Observer([notes], begins=notes.began)) == "completed"
     assert [type(seen) for seen in notes.begun] == [RunSeen, TurnSeen, CallSeen, TurnSeen]
     assert [type(seen) for seen in notes.over] == [TurnSeen, CallSeen, TurnSeen, RunSeen]
     run = notes.begun[0]
@@ -182,8 +183,8 @@ def _turns(notes: Notes) -> list[TurnSeen]:
 
 
 async def test_a_listener_that_breaks_is_nobodys_trouble(caplog: pytest.LogCaptureFixture) -> None:
-    notes = Notes()
-    assert await observed(Observer([Broken(), notes])) == "completed"
+    broken, notes = Broken(), Notes()
+    assert await observed(Observer([broken, notes], begins=broken.began)) == "completed"
     assert len(notes.over) == 4
     said = [record.getMessage() for record in caplog.records if record.name == "fumehood.telemetry.seen"]
     assert len(said) == 8
@@ -192,7 +193,7 @@ async def test_a_listener_that_breaks_is_nobodys_trouble(caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("pieces", [None, []])
 def test_pauses_between_pieces_are_counted(pieces: list[AnyModelEvent] | None) -> None:
-    turn = TurnSeen.of(ModelRequest(model="m"))
+    turn = turn_of(ModelRequest(model="m"))
     turn.pieces = pieces
     take = turn.noting(lambda events: events == [*says("x")])
     turn.note(())
@@ -200,13 +201,14 @@ def test_pauses_between_pieces_are_counted(pieces: list[AnyModelEvent] | None) -
     assert take([*says("x")])
     assert not take([*says("y")])
     assert take([*says("x")])
-    assert len(turn.moments) == 3
-    assert (turn.gaps().number, turn.gaps().total > 0, turn.first > 0) == (2, True, True)
+    gaps = turn.gaps()
+    assert (gaps.number, gaps.total > 0, turn.first > 0) == (2, True, True)
+    assert turn.moments is None
     assert pieces is None or pieces == [*says("x")] * 3
 
 
 def test_where_nobody_watches_there_are_no_pauses() -> None:
-    turn = TurnSeen.of(ModelRequest(model="m", streamed=False))
+    turn = turn_of(ModelRequest(model="m", streamed=False))
 
     def take(events: Sequence[AnyModelEvent]) -> bool:
         return bool(events)
@@ -216,10 +218,11 @@ def test_where_nobody_watches_there_are_no_pauses() -> None:
 
 @given(st.lists(st.integers(0, 100_000_000_000)))
 def test_pauses_are_counted_as_one_by_one(pauses: list[int]) -> None:
-    turn = TurnSeen.of(ModelRequest(model="m"))
+    turn = turn_of(ModelRequest(model="m"))
     turn.moments = array("q", accumulate(pauses, initial=0))
     expected = Distribution(SECONDS)
     for pause in pauses:
         expected.add(pause / 1e9)
-    assert turn.gaps().numbers == expected.numbers
-    assert turn.gaps().total == pytest.approx(expected.total)
+    found = turn.gaps()
+    assert found.numbers == expected.numbers
+    assert found.total == pytest.approx(expected.total)

@@ -1,7 +1,7 @@
 """Spans of ours against those of the SDK, which they are to equal; imports the SDK, its exporter and hypothesis."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast, override
 
@@ -76,7 +76,7 @@ class Counting(IdGenerator):
         return self.generate_span_id() << 64
 
 
-class Outer(Known, frozen=True):
+class KnownOuter(Known, frozen=True):
     @override
     def title(self) -> str:
         return "outer"
@@ -86,13 +86,36 @@ class Outer(Known, frozen=True):
         return {"x": 1}
 
 
-class Inner(Known, frozen=True):
+class KnownInner(Known, frozen=True):
     name: str = "inner"
     kind: ClassVar[SpanKind] = SpanKind.CLIENT
 
     @override
     def title(self) -> str:
         return self.name
+
+
+class Outer(QuickSpan, eq=False, kw_only=True):
+    @override
+    def known(self) -> Known:
+        return KnownOuter()
+
+    @override
+    def told(self) -> dict[str, Any]:
+        return {"y": "z"}
+
+
+class Inner(QuickSpan, eq=False, kw_only=True):
+    name: str = "inner"
+    tells: Callable[[], Mapping[str, Any]] = dict
+
+    @override
+    def known(self) -> Known:
+        return KnownInner(self.name)
+
+    @override
+    def told(self) -> dict[str, Any]:
+        return {**self.tells()}
 
 
 def provider(sampler: Sampler) -> TracerProvider:
@@ -105,12 +128,14 @@ def ours(
     """Two spans, one below the other."""
     exporter = InMemorySpanExporter()
     tracer = QuickTracer(provider(sampler), SimpleSpanProcessor(exporter))
-    outer = tracer.begin(Outer(), 5, parent or Context())
-    inner = tracer.begin(Inner(), 6, outer)
-    inner.tell(lambda: attributes)
-    tracer.end(inner, 7, error)
-    outer.tell(lambda: {"y": "z"})
-    tracer.end(outer, 2**63)
+    outer, inner = Outer(began_at=5), Inner(began_at=6, tells=lambda: attributes)
+    tracer.begin(outer, parent or Context())
+    tracer.begin(inner, outer)
+    inner.took, inner.error = 1, error
+    outer.took = 2**63 - 5
+    for span in (inner, outer):
+        if span.sampled:
+            tracer.send(span)
     return cast("Sequence[QuickSpan]", exporter.get_finished_spans())
 
 
@@ -159,7 +184,8 @@ def test_they_are_what_the_sdk_makes(attributes: dict[str, Any], error: str, rem
 
 def test_what_is_known_of_one_is_not_told_of_another() -> None:
     made = [*ours({}), *ours({})]
-    made[2].known = Inner("other")
+    assert isinstance(made[2], Inner)
+    made[2].name = "other"
     assert [span.name for span in _spans_of(parsed(request_of(made)))] == ["inner", "outer", "other", "outer"]
 
 
@@ -286,7 +312,8 @@ def test_a_span_that_cannot_be_told_does_not_cost_the_batch(caplog: pytest.LogCa
         raise ValueError("with a secret")
 
     made = ours({})
-    made[0].tell(fails)
+    assert isinstance(made[0], Inner)
+    made[0].tells = fails
     with caplog.at_level(logging.ERROR):
         assert [span.name for span in _spans_of(parsed(request_of(made)))] == ["outer"]
     assert "a span is left out: ValueError" in caplog.text

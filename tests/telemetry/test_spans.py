@@ -43,7 +43,7 @@ class Traced:
     def __post_init__(self) -> None:
         tracer = QuickTracer(TracerProvider(shutdown_on_exit=False), SimpleSpanProcessor(self.exporter))
         spans = Spans(tracer, Propagation({}), with_content=self.contents is not None)
-        self.observer = observer = Observer([spans], self.contents)
+        self.observer = observer = Observer([spans], self.contents, spans.began)
         clock = FakeClock()
         runs = EngineRuns(
             ObservedModels(ScriptedModels(self.model), observer),
@@ -94,7 +94,7 @@ async def test_a_run_is_a_trace_of_its_turns_and_calls() -> None:
         assert run.context is not None
         assert (child.parent.trace_id, child.parent.span_id) == (run.context.trace_id, run.context.span_id)
     assert told(run)["gen_ai.usage.output_tokens"] == 6
-    assert [told(turn)["gen_ai.response.finish_reasons"] for turn in turns] == [["tool_call"], ["stop"]]
+    assert [told(turn)["gen_ai.response.finish_reasons"] for turn in turns] == [("tool_call",), ("stop",)]
     assert [told(turn)["gen_ai.usage.input_tokens"] for turn in turns] == [10, 10]
     assert (told(call)["gen_ai.tool.name"], told(call)["gen_ai.tool.call.id"]) == ("echo", "call_1")
     assert not any(span.status.is_ok is False for found in spans.values() for span in found)

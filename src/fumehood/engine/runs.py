@@ -44,17 +44,37 @@ _RENEW_SECONDS = 10.0
 class EngineRun:
     """See `interfaces.Run`."""
 
-    def __init__(self, response_id: str, log: EventLog, loop: Loop) -> None:
+    def __init__(
+        self, response_id: str, log: EventLog, loop: Loop, forget: Callable[["EngineRun"], None]
+    ) -> None:
         self.id = response_id
         self._log = log
         self._loop = loop
+        self._forget = forget
+        self._over = False
+        self._tell_when_over: list[Callable[[Response | BaseException], None]] = []
         self.task = asyncio.create_task(self._drive(), name=response_id)
+        self.task.add_done_callback(self._end)
 
     async def _drive(self) -> Response:
         try:
             return await self._loop.drive()
         finally:
             self._log.close()
+
+    def _end(self, _: object) -> None:
+        self._over = True
+        self._forget(self)
+        for tell in self._tell_when_over:
+            self._tell(tell)
+
+    def _tell(self, tell: Callable[[Response | BaseException], None]) -> None:
+        try:
+            outcome = self._outcome()
+        except BaseException as error:
+            tell(error)
+        else:
+            tell(outcome)
 
     def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
         return self._log.read(after)
@@ -68,15 +88,10 @@ class EngineRun:
         return self._outcome()
 
     def when_over(self, tell: Callable[[Response | BaseException], None]) -> None:
-        def told(_: object) -> None:
-            try:
-                outcome = self._outcome()
-            except BaseException as error:
-                tell(error)
-            else:
-                tell(outcome)
-
-        self.task.add_done_callback(told)
+        if self._over:
+            self._tell(tell)
+        else:
+            self._tell_when_over.append(tell)
 
     def _outcome(self) -> Response:
         response = self.task.result()
@@ -223,9 +238,8 @@ class EngineRuns:
         )
         await aside(_unrendered(prepared), loop.check)
         self._refuse_when_draining()
-        run = EngineRun(prepared.response.id, log, loop)
+        run = EngineRun(prepared.response.id, log, loop, self._running.discard)
         self._running.add(run)
-        run.task.add_done_callback(lambda _: self._running.discard(run))
         if self._renewing is None and prepared.streamed and prepared.store:
             self._renewing = asyncio.create_task(self._renew_leases())
         return run

@@ -100,6 +100,13 @@ class ModelServer(ABC):
         self._long_patience = Patience(settings.connect_timeout, max(settings.read_timeout, _WHOLE_SECONDS))
         self._address = Address.of(settings.base_url or "")
         self._counter = None if settings.tokenize_url is None else Address.of(settings.tokenize_url)
+        self._profile = ModelProfile(
+            context_window=settings.context_window,
+            takes_images=settings.takes_images,
+            takes_files=settings.shows_files,
+            counts=self._counter is not None,
+            server=(self._address.host, self._address.port),
+        )
         headers = {**settings.headers, **_HEADERS}
         self._secrets = [value for value in settings.headers.values() if len(value) >= _SHORTEST_SECRET]
         if key is not None:
@@ -183,13 +190,7 @@ class ModelServer(ABC):
         return tokens, True
 
     def profile(self, model: str) -> ModelProfile:  # noqa: ARG002 - it is the same for all names
-        return ModelProfile(
-            context_window=self._settings.context_window,
-            takes_images=self._settings.takes_images,
-            takes_files=self._settings.shows_files,
-            counts=self._counter is not None,
-            server=(self._address.host, self._address.port),
-        )
+        return self._profile
 
     async def cards(self) -> Sequence[ModelCard]:
         """The models that the server says it has, as far as one can read it; raises ModelError."""
@@ -214,10 +215,10 @@ class ModelServer(ABC):
         trace = request.trace
         if trace is None or not self._settings.trace_context:
             return self._headers
-        told = {"traceparent": trace.traceparent}
+        lines = f"traceparent: {trace.traceparent}\r\n"
         if trace.tracestate:
-            told["tracestate"] = trace.tracestate
-        return self._headers + header_lines(told)
+            lines += f"tracestate: {trace.tracestate}\r\n"
+        return self._headers + lines.encode("latin-1")
 
     def _errors(self, model: str) -> UpstreamErrors:
         return UpstreamErrors(model, self._secrets, api=self.api)

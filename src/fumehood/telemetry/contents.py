@@ -74,7 +74,7 @@ class Contents(Listener):
 
     @override
     def ended(self, seen: Seen) -> None:
-        if not self.in_events and not seen.span.sampled:
+        if not self.in_events and not seen.sampled:
             return
         match seen:
             case RunSeen(request=CreateResponse() as request):

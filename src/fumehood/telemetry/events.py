@@ -31,9 +31,11 @@ class Events(Listener):
 
     @override
     def ended(self, seen: Seen) -> None:
-        match seen:
-            case TurnSeen():
+        if isinstance(seen, TurnSeen):
+            if self._with_details or seen.error:
                 self._turn(seen)
+            return
+        match seen:
             case CallSeen(error=error) if error:
                 told: dict[str, AnyValue] = {
                     "gen_ai.operation.name": "execute_tool",
@@ -54,7 +56,7 @@ class Events(Listener):
 
     def _turn(self, turn: TurnSeen) -> None:
         if self._with_details:
-            told: dict[str, AnyValue] = {**turn.asked.attributes(), **turn.answered().attributes()}
+            told: dict[str, AnyValue] = {**turn.known().attributes(), **turn.told()}
             if turn.error:
                 told["error.type"] = turn.error
             if self._with_content:
@@ -66,7 +68,7 @@ class Events(Listener):
     def _emit(self, name: str, seen: Seen, told: dict[str, AnyValue], severity: SeverityNumber) -> None:
         self._logger.emit(
             timestamp=seen.began_at + seen.took,
-            context=seen.span.within(),
+            context=seen.within(),
             severity_number=severity,
             event_name=name,
             attributes=told,

@@ -68,6 +68,7 @@ class _RunSeries:
     """The same for responses, by the model that was asked for and the one that answered."""
 
     labels: Labels
+    agent_labels: Labels
     requests: Distribution
     agents: Distribution
     first_tokens: Distribution
@@ -76,6 +77,8 @@ class _RunSeries:
 
 class Metrics(Listener):
     """`instruments` are read by whoever sends them."""
+
+    wants_moments = True
 
     def __init__(self, names: ModelNames) -> None:
         self._names = names
@@ -107,6 +110,7 @@ class Metrics(Listener):
         self._agent_calls = Distributions(
             "gen_ai.invoke_agent.tool_calls", "{tool_call}", "Calls of hosted tools in a response.", _TIMES
         )
+        self._turns_of_agents, self._calls_of_agents = self._agent_turns.of(()), self._agent_calls.of(())
         self._calls = _seconds("gen_ai.execute_tool.duration", "How long calls of hosted tools take.")
         self._phases = _seconds(
             "fumehood.sandbox.phase.duration",
@@ -125,36 +129,33 @@ class Metrics(Listener):
 
     @override
     def ended(self, seen: Seen) -> None:
-        match seen:
-            case TurnSeen():
-                self._turn(seen)
-            case RunSeen():
-                self._run(seen)
-            case CallSeen():
-                labels: Labels = (("gen_ai.tool.name", seen.name), ("gen_ai.tool.type", "extension"))
-                self._calls.of(_with_error(labels, seen)).add(seen.seconds)
-            case PhaseSeen():
-                self._phase(seen)
-            case _:
-                pass
+        if isinstance(seen, TurnSeen):
+            self._turn(seen)
+        elif isinstance(seen, RunSeen):
+            self._run(seen)
+        elif isinstance(seen, CallSeen):
+            labels: Labels = (("gen_ai.tool.name", seen.name), ("gen_ai.tool.type", "extension"))
+            self._calls.of(_with_error(labels, seen)).add(seen.seconds)
+        elif isinstance(seen, PhaseSeen):
+            self._phase(seen)
 
     def _turn(self, turn: TurnSeen) -> None:
-        asked = turn.asked
-        model = self._names.label(asked.model, answered=turn.end is not None)
-        series = self._of_turns.get((model, asked.server))
+        server, end, seconds = turn.server, turn.end, turn.took / 1e9
+        series = self._of_turns.get((turn.model, server))
         if series is None:
-            series = self._of_turns[model, asked.server] = self._turn_series(model, asked.server)
+            model = self._names.label(turn.model, answered=end is not None)
+            series = self._of_turns.get((model, server)) or self._turn_series(model, server)
         if turn.error:
-            self._turns.of(_with_error(series.labels, turn)).add(turn.seconds)
+            self._turns.of(_with_error(series.labels, turn)).add(seconds)
         else:
-            series.durations.add(turn.seconds)
-        if turn.first and asked.streamed:
+            series.durations.add(seconds)
+        if turn.first and turn.streamed:
             series.first_chunks.add(turn.first / 1e9)
-            if len(turn.moments) > 1:
+            if turn.moments is not None:
                 series.chunks.add_all(turn.gaps())
-        if turn.end is not None and turn.end.usage is not None:
-            series.input_tokens.add(turn.end.usage.input_tokens)
-            series.output_tokens.add(turn.end.usage.output_tokens)
+        if end is not None and end.usage is not None:
+            series.input_tokens.add(end.usage.input_tokens)
+            series.output_tokens.add(end.usage.output_tokens)
 
     def _turn_series(self, model: str, server: tuple[str, int] | None) -> "_TurnSeries":
         labels: Labels = (
@@ -164,7 +165,7 @@ class Metrics(Listener):
         )
         if server is not None:
             labels += (("server.address", server[0]), ("server.port", server[1]))
-        return _TurnSeries(
+        self._of_turns[model, server] = series = _TurnSeries(
             labels,
             durations=self._turns.of(labels),
             first_chunks=self._first_chunks.of(labels),
@@ -172,24 +173,26 @@ class Metrics(Listener):
             input_tokens=self._tokens.of((*labels, ("gen_ai.token.type", "input"))),
             output_tokens=self._tokens.of((*labels, ("gen_ai.token.type", "output"))),
         )
+        return series
 
     def _run(self, run: RunSeen) -> None:
-        begun = bool(run.first)
-        model = self._names.label(run.model, answered=begun)
-        answer = run.answer
-        answered = None if answer is None else self._names.label(answer.model, answered=begun)
-        series = self._of_runs.get((model, answered))
+        answer, begun, seconds = run.answer, bool(run.first), run.took / 1e9
+        answered = None if answer is None else answer.model
+        series = None if run.model is None else self._of_runs.get((run.model, answered))
         if series is None:
-            series = self._of_runs[model, answered] = self._run_series(model, answered)
+            model = self._names.label(run.model, answered=begun)
+            if answered is not None:
+                answered = self._names.label(answered, answered=begun)
+            series = self._of_runs.get((model, answered)) or self._run_series(model, answered)
         if run.error:
-            self._requests.of(_with_error(series.labels, run)).add(run.seconds)
-            self._agents.of(_with_error((("gen_ai.request.model", model),), run)).add(run.seconds)
+            self._requests.of(_with_error(series.labels, run)).add(seconds)
+            self._agents.of(_with_error(series.agent_labels, run)).add(seconds)
         else:
-            series.requests.add(run.seconds)
-            series.agents.add(run.seconds)
+            series.requests.add(seconds)
+            series.agents.add(seconds)
         if run.turns:
-            self._agent_turns.of(()).add(run.turns)
-            self._agent_calls.of(()).add(run.calls)
+            self._turns_of_agents.add(run.turns)
+            self._calls_of_agents.add(run.calls)
         if run.error or answer is None or not begun or not run.streamed:
             return
         series.first_tokens.add(run.first / 1e9)
@@ -205,13 +208,16 @@ class Metrics(Listener):
         )
         if answered is not None:
             labels += (("gen_ai.response.model", answered),)
-        return _RunSeries(
+        agent_labels: Labels = (("gen_ai.request.model", model),)
+        self._of_runs[model, answered] = series = _RunSeries(
             labels,
+            agent_labels,
             requests=self._requests.of(labels),
-            agents=self._agents.of((("gen_ai.request.model", model),)),
+            agents=self._agents.of(agent_labels),
             first_tokens=self._first_tokens.of(labels),
             each_token=self._each_token.of(labels),
         )
+        return series
 
     def _phase(self, seen: PhaseSeen) -> None:
         phase = seen.phase

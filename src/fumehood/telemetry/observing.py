@@ -6,12 +6,15 @@ is made and copied into it.
 """
 
 import asyncio
+from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from functools import partial
+from typing import Self
 
 from fumehood.interfaces import (
+    Batches,
     CallContext,
     Caller,
     CallSession,
@@ -104,7 +107,8 @@ class ObservedRuns:
     def _end(self, seen: RunSeen, link: _Link[RunSeen], outcome: Response | BaseException) -> None:
         if isinstance(outcome, Response):
             seen.response = outcome
-            seen.error = _trouble_of(outcome)
+            if outcome.status != "completed":
+                seen.error = _trouble_of(outcome)
         else:
             seen.error = kind_of(outcome)
         link.seen = None
@@ -148,28 +152,63 @@ class _ObservedBackend:
         self.profile = backend.profile
         self.close = backend.close
 
-    async def stream(
-        self, request: ModelRequest, take: Take | None = None
-    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
-        seen = TurnSeen.of(request, self._backend.profile(request.model).server, _current_run())
-        if self._observer.records_content:
+    def stream(self, request: ModelRequest, take: Take | None = None) -> "_ObservedTurn":
+        observer = self._observer
+        seen = TurnSeen.of(request, self.profile, _current_run())
+        if seen.streamed and observer.wants_moments:
+            seen.moments = array("q")
+        if observer.records_content:
             seen.pieces = []
-        self._observer.began(seen)
-        batches = self._backend.stream(seen.request or request, None if take is None else seen.noting(take))
+        observer.began(seen)
+        if take is not None:
+            take = seen.noting(take)
+        return _ObservedTurn(self._backend.stream(seen.request or request, take), seen, observer)
+
+
+class _ObservedTurn:
+    """A turn's batches. Not a generator around a generator: of each of those, the event loop keeps a record."""
+
+    __slots__ = ("_batches", "_observer", "_over", "_seen")
+
+    def __init__(self, batches: Batches, seen: TurnSeen, observer: Observer) -> None:
+        self._batches = batches
+        self._seen = seen
+        self._observer = observer
+        self._over = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Sequence[AnyModelEvent]:
         try:
-            async with aclosing(batches):
-                async for batch in batches:
-                    seen.note(batch)
-                    yield batch
-        except BaseException as error:
-            if seen.end is None:
-                seen.error = kind_of(error)
+            batch = await anext(self._batches)
+        except StopAsyncIteration:
+            self._end("")
             raise
+        except BaseException as error:
+            self._end(kind_of(error))
+            raise
+        self._seen.note(batch)
+        return batch
+
+    async def aclose(self) -> None:
+        try:
+            await self._batches.aclose()
         finally:
-            self._observer.ended(seen)
-            if seen.run is not None:
-                seen.run.turns += 1
-                seen.run.writing += seen.took - seen.first if seen.first else 0
+            self._end("cancelled")
+
+    def _end(self, error: str) -> None:
+        if self._over:
+            return
+        self._over = True
+        seen = self._seen
+        if seen.end is None:
+            seen.error = error
+        self._observer.ended(seen)
+        run = seen.run
+        if run is not None:
+            run.turns += 1
+            run.writing += seen.took - seen.first if seen.first else 0
 
 
 # --- tool calls ---------------------------------------------------------------------------------------

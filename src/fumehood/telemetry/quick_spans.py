@@ -10,6 +10,8 @@ import logging
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from random import getrandbits
+from time import time_ns
 from typing import Any, ClassVar, NamedTuple, cast, override
 
 import msgspec
@@ -20,6 +22,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import DEFAULT_ON, ParentBased, Sampler
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
@@ -36,7 +39,6 @@ from opentelemetry.trace import (
 from opentelemetry.util.types import AttributeValue
 
 type Attributes = Mapping[str, AttributeValue]
-type Tell = Callable[[], Attributes]
 
 logger = logging.getLogger(__name__)
 
@@ -61,45 +63,42 @@ class _Place(NamedTuple):
     trace_flags: TraceFlags
 
 
-class QuickSpan(msgspec.Struct, eq=False):
-    """One that a single task begins and ends.
+class QuickSpan(msgspec.Struct, eq=False, kw_only=True):
+    """Something that a single task begins and ends, and that is told as a span.
 
+    began_at: nanoseconds since 1970. took: nanoseconds, 0 until it has ended.
+    error: what kind of error it ended with, empty if with none; a code or a type, never a sentence.
+    trace_id, span_id, flags, state: its place in a trace, all zero until a tracer has given it one.
     parent_id: that of the span above, 0 if there is none. is_remote: whether that is somebody else's.
-    error: what kind of error it ended with, empty if with none.
-    later: what is told of it when it is sent.
+    besides: what others have to tell of it.
     """
 
-    known: Known
-    began_at: int
-    trace_id: int
-    span_id: int
-    flags: int
+    began_at: int = msgspec.field(default_factory=time_ns)
+    took: int = 0
+    error: str = ""
+    trace_id: int = 0
+    span_id: int = 0
+    flags: int = 0
     state: TraceState | None = None
     parent_id: int = 0
     is_remote: bool = False
-    ended_at: int = 0
-    error: str = ""
-    later: tuple[Tell, ...] = ()
+    besides: Attributes = {}
     context: ClassVar = _Place(TraceFlags(TraceFlags.SAMPLED))
+
+    # ---- what there is to tell. It is asked for when it is sent, by another thread ----
+
+    def known(self) -> Known:
+        return Known()
+
+    def told(self) -> dict[str, AttributeValue]:
+        """Everything that has come to what was known."""
+        return {}
+
+    # ---- where it is ----
 
     @property
     def sampled(self) -> bool:
         return bool(self.flags & TraceFlags.SAMPLED)
-
-    def tell(self, attributes: Tell) -> None:
-        """What it gives belongs to the span. It is called when that is sent, by another thread, and must hold on to
-        nothing large until then.
-        """
-        self.later = (*self.later, attributes)
-
-    def told(self) -> dict[str, AttributeValue]:
-        """Everything that has come to what was known."""
-        found: dict[str, AttributeValue] = {}
-        for tell in self.later:
-            found |= tell()
-        if self.error:
-            found["error.type"] = self.error
-        return found
 
     def place(self) -> SpanContext:
         """As the SDK has it."""
@@ -110,56 +109,52 @@ class QuickSpan(msgspec.Struct, eq=False):
         return set_span_in_context(NonRecordingSpan(self.place()), Context())
 
 
-NO_SPAN = QuickSpan(Known(), 0, 0, 0, 0)
-
-
 class QuickTracer:
-    """Begins spans as a tracer of the SDK does; those that have ended go to the processor."""
+    """Begins spans as a tracer of the SDK does. `send` takes those that have ended and were sampled."""
 
     def __init__(self, provider: TracerProvider, processor: SpanProcessor) -> None:
         self._sampler = provider.sampler
         self._follows = _follows(provider.sampler)
         self._takes_all = provider.sampler is DEFAULT_ON
         ids = provider.id_generator
-        self._new_trace_id = ids.generate_trace_id
-        self._new_span_id = ids.generate_span_id
+        self._new_trace_id, self._new_span_id = ids.generate_trace_id, ids.generate_span_id
+        if type(ids) is RandomIdGenerator:  # the same, without the way there
+            self._new_trace_id, self._new_span_id = partial(getrandbits, 128), partial(getrandbits, 64)
         self._random = TraceFlags.RANDOM_TRACE_ID if ids.is_trace_id_random() else TraceFlags.DEFAULT
         self._taken = TraceFlags.SAMPLED | self._random
-        self._send = cast("Callable[[QuickSpan], None]", processor.on_end)
+        self.send = cast("Callable[[QuickSpan], None]", processor.on_end)
 
-    def begin(self, known: Known, began_at: int, parent: QuickSpan | Context) -> QuickSpan:
-        """parent: one of ours, or what a caller says, if anything."""
+    def begin(self, span: QuickSpan, parent: QuickSpan | Context) -> None:
+        """Give it its place. parent: one of ours, or what a caller says, if anything."""
         if isinstance(parent, QuickSpan):
             if not self._follows:
-                return self._ask(known, began_at, parent.within())
-            trace_id, flags, state, above = parent.trace_id, parent.flags, parent.state, parent.span_id
-            return QuickSpan(known, began_at, trace_id, self._new_span_id(), flags, state, above)
-        if parent or not self._takes_all:
-            return self._ask(known, began_at, parent)
-        return QuickSpan(known, began_at, self._new_trace_id(), self._new_span_id(), self._taken)
+                self._ask(span, parent.within())
+                return
+            span.trace_id, span.flags = parent.trace_id, parent.flags
+            span.state, span.parent_id = parent.state, parent.span_id
+        elif parent or not self._takes_all:
+            self._ask(span, parent)
+            return
+        else:
+            span.trace_id, span.flags = self._new_trace_id(), self._taken
+        span.span_id = self._new_span_id()
 
-    def _ask(self, known: Known, began_at: int, within: Context) -> QuickSpan:
+    def _ask(self, span: QuickSpan, within: Context) -> None:
         """The sampler has its say, and may have something to tell."""
         above = get_current_span(within).get_span_context()
-        trace_id = above.trace_id if above.is_valid else self._new_trace_id()
+        known = span.known()
         attributes = known.attributes()
-        said = self._sampler.should_sample(within, trace_id, known.title(), known.kind, attributes)
+        span.trace_id = above.trace_id if above.is_valid else self._new_trace_id()
+        said = self._sampler.should_sample(within, span.trace_id, known.title(), known.kind, attributes)
         flags = TraceFlags.SAMPLED if said.decision.is_sampled() else TraceFlags.DEFAULT
-        flags |= above.trace_flags & TraceFlags.RANDOM_TRACE_ID if above.is_valid else self._random
-        span = QuickSpan(
-            known, began_at, trace_id, self._new_span_id(), flags, said.trace_state, above.span_id
+        span.flags = flags | (
+            above.trace_flags & TraceFlags.RANDOM_TRACE_ID if above.is_valid else self._random
         )
-        span.is_remote = above.is_remote
+        span.span_id, span.state = self._new_span_id(), said.trace_state
+        span.parent_id, span.is_remote = above.span_id, above.is_remote
         told = cast("Attributes", said.attributes)  # pyright: ignore[reportUnknownMemberType]
         if told != attributes:
-            span.tell(lambda: {key: value for key, value in told.items() if key not in attributes})
-        return span
-
-    def end(self, span: QuickSpan, at: int, error: str = "") -> None:
-        if span.sampled:
-            span.ended_at = at
-            span.error = error
-            self._send(span)
+            span.besides = {key: value for key, value in told.items() if key not in attributes}
 
 
 def _follows(sampler: Sampler) -> bool:
@@ -198,18 +193,29 @@ class QuickExporter(OTLPSpanExporter):
 
 def readable(resource: Resource, scope: InstrumentationScope, span: QuickSpan) -> ReadableSpan:
     """As the SDK would have it."""
+    known = span.known()
     return ReadableSpan(
-        span.known.title(),
+        known.title(),
         span.place(),
         SpanContext(span.trace_id, span.parent_id, span.is_remote) if span.parent_id else None,
         resource,
-        {**span.known.attributes(), **span.told()},
-        kind=span.known.kind,
+        {**known.attributes(), **_come(span)},
+        kind=known.kind,
         status=Status(StatusCode.ERROR if span.error else StatusCode.UNSET),
         start_time=span.began_at,
-        end_time=span.ended_at,
+        end_time=span.began_at + span.took,
         instrumentation_scope=scope,
     )
+
+
+def _come(span: QuickSpan) -> dict[str, AttributeValue]:
+    """To what was known of it."""
+    found = span.told()
+    if span.besides:
+        found |= span.besides
+    if span.error:
+        found["error.type"] = span.error
+    return found
 
 
 class Writer:
@@ -217,7 +223,7 @@ class Writer:
 
     def __init__(self, resource: Resource, scope: InstrumentationScope) -> None:
         self._readable = partial(readable, resource, scope)
-        told = self._by_the_sdk(NO_SPAN)
+        told = self._by_the_sdk(QuickSpan())
         scoped = told.scope_spans[0]
         scoped.ClearField("spans")
         self._scope = scoped.SerializePartialToString()
@@ -229,12 +235,12 @@ class Writer:
         written = [self._scope]
         for span in spans:
             try:
-                written.append(_field(b"\x12", self._written(span)))
+                written.append(_field(b"\x12", self._span(span)))
             except Exception as error:  # without its words: what was said may be among them
                 logger.error("telemetry: a span is left out: %s", type(error).__name__)
         return _field(b"\x0a", self._resource + _field(b"\x12", b"".join(written)))
 
-    def _written(self, span: QuickSpan) -> bytes:
+    def _span(self, span: QuickSpan) -> bytes:
         try:
             return _span(span)
         except _Unusual:
@@ -258,13 +264,14 @@ _FAILED = bytes((0x7A, 2, 0x18, StatusCode.ERROR.value))
 
 
 def _span(span: QuickSpan) -> bytes:
+    began_at = span.began_at
     written = [_IDS(0x0A10, span.trace_id.to_bytes(16), 0x1208, span.span_id)]
     if span.state:
         written.append(_text(b"\x1a", span.state.to_header()))
     if span.parent_id:
         written.append(_PARENT(0x2208, span.parent_id))
-    written += _TIMES(0x39, span.began_at, 0x41, span.ended_at), _known(span.known)
-    written += [_attribute(key, value) for key, value in span.told().items()]
+    written += _TIMES(0x39, began_at, 0x41, began_at + span.took), _known(span.known())
+    written += map(_attribute, (come := _come(span)), come.values())
     written += _FAILED if span.error else _FINE, _REMOTE if span.is_remote else _LOCAL
     return b"".join(written)
 
@@ -276,11 +283,38 @@ def _known(known: Known) -> bytes:
 
 
 def _attribute(key: str, value: AttributeValue) -> bytes:
-    name, written = _key(key), _value(value)
-    size = len(name) + len(written) + 2
-    if size < 128:  # as nearly all are
-        return b"".join((b"\x4a", _SMALL[size], name, b"\x12", _SMALL[len(written)], written))
-    return _field(b"\x4a", name + _field(b"\x12", written))
+    """Nearly all of them are short, and are written in one step."""
+    if type(value) is int:
+        return _number(key, value)
+    if type(value) is str:
+        text = value.encode(errors="replace")
+        name, size = _key(key), len(text)
+        if len(name) + size < 120:
+            return b"J%c%b\x12%c\n%c%b" % (len(name) + size + 4, name, size + 2, size, text)
+    elif type(value) is float:
+        name = _key(key)
+        if len(name) < 110:
+            return b"J%c%b\x12\t%b" % (len(name) + 11, name, _DOUBLE(0x21, value))
+    elif isinstance(value, tuple) and len(value) == 1 and isinstance(word := value[0], str):
+        return _word(key, word)
+    return _written(key, value)
+
+
+def _written(key: str, value: AttributeValue) -> bytes:
+    return _field(b"J", _key(key) + _field(b"\x12", _value(value)))
+
+
+# These come again and again.
+
+
+@lru_cache(maxsize=4096)
+def _number(key: str, number: int) -> bytes:
+    return _written(key, number)
+
+
+@lru_cache(maxsize=256)
+def _word(key: str, word: str) -> bytes:
+    return _written(key, (word,))
 
 
 def _value(value: AttributeValue) -> bytes:

@@ -14,20 +14,28 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import sub
-from time import perf_counter_ns, time_ns
-from typing import override
+from time import perf_counter_ns
+from typing import ClassVar, override
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from fumehood.figures import Distribution
 from fumehood.interfaces import Take
 from fumehood.parts.canonical import JsonObject
 from fumehood.phases import Phase
-from fumehood.protocol.models import AnyModelEvent, ModelRequest, TurnEnded
+from fumehood.protocol.models import AnyModelEvent, ModelProfile, ModelRequest, Sampling, TurnEnded
 from fumehood.protocol.responses import CreateResponse, Response, Usage
 from fumehood.telemetry.conventions import SECONDS, finish_reason_of
-from fumehood.telemetry.quick_spans import NO_SPAN, QuickSpan
-from fumehood.telemetry.turns import Answered, Asked
+from fumehood.telemetry.quick_spans import Known, QuickSpan
+from fumehood.telemetry.turns import (
+    Attributes,
+    KnownCall,
+    KnownPhase,
+    KnownRun,
+    KnownTurn,
+    output_type,
+    usage_attributes,
+)
 
 _TOGETHER = 64  # records
 _SECONDS_UNTIL_TOLD = 0.5
@@ -35,25 +43,15 @@ _SECONDS_UNTIL_TOLD = 0.5
 logger = logging.getLogger(__name__)
 
 
-class Seen(Struct, eq=False, kw_only=True):
-    """Something that takes its time.
+class Seen(QuickSpan, eq=False, kw_only=True):
+    """Something that takes its time; it is its own span, where there are spans.
 
-    began_at: nanoseconds since 1970. took: nanoseconds, 0 until it has ended.
     since: when it began, by the performance counter.
-    error: what kind of error it ended with, empty if with none; a code or a type, never a sentence.
-    span: which listeners may need to tell what belongs together.
     content: what was said, by attribute; empty unless it is to be recorded.
     """
 
-    began_at: int = field(default_factory=time_ns)
     since: int = field(default_factory=perf_counter_ns)
-    took: int = 0
-    error: str = ""
-    span: QuickSpan = field(default_factory=lambda: NO_SPAN)
-    content: JsonObject = {}
-
-    def so_far(self) -> int:
-        return perf_counter_ns() - self.since
+    content: JsonObject = {}  # noqa: RUF012 - every struct gets its own
 
     @property
     def seconds(self) -> float:
@@ -102,54 +100,113 @@ class RunSeen(Seen, eq=False, kw_only=True):
             self.answer = Answer(response.id, response.model, response.usage)
         self.request = self.response = None
 
+    @override
+    def known(self) -> Known:
+        return KnownRun(self.model)
+
+    @override
+    def told(self) -> Attributes:
+        answer = self.answer
+        if answer is None:
+            return {}
+        told: Attributes = {"gen_ai.response.id": answer.id, "gen_ai.response.model": answer.model}
+        return told if answer.usage is None else told | usage_attributes(answer.usage)
+
 
 class TurnSeen(Seen, eq=False, kw_only=True):
     """A turn of a model.
 
     request: what the model's server is asked, None once that has ended; a listener may put the trace in before it is
-        sent. asked: what is kept of it.
+        sent. model, streamed, sampling, output_type: what is kept of it.
+    profile: what is known of models by their names.
     first: nanoseconds until its first piece came, 0 if none has.
-    moments: when each of its pieces came, by the performance counter.
+    moments: when each of its pieces came, by the performance counter; None where nobody wants to know, and once
+        somebody has looked at them.
     pieces: everything that it said, None unless content is recorded.
     """
 
     request: ModelRequest | None
-    asked: Asked
+    model: str
+    streamed: bool
+    sampling: Sampling
+    output_type: str | None = None
+    profile: Callable[[str], ModelProfile]
     run: RunSeen | None = None
     first: int = 0
-    moments: "array[int]" = field(default_factory=partial(array, "q"))
+    moments: "array[int] | None" = None
     pieces: list[AnyModelEvent] | None = None
     end: TurnEnded | None = None
 
     @staticmethod
     def of(
-        request: ModelRequest, server: tuple[str, int] | None = None, run: RunSeen | None = None
+        request: ModelRequest, profile: Callable[[str], ModelProfile], run: RunSeen | None = None
     ) -> "TurnSeen":
-        return TurnSeen(request=request, asked=Asked.of(request, server), run=run)
+        sampling = request.sampling
+        seen = TurnSeen(
+            request=request,
+            model=request.model,
+            streamed=request.streamed,
+            sampling=sampling,
+            profile=profile,
+            run=run,
+        )
+        if sampling.text is not None:  # a schema may be large
+            seen.output_type = output_type(sampling.text)
+            seen.sampling = structs.replace(sampling, text=None)
+        return seen
+
+    @property
+    def server(self) -> tuple[str, int] | None:
+        """The host and the port, None where there is none."""
+        return self.profile(self.model).server
 
     @override
     def forget(self) -> None:
         self.request = self.pieces = None
+
+    @override
+    def known(self) -> Known:
+        sampling = self.sampling
+        return KnownTurn(
+            self.model,
+            self.server,
+            self.streamed,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+            sampling.max_output_tokens,
+            self.output_type,
+        )
+
+    @override
+    def told(self) -> Attributes:
+        told: Attributes = {}
+        if self.first and self.streamed:
+            told["gen_ai.response.time_to_first_chunk"] = self.first / 1e9
+        end = self.end
+        if end is None:
+            return told
+        told["gen_ai.response.finish_reasons"] = (finish_reason_of(end.reason),)
+        return told if end.usage is None else told | usage_attributes(end.usage)
 
     @property
     def finish_reason(self) -> str:
         """Why the model stopped, in the words of the conventions; nothing where it did not get that far."""
         return "" if self.end is None else finish_reason_of(self.end.reason)
 
-    def answered(self) -> Answered:
-        usage = None if self.end is None else self.end.usage
-        return Answered(self.first if self.asked.streamed else 0, self.finish_reason, usage)
-
     def note(self, events: Sequence[AnyModelEvent]) -> None:
         """A piece has come."""
         if not events:
             return
         now = perf_counter_ns()
-        self.moments.append(now)
         if not self.first:
             self.first = now - self.since
-            if self.run is not None and not self.run.first:
-                self.run.first = self.run.so_far()
+            run = self.run
+            if run is not None and not run.first:
+                run.first = now - run.since
+        if self.moments is not None:
+            self.moments.append(now)
         if self.pieces is not None:
             self.pieces += events
         if isinstance(events[-1], TurnEnded):
@@ -161,8 +218,8 @@ class TurnSeen(Seen, eq=False, kw_only=True):
         """
         if self.pieces is not None:
             return partial(self._keep, take)
-        if not self.asked.streamed:
-            return take  # when its pieces came is nobody's question
+        if self.moments is None:
+            return take
         came, now = self.moments.append, perf_counter_ns
 
         def taking(events: Sequence[AnyModelEvent]) -> bool:
@@ -180,8 +237,9 @@ class TurnSeen(Seen, eq=False, kw_only=True):
         return taken
 
     def gaps(self) -> Distribution:
-        """Seconds between its pieces."""
-        sizes = [*map(sub, self.moments[1:], self.moments)]
+        """Seconds between its pieces, whose moments are forgotten then: there may be many."""
+        moments, self.moments = self.moments or array("q"), None
+        sizes = [*map(sub, moments[1:], moments)]
         found = Distribution(SECONDS)
         found.total = sum(sizes) / 1e9
         if max(sizes, default=0) <= SECONDS[0] * 1e9:  # as in a burst
@@ -211,6 +269,17 @@ class CallSeen(Seen, eq=False, kw_only=True):
     def forget(self) -> None:
         self.arguments = self.output = ""
 
+    @override
+    def known(self) -> Known:
+        return KnownCall(self.name)
+
+    @override
+    def told(self) -> Attributes:
+        told: Attributes = {"gen_ai.tool.call.id": self.call_id}
+        if self.item_id:
+            told["fumehood.item.id"] = self.item_id
+        return told
+
 
 class PhaseSeen(Seen, eq=False, kw_only=True):
     """A phase of a call: a sandbox was acquired, packages were installed, code has run, files were looked for. Nobody
@@ -220,12 +289,18 @@ class PhaseSeen(Seen, eq=False, kw_only=True):
     phase: Phase
     call: CallSeen
 
+    @override
+    def known(self) -> Known:
+        return KnownPhase(self.phase.name, tuple(self.phase.facts.items()))
+
 
 class Listener(ABC):
-    """Who does not want to know of beginnings is not told of them."""
+    """Who is told of what has ended.
 
-    def began(self, seen: Seen) -> None:  # noqa: B027 - not everybody has to
-        pass
+    wants_moments: whether it looks at when the pieces of streamed turns came.
+    """
+
+    wants_moments: ClassVar[bool] = False
 
     @abstractmethod
     def ended(self, seen: Seen) -> None: ...
@@ -234,38 +309,43 @@ class Listener(ABC):
 class Observer:
     """Tells all listeners; what goes wrong with one of them is logged, and is nobody else's trouble.
 
+    begins: gives what begins its place in a trace, before anybody else knows of it.
     contents: sees what has ended at once, while it is whole, and puts into it what is recorded of it.
+    records_content, wants_moments: whether somebody does.
     running: responses that are being made now.
     """
 
-    def __init__(self, listeners: Sequence[Listener], contents: Listener | None = None) -> None:
+    def __init__(
+        self,
+        listeners: Sequence[Listener],
+        contents: Listener | None = None,
+        begins: Callable[[Seen], None] | None = None,
+    ) -> None:
         self._told_of_ends = [listener.ended for listener in listeners]
-        self._told_of_beginnings = [
-            listener.began for listener in listeners if type(listener).began is not Listener.began
-        ]
+        self._begins = begins
         self._contents = contents
+        self.records_content = contents is not None
+        self.wants_moments = any(listener.wants_moments for listener in listeners)
         self._ended: list[Seen] = []
         self._timer: asyncio.TimerHandle | None = None
         self.running = 0
 
-    @property
-    def records_content(self) -> bool:
-        return self._contents is not None
-
     def began(self, seen: Seen) -> None:
-        for tell in self._told_of_beginnings:
+        if self._begins is not None:
             try:
-                tell(seen)
+                self._begins(seen)
             except Exception as error:
                 _complain(error)
 
     def ended(self, seen: Seen) -> None:
-        seen.took = seen.took or seen.so_far()
+        if not seen.took:
+            seen.took = perf_counter_ns() - seen.since
         if self._contents is not None:
             _tell([seen], self._contents.ended)
         seen.forget()
-        self._ended.append(seen)
-        if len(self._ended) >= _TOGETHER or seen.content:  # which may be large
+        ended = self._ended
+        ended.append(seen)
+        if len(ended) >= _TOGETHER or seen.content:  # which may be large
             self.tell()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_SECONDS_UNTIL_TOLD, self.tell)

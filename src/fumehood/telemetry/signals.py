@@ -86,14 +86,17 @@ class Signals:
         self._ends: list[tuple[Callable[[], None], _Exporter]] = []
         self._propagation = Propagation(environ)
         contents = self._contents(settings)
-        listeners: list[Listener] = []  # who begins spans comes first
-        if self._wants("traces"):
-            listeners.append(self._spans(with_content=contents is not None and contents.in_spans))
+        listeners: list[Listener] = []
         if self._wants("metrics"):
             listeners.append(self._metrics(figures, settings.models))
         if self._wants("logs"):
             listeners.append(self._events(with_content=contents is not None and contents.in_events))
-        self.observer = Observer(listeners, contents)
+        begins = None
+        if self._wants("traces"):
+            spans = self._spans(with_content=contents is not None and contents.in_spans)
+            listeners.append(spans)  # last: what it is told is sent as it is
+            begins = spans.began
+        self.observer = Observer(listeners, contents, begins)
 
     # ---- what is put around the seams -----------------------------------------------------------------------------
 

@@ -69,8 +69,9 @@ class Propagation:
 
     def parent_of(self, request: CreateResponse | None) -> Context:
         """What the message itself says goes before what its connection does."""
-        said = None if request is None or not self._on else _in_metadata(request.client_metadata)
-        return said or _callers.get()
+        if request is None or not self._on or (written := bytes(request.client_metadata)) == b"null":
+            return _callers.get()
+        return _in_metadata(written) or _callers.get()
 
     def told(self, request: ModelRequest, span: QuickSpan) -> ModelRequest:
         """The request of a turn, with the turn's span as the parent of whatever comes of it."""
@@ -99,7 +100,7 @@ def _in_headers(headers: Iterable[tuple[bytes, bytes]]) -> Context:
     return _read(parents[0].decode("latin-1"), states) or _NOBODYS
 
 
-def _in_metadata(written: msgspec.Raw) -> Context | None:
+def _in_metadata(written: bytes) -> Context | None:
     try:
         told = _metadata.decode(written)
     except (ValueError, RecursionError):

@@ -1,24 +1,36 @@
-"""What is told of a model's turn, by the conventions; imports the API, `protocol` and siblings.
-
-Small structs, which may be kept for a while: a request itself may be large.
-"""
+"""What is told of runs, turns, calls and phases, by the conventions; imports the API, `protocol` and siblings."""
 
 from typing import ClassVar, override
 
-from msgspec import Struct
 from opentelemetry.trace import SpanKind
 from opentelemetry.util.types import AttributeValue
 
-from fumehood.protocol.models import ModelRequest
 from fumehood.protocol.responses import TextConfig, Usage
-from fumehood.telemetry.conventions import provider_of
+from fumehood.telemetry.conventions import OWN, provider_of
 from fumehood.telemetry.quick_spans import Known
 
 type Attributes = dict[str, AttributeValue]
 
 
-class Asked(Known, frozen=True):
-    """What is known of it before it begins. server: the host and the port, None where there is none."""
+class KnownRun(Known, frozen=True):
+    """A response that is asked for."""
+
+    model: str | None
+
+    @override
+    def title(self) -> str:
+        return "invoke_agent"
+
+    @override
+    def attributes(self) -> Attributes:
+        told: Attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.provider.name": OWN}
+        if self.model is not None:
+            told["gen_ai.request.model"] = self.model
+        return told
+
+
+class KnownTurn(Known, frozen=True):
+    """What a model is asked for. server: the host and the port, None where there is none."""
 
     model: str
     server: tuple[str, int] | None
@@ -30,21 +42,6 @@ class Asked(Known, frozen=True):
     max_tokens: int | None
     output_type: str | None
     kind: ClassVar[SpanKind] = SpanKind.CLIENT
-
-    @staticmethod
-    def of(request: ModelRequest, server: tuple[str, int] | None = None) -> "Asked":
-        sampling = request.sampling
-        return Asked(
-            request.model,
-            server,
-            request.streamed,
-            sampling.temperature,
-            sampling.top_p,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-            sampling.max_output_tokens,
-            None if sampling.text is None else _output_type(sampling.text),
-        )
 
     @override
     def title(self) -> str:
@@ -69,24 +66,37 @@ class Asked(Known, frozen=True):
         return {name: value for name, value in told.items() if value is not None}
 
 
-class Answered(Struct, frozen=True):
-    """What is known of it once it has ended.
+class KnownCall(Known, frozen=True):
+    """A tool that is called."""
 
-    first: nanoseconds until its first piece came, 0 where that is not told.
-    finish_reason: why the model stopped, empty where it did not get that far.
-    """
+    name: str
 
-    first: int
-    finish_reason: str
-    usage: Usage | None
+    @override
+    def title(self) -> str:
+        return f"execute_tool {self.name}"
 
+    @override
     def attributes(self) -> Attributes:
-        told: Attributes = {}
-        if self.first:
-            told["gen_ai.response.time_to_first_chunk"] = self.first / 1e9
-        if self.finish_reason:
-            told["gen_ai.response.finish_reasons"] = [self.finish_reason]
-        return told if self.usage is None else told | usage_attributes(self.usage)
+        return {
+            "gen_ai.operation.name": "execute_tool",
+            "gen_ai.tool.name": self.name,
+            "gen_ai.tool.type": "extension",
+        }
+
+
+class KnownPhase(Known, frozen=True):
+    """What is done in a sandbox, and what is known of that."""
+
+    name: str
+    facts: tuple[tuple[str, str], ...]
+
+    @override
+    def title(self) -> str:
+        return f"sandbox {self.name}"
+
+    @override
+    def attributes(self) -> Attributes:
+        return {f"fumehood.sandbox.{fact}": value for fact, value in self.facts}
 
 
 def usage_attributes(usage: Usage) -> Attributes:
@@ -103,7 +113,7 @@ def usage_attributes(usage: Usage) -> Attributes:
     return told
 
 
-def _output_type(text: TextConfig) -> str | None:
+def output_type(text: TextConfig) -> str | None:
     """What was asked for, if something was."""
     if text.format is None:
         return None
