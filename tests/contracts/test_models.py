@@ -3,6 +3,8 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from typing import override
 
 import pytest
 from msgspec import Raw
@@ -17,7 +19,9 @@ from fumehood.protocol.conversation import Segment
 from fumehood.protocol.errors import ModelUnreachable
 from fumehood.protocol.models import ModelRequest
 from fumehood.protocol.tools import FunctionSpec
-from fumehood.testing import Beat, ScriptedModel, calls, says
+from fumehood.telemetry.observing import ObservedModels
+from fumehood.telemetry.seen import Listener, Observer, Seen
+from fumehood.testing import Beat, ScriptedModel, ScriptedModels, calls, says
 from fumehood.testing.clock import FakeClock
 from fumehood.testing.model_kit import ModelKit, Subject
 from tests.support import chat_server, responses_server
@@ -135,33 +139,65 @@ class TestDirectModel(ModelKit):
         )
 
 
+def scripted_subject() -> Subject:
+    never = asyncio.Event()
+    model = ScriptedModel()
+
+    def turn(request: ModelRequest) -> Sequence[Beat] | Exception:
+        model.expect(turn)
+        turns: dict[str, Sequence[Beat] | Exception] = {
+            "answers": says("hello"),
+            "calls": [*calls("f", {"x": 1}), *calls("g", {})],
+            "fails": ModelUnreachable("down"),
+            "breaks": [*says("a"), ModelUnreachable("broke")],
+            "waits": [*says("a", pieces=1), never],
+        }
+        return turns[request.model]
+
+    async def left() -> None:
+        assert [request.model for request in model.aborted] == ["waits"]
+
+    model.expect(turn)
+    return Subject(
+        backend=model,
+        answers=request("answers"),
+        calls=request("calls"),
+        fails=request("fails"),
+        breaks=request("breaks"),
+        waits=request("waits"),
+        left=left,
+    )
+
+
 class TestScriptedModel(ModelKit):
     @pytest.fixture
     async def subject(self) -> Subject:
-        never = asyncio.Event()
-        model = ScriptedModel()
+        return scripted_subject()
 
-        def turn(request: ModelRequest) -> Sequence[Beat] | Exception:
-            model.expect(turn)
-            turns: dict[str, Sequence[Beat] | Exception] = {
-                "answers": says("hello"),
-                "calls": [*calls("f", {"x": 1}), *calls("g", {})],
-                "fails": ModelUnreachable("down"),
-                "breaks": [*says("a"), ModelUnreachable("broke")],
-                "waits": [*says("a", pieces=1), never],
-            }
-            return turns[request.model]
 
-        async def left() -> None:
-            assert [request.model for request in model.aborted] == ["waits"]
+class _Ended(Listener):
+    """Counts what began and has not ended."""
 
-        model.expect(turn)
-        return Subject(
-            backend=model,
-            answers=request("answers"),
-            calls=request("calls"),
-            fails=request("fails"),
-            breaks=request("breaks"),
-            waits=request("waits"),
-            left=left,
-        )
+    def __init__(self) -> None:
+        self.open: list[Seen] = []
+
+    def began(self, seen: Seen) -> None:
+        self.open.append(seen)
+
+    @override
+    def ended(self, seen: Seen) -> None:
+        self.open.remove(seen)
+
+
+class TestObservedModel(ModelKit):
+    """As telemetry puts it around every model. Every turn is seen to end, once, however it does."""
+
+    @pytest.fixture
+    async def subject(self) -> AsyncGenerator[Subject]:
+        subject, turns = scripted_subject(), _Ended()
+        observer = Observer([turns], begins=turns.began)
+        assert isinstance(subject.backend, ScriptedModel)
+        models = ObservedModels(ScriptedModels(subject.backend), observer)
+        yield replace(subject, backend=models.backend("scripted"))
+        observer.tell()
+        assert turns.open == []

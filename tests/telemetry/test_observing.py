@@ -182,6 +182,21 @@ def _turns(notes: Notes) -> list[TurnSeen]:
     return [seen for seen in notes.over if isinstance(seen, TurnSeen)]
 
 
+async def test_a_turn_that_is_left_is_told_once_and_as_cancelled() -> None:
+    notes = Notes()
+    observer = Observer([notes])
+    model = ScriptedModel([*says("a", pieces=1), asyncio.Event()])
+    batches = ObservedModels(ScriptedModels(model), observer).backend("m").stream(ModelRequest(model="m"))
+    assert await anext(batches)
+    await batches.aclose()
+    await batches.aclose()
+    observer.tell()
+    assert [request.model for request in model.aborted] == ["m"]
+    (turn,) = _turns(notes)
+    assert (turn.error, turn.end) == ("cancelled", None)
+    assert 0 < turn.first < turn.took
+
+
 async def test_a_listener_that_breaks_is_nobodys_trouble(caplog: pytest.LogCaptureFixture) -> None:
     broken, notes = Broken(), Notes()
     assert await observed(Observer([broken, notes], begins=broken.began)) == "completed"

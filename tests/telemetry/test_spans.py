@@ -23,7 +23,7 @@ from fumehood.protocol.responses import CreateResponse
 from fumehood.telemetry.contents import Contents
 from fumehood.telemetry.observing import ObservedModels, ObservedRuns, ObservedTool
 from fumehood.telemetry.quick_spans import QuickSpan, QuickTracer, readable
-from fumehood.telemetry.seen import Observer
+from fumehood.telemetry.seen import CallSeen, Observer, RunSeen, Seen, TurnSeen
 from fumehood.telemetry.spans import Spans
 from fumehood.telemetry.trace_context import Propagation
 from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModels, calls, says
@@ -124,6 +124,25 @@ async def test_runs_side_by_side_are_traces_of_their_own() -> None:
     assert len({span.context.trace_id for span in spans if span.context is not None}) == 2
     for span in spans:
         assert (span.parent is None) == (span.name == "invoke_agent")
+
+
+async def test_what_waits_to_be_sent_holds_nothing_large() -> None:
+    traced = Traced(ScriptedModel([*calls("echo", {"text": "x"})], says("Done")), [Echo()], Contents())
+    await traced.spans(tools=[ECHO])
+    waiting = cast("Sequence[object]", traced.exporter.get_finished_spans())
+    assert len(waiting) == 4
+    for seen in waiting:
+        assert isinstance(seen, Seen)
+        assert seen.besides
+        assert not seen.content  # which is in there as text
+        match seen:
+            case RunSeen():
+                assert (seen.request, seen.response) == (None, None)
+            case TurnSeen():
+                assert (seen.request, seen.pieces, seen.moments) == (None, None, None)
+            case _:
+                assert isinstance(seen, CallSeen)
+                assert (seen.arguments, seen.output) == ("", "")
 
 
 @pytest.mark.parametrize("stream", [True, False])

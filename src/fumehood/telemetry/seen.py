@@ -26,8 +26,7 @@ from fumehood.phases import Phase
 from fumehood.protocol.models import AnyModelEvent, ModelProfile, ModelRequest, Sampling, TurnEnded
 from fumehood.protocol.responses import CreateResponse, Response, Usage
 from fumehood.telemetry.conventions import SECONDS, finish_reason_of
-from fumehood.telemetry.quick_spans import Known, QuickSpan
-from fumehood.telemetry.turns import (
+from fumehood.telemetry.known import (
     Attributes,
     KnownCall,
     KnownPhase,
@@ -36,6 +35,7 @@ from fumehood.telemetry.turns import (
     output_type,
     usage_attributes,
 )
+from fumehood.telemetry.quick_spans import Known, QuickSpan
 
 _TOGETHER = 64  # records
 _SECONDS_UNTIL_TOLD = 0.5
@@ -218,7 +218,7 @@ class TurnSeen(Seen, eq=False, kw_only=True):
         """
         if self.pieces is not None:
             return partial(self._keep, take)
-        if self.moments is None:
+        if self.moments is None:  # when its pieces come is nobody's question
             return take
         came, now = self.moments.append, perf_counter_ns
 

@@ -10,10 +10,10 @@ from typing import override
 from opentelemetry.trace import TraceFlags
 
 from fumehood.parts.canonical import JsonObject
+from fumehood.telemetry.known import Attributes
 from fumehood.telemetry.quick_spans import QuickTracer
 from fumehood.telemetry.seen import CallSeen, Listener, PhaseSeen, RunSeen, Seen, TurnSeen
 from fumehood.telemetry.trace_context import Propagation, callers_trace
-from fumehood.telemetry.turns import Attributes
 
 
 class Spans(Listener):
