@@ -1,8 +1,8 @@
 """What happens at the seams, as records that listeners are told of; imports siblings and what is below.
 
-Every record is made once, by whoever sees it happen. Listeners hear of it when it begins, and a little after it has
-ended, of many in a row: what is done once a request finds nothing of itself in the processor's caches, and takes
-several times as long. What is made of a record (spans, metrics, events) is their affair.
+Every record is made once, by whoever sees it happen. Listeners hear of it a little after it has ended, of many in a
+row: what is done once a request finds nothing of itself in the processor's caches, and takes several times as long. What
+is made of a record (metrics, events) is their affair; as a span it is sent itself.
 """
 
 import asyncio
