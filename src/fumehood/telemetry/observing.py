@@ -38,6 +38,7 @@ from fumehood.protocol.responses import CreateResponse, Response
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
 from fumehood.telemetry.seen import CallSeen, Observer, PhaseSeen, RunSeen, Seen, TurnSeen
 
+_MOST_MODELS = 1000  # whose servers are remembered
 _CANCELLED = frozenset({"GeneratorExit", "CancelledError"})
 
 
@@ -147,14 +148,19 @@ class _ObservedBackend:
     def __init__(self, backend: ModelBackend, observer: Observer) -> None:
         self._backend = backend
         self._observer = observer
+        self._servers: dict[str, tuple[str, int] | None] = {}
         self.check = backend.check
         self.count = backend.count
         self.profile = backend.profile
         self.close = backend.close
 
     def stream(self, request: ModelRequest, take: Take | None = None) -> "_ObservedTurn":
-        observer = self._observer
-        seen = TurnSeen.of(request, self.profile, _current_run())
+        observer, model = self._observer, request.model
+        if model not in self._servers:
+            if len(self._servers) >= _MOST_MODELS:  # callers may invent as many as they like
+                self._servers.clear()
+            self._servers[model] = self.profile(model).server
+        seen = TurnSeen.of(request, self._servers[model], _current_run())
         if seen.streamed and observer.wants_moments:
             seen.moments = array("q")
         if observer.records_content:

@@ -122,7 +122,9 @@ class QuickTracer:
             self._new_trace_id, self._new_span_id = partial(getrandbits, 128), partial(getrandbits, 64)
         self._random = TraceFlags.RANDOM_TRACE_ID if ids.is_trace_id_random() else TraceFlags.DEFAULT
         self._taken = TraceFlags.SAMPLED | self._random
-        self.send = cast("Callable[[QuickSpan], None]", processor.on_end)
+        # The SDK looks once more whether it was sampled, if one goes by what it promises.
+        send = getattr(getattr(processor, "_batch_processor", None), "emit", processor.on_end)
+        self.send = cast("Callable[[QuickSpan], None]", send)
 
     def begin(self, span: QuickSpan, parent: QuickSpan | Context) -> None:
         """Give it its place. parent: one of ours, or what a caller says, if anything."""
@@ -271,7 +273,10 @@ def _span(span: QuickSpan) -> bytes:
     if span.parent_id:
         written.append(_PARENT(0x2208, span.parent_id))
     written += _TIMES(0x39, began_at, 0x41, began_at + span.took), _known(span.known())
-    written += map(_attribute, (come := _come(span)), come.values())
+    written += [
+        _number(key, value) if type(value) is int else _attribute(key, value)
+        for key, value in _come(span).items()
+    ]
     written += _FAILED if span.error else _FINE, _REMOTE if span.is_remote else _LOCAL
     return b"".join(written)
 
@@ -284,8 +289,6 @@ def _known(known: Known) -> bytes:
 
 def _attribute(key: str, value: AttributeValue) -> bytes:
     """Nearly all of them are short, and are written in one step."""
-    if type(value) is int:
-        return _number(key, value)
     if type(value) is str:
         text = value.encode(errors="replace")
         name, size = _key(key), len(text)

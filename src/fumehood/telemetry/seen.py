@@ -1,8 +1,8 @@
 """What happens at the seams, as records that listeners are told of; imports siblings and what is below.
 
 Every record is made once, by whoever sees it happen. Listeners hear of it a little after it has ended, of many in a
-row: what is done once a request finds nothing of itself in the processor's caches, and takes several times as long. What
-is made of a record (metrics, events) is their affair; as a span it is sent itself.
+row: what is done once a request finds nothing of itself in the processor's caches, and takes several times as long.
+What is made of a record (metrics, events) is their affair; as a span it is sent itself.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from fumehood.figures import Distribution
 from fumehood.interfaces import Take
 from fumehood.parts.canonical import JsonObject
 from fumehood.phases import Phase
-from fumehood.protocol.models import AnyModelEvent, ModelProfile, ModelRequest, Sampling, TurnEnded
+from fumehood.protocol.models import AnyModelEvent, ModelRequest, Sampling, TurnEnded
 from fumehood.protocol.responses import CreateResponse, Response, Usage
 from fumehood.telemetry.conventions import SECONDS, finish_reason_of
 from fumehood.telemetry.known import (
@@ -118,7 +118,7 @@ class TurnSeen(Seen, eq=False, kw_only=True):
 
     request: what the model's server is asked, None once that has ended; a listener may put the trace in before it is
         sent. model, streamed, sampling, output_type: what is kept of it.
-    profile: what is known of models by their names.
+    server: the host and the port, None where there is none.
     first: nanoseconds until its first piece came, 0 if none has.
     moments: when each of its pieces came, by the performance counter; None where nobody wants to know, and once
         somebody has looked at them.
@@ -130,7 +130,7 @@ class TurnSeen(Seen, eq=False, kw_only=True):
     streamed: bool
     sampling: Sampling
     output_type: str | None = None
-    profile: Callable[[str], ModelProfile]
+    server: tuple[str, int] | None = None
     run: RunSeen | None = None
     first: int = 0
     moments: "array[int] | None" = None
@@ -139,7 +139,7 @@ class TurnSeen(Seen, eq=False, kw_only=True):
 
     @staticmethod
     def of(
-        request: ModelRequest, profile: Callable[[str], ModelProfile], run: RunSeen | None = None
+        request: ModelRequest, server: tuple[str, int] | None = None, run: RunSeen | None = None
     ) -> "TurnSeen":
         sampling = request.sampling
         seen = TurnSeen(
@@ -147,18 +147,13 @@ class TurnSeen(Seen, eq=False, kw_only=True):
             model=request.model,
             streamed=request.streamed,
             sampling=sampling,
-            profile=profile,
+            server=server,
             run=run,
         )
         if sampling.text is not None:  # a schema may be large
             seen.output_type = output_type(sampling.text)
             seen.sampling = structs.replace(sampling, text=None)
         return seen
-
-    @property
-    def server(self) -> tuple[str, int] | None:
-        """The host and the port, None where there is none."""
-        return self.profile(self.model).server
 
     @override
     def forget(self) -> None:
