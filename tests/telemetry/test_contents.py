@@ -72,9 +72,8 @@ def run(**more: Any) -> RunSeen:
     request = {"model": "m", "input": "Hi", "instructions": "Be brief.", "tools": [SECRETS]}
     written = msgspec.json.encode(request | more)
     response = Response(id="resp_1", created_at=1, model="m", status="completed", output=[CALL])
-    seen = RunSeen.of(msgspec.json.decode(written, type=CreateResponse))
-    seen.response = response
-    return seen
+    asked = msgspec.json.decode(written, type=CreateResponse)
+    return RunSeen(request=asked, model=asked.model, streamed=False, response=response)
 
 
 def turn(pieces: list[AnyModelEvent], *entries: Entry, **more: Any) -> TurnSeen:

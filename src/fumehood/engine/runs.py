@@ -66,15 +66,7 @@ class EngineRun:
         self._over = True
         self._forget(self)
         for tell in self._tell_when_over:
-            self._tell(tell)
-
-    def _tell(self, tell: Callable[[Response | BaseException], None]) -> None:
-        try:
-            outcome = self._outcome()
-        except BaseException as error:
-            tell(error)
-        else:
-            tell(outcome)
+            tell(self._outcome())
 
     def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
         return self._log.read(after)
@@ -85,19 +77,25 @@ class EngineRun:
     async def wait(self) -> Response:
         # A waiter that is cancelled leaves the run alone: ending it is somebody's decision.
         await asyncio.shield(self.task)
-        return self._outcome()
+        outcome = self._outcome()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
     def when_over(self, tell: Callable[[Response | BaseException], None]) -> None:
         if self._over:
-            self._tell(tell)
+            tell(self._outcome())
         else:
             self._tell_when_over.append(tell)
 
-    def _outcome(self) -> Response:
-        response = self.task.result()
-        if self._loop.failure is not None and not response.output:
-            raise self._loop.failure
-        return response
+    def _outcome(self) -> Response | BaseException:
+        """What a waiter gets, or is raised to it."""
+        try:
+            response = self.task.result()
+        except BaseException as error:
+            return error
+        failure = self._loop.failure
+        return response if failure is None or response.output else failure
 
     def conversation(self) -> Sequence[Segment]:
         return self._loop.conversation()

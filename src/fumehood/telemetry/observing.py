@@ -36,29 +36,15 @@ from fumehood.protocol.items import ProducedFile
 from fumehood.protocol.models import AnyModelEvent, ModelRequest
 from fumehood.protocol.responses import CreateResponse, Response
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
-from fumehood.telemetry.seen import CallSeen, Observer, PhaseSeen, RunSeen, Seen, TurnSeen
+from fumehood.telemetry.seen import CallSeen, Observer, PhaseSeen, RunSeen, TurnSeen
 
 _MOST_MODELS = 1000  # whose servers are remembered
 _CANCELLED = frozenset({"GeneratorExit", "CancelledError"})
 
 
-class _Link[T: Seen]:
-    """What a variable of a task leads to, until that has ended. Whatever is begun meanwhile copies the variable, and a
-    connection keeps its copy for as long as it is open: what was said must not stay there.
-    """
-
-    __slots__ = ("seen",)
-
-    def __init__(self, seen: T) -> None:
-        self.seen: T | None = seen
-
-
-_run: ContextVar[_Link[RunSeen] | None] = ContextVar("fumehood_observed_run", default=None)
-
-
-def _current_run() -> RunSeen | None:
-    link = _run.get()
-    return None if link is None else link.seen
+# The run whose task this is, alone in a list, which is emptied when it has ended. Whatever is begun meanwhile copies
+# the variable, and a connection keeps its copy for as long as it is open: what was said must not stay there.
+_run: ContextVar[Sequence[RunSeen]] = ContextVar("fumehood_observed_run", default=())
 
 
 def kind_of(error: BaseException) -> str:
@@ -90,10 +76,10 @@ class ObservedRuns:
         past: Sequence[Segment] | None = None,
         take: TakeRoom | None = None,
     ) -> Run:
-        seen = RunSeen.of(request)
+        seen = RunSeen(request=request, model=request.model, streamed=request.stream is True)
         self._observer.running += 1
         self._observer.began(seen)
-        link = _Link(seen)
+        link = [seen]
         token = _run.set(link)
         try:
             run = await self._runs.start(request, caller, response_id, past=past, take=take)
@@ -105,14 +91,14 @@ class ObservedRuns:
         run.when_over(partial(self._end, seen, link))
         return run
 
-    def _end(self, seen: RunSeen, link: _Link[RunSeen], outcome: Response | BaseException) -> None:
+    def _end(self, seen: RunSeen, link: list[RunSeen], outcome: Response | BaseException) -> None:
         if isinstance(outcome, Response):
             seen.response = outcome
             if outcome.status != "completed":
                 seen.error = _trouble_of(outcome)
         else:
             seen.error = kind_of(outcome)
-        link.seen = None
+        link.clear()
         self._observer.running -= 1
         self._observer.ended(seen)
 
@@ -160,7 +146,8 @@ class _ObservedBackend:
             if len(self._servers) >= _MOST_MODELS:  # callers may invent as many as they like
                 self._servers.clear()
             self._servers[model] = self.profile(model).server
-        seen = TurnSeen.of(request, self._servers[model], _current_run())
+        runs = _run.get()
+        seen = TurnSeen.of(request, self._servers[model], runs[0] if runs else None)
         if seen.streamed and observer.wants_moments:
             seen.moments = array("q")
         if observer.records_content:
@@ -188,11 +175,9 @@ class _ObservedTurn:
     async def __anext__(self) -> Sequence[AnyModelEvent]:
         try:
             batch = await anext(self._batches)
-        except StopAsyncIteration:
-            self._end("")
-            raise
         except BaseException as error:
-            self._end(kind_of(error))
+            if not self._over:
+                self._end("" if isinstance(error, StopAsyncIteration) else kind_of(error))
             raise
         self._seen.note(batch)
         return batch
@@ -201,11 +186,10 @@ class _ObservedTurn:
         try:
             await self._batches.aclose()
         finally:
-            self._end("cancelled")
+            if not self._over:
+                self._end("cancelled")
 
     def _end(self, error: str) -> None:
-        if self._over:
-            return
         self._over = True
         seen = self._seen
         if seen.end is None:
@@ -272,9 +256,10 @@ class _ObservedSession:
         self.abort = session.abort
 
     async def run(self) -> AsyncGenerator[ToolStep]:
-        seen = CallSeen(name=self._name, call_id=self._call_id, run=_current_run())
+        runs = _run.get()
+        seen = CallSeen(name=self._name, call_id=self._call_id, run=runs[0] if runs else None)
         self._observer.began(seen)
-        link = _Link(seen)
+        link = [seen]
         listener = partial(_tell_phase, self._observer, link)
         steps = self._session.run()
         ended = False
@@ -290,17 +275,17 @@ class _ObservedSession:
                 seen.error = kind_of(error)
             raise
         finally:
-            link.seen = None
+            link.clear()
             self._observer.ended(seen)
             if seen.run is not None:
                 seen.run.calls += 1
 
 
-def _tell_phase(observer: Observer, of: _Link[CallSeen], phase: Phase) -> None:
-    if of.seen is not None:
+def _tell_phase(observer: Observer, link: Sequence[CallSeen], phase: Phase) -> None:
+    for call in link:  # or it has ended
         error = "cancelled" if phase.error in _CANCELLED else phase.error
         observer.ended(
-            PhaseSeen(phase=phase, call=of.seen, began_at=phase.began_at, took=phase.took, error=error)
+            PhaseSeen(phase=phase, call=call, began_at=phase.began_at, took=phase.took, error=error)
         )
 
 

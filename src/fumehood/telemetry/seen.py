@@ -89,10 +89,6 @@ class RunSeen(Seen, eq=False, kw_only=True):
     first: int = 0
     writing: int = 0
 
-    @staticmethod
-    def of(request: CreateResponse) -> "RunSeen":
-        return RunSeen(request=request, model=request.model, streamed=request.stream is True)
-
     @override
     def forget(self) -> None:
         response = self.response

@@ -87,14 +87,14 @@ class _Edge:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        parents = [value for name, value in scope["headers"] if name == b"traceparent"]
         # Also where there is none: a request may be served in what another has left.
-        _callers.set(_in_headers(scope["headers"]))
+        _callers.set(_in_headers(parents, scope["headers"]) if parents else _NOBODYS)
         await self._app(scope, receive, send)
 
 
-def _in_headers(headers: Iterable[tuple[bytes, bytes]]) -> Context:
-    parents = [value for name, value in headers if name == b"traceparent"]
-    if len(parents) != 1:
+def _in_headers(parents: Sequence[bytes], headers: Iterable[tuple[bytes, bytes]]) -> Context:
+    if len(parents) > 1:
         return _NOBODYS
     states = [value.decode("latin-1") for name, value in headers if name == b"tracestate"]
     return _read(parents[0].decode("latin-1"), states) or _NOBODYS
