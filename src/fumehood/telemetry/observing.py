@@ -41,7 +41,6 @@ from fumehood.telemetry.seen import CallSeen, Observer, PhaseSeen, RunSeen, Turn
 _MOST_MODELS = 1000  # whose servers are remembered
 _CANCELLED = frozenset({"GeneratorExit", "CancelledError"})
 
-
 # The run whose task this is, alone in a list, which is emptied when it has ended. Whatever is begun meanwhile copies
 # the variable, and a connection keeps its copy for as long as it is open: what was said must not stay there.
 _run: ContextVar[Sequence[RunSeen]] = ContextVar("fumehood_observed_run", default=())

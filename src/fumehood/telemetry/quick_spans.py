@@ -307,16 +307,15 @@ def _written(key: str, value: AttributeValue) -> bytes:
     return _field(b"J", _key(key) + _field(b"\x12", _value(value)))
 
 
-# These come again and again.
-
-
 @lru_cache(maxsize=4096)
 def _number(key: str, number: int) -> bytes:
+    """Numbers of tokens come again and again."""
     return _written(key, number)
 
 
 @lru_cache(maxsize=256)
 def _word(key: str, word: str) -> bytes:
+    """So do the reasons why models stop, which are lists of one word."""
     return _written(key, (word,))
 
 
