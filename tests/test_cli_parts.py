@@ -172,6 +172,18 @@ def test_what_is_nested_deeply_is_converted_or_refused(depth: int) -> None:
     assert done.code == 0 or depth > 100
 
 
+def test_half_a_character_is_text_as_any_other(tmp_path: Path) -> None:
+    item = {"type": "shell_call_output", "call_id": "c", "output": "\ud800", "\udfff": "\udfff"}
+    there = parts(*CONVERT, saved(tmp_path, item))
+    assert there.code == 0, there.err
+    assert json.loads(parts("convert", "--from", "option2", "--to", "openai", "-", given=there.out).out) == item
+    response = {"type": "shell", "outputs": "\ud800"}
+    malformed = {"type": "server_tool_call_response", "server_tool_call_response": response}
+    done = parts("validate", saved(tmp_path, malformed))
+    assert (done.code, done.out) == (1, "")
+    assert done.err == "`server_tool_call_response`: Expected `array | null`, got `str` - at `$.outputs`\n"
+
+
 def test_a_document_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
     evil = "\x1b[2J\rfine\nall is fine\u202e\u0085"
     call = {"type": "server_tool_call", "id": evil, "name": "x", "server_tool_call": {"type": "x"}}

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fumehood.parts.canonical import Json
-from fumehood.parts.convert import convert, from_vendor
+from fumehood.parts.convert import convert, from_vendor, to_vendor
 from fumehood.parts.forms import FORMS, VIEWS, problem_of
 from fumehood.parts.payloads import KINDS, required_in
 from fumehood.parts.schemas import published
@@ -223,6 +223,32 @@ def test_the_check_and_the_schemas_agree(seed: int) -> None:
     made = damaged(part(form, kind), chance)
     if isinstance(made, dict) and made.get("type") in VIEWS[view]:
         agree(view, made)
+
+
+# What JSON has and Python's types do not: 1.0 is an integer, numbers have no bounds, half a character is text.
+ODD_PAYLOADS: list[tuple[str, dict[str, Any], bool]] = [
+    ("code_interpreter", {"outputs": None, "exit_code": 1.0}, True),
+    ("code_interpreter", {"outputs": None, "exit_code": 10**400}, True),
+    ("code_interpreter", {"outputs": None, "exit_code": 1.5}, False),
+    ("code_interpreter", {"outputs": None, "exit_code": "1"}, False),
+    ("code_interpreter", {"outputs": None, "error": 1.0}, False),
+    ("file_search", {"results": [{"score": 10**400}]}, True),
+    ("shell", {"outputs": "\ud800"}, False),
+    ("shell", {"outputs": ["\ud800"]}, False),
+    ("shell", {"outputs": [{"stdout": "\ud800", "\ud800": 1}]}, True),
+    ("shell", {"outputs": [{"stdout": "\ud800", "\ud800": 1, "stderr": 2}]}, False),
+    ("shell", {"outputs": [], "\ud800": "\ud800"}, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "payload", "valid"), ODD_PAYLOADS)
+def test_numbers_and_texts_are_what_json_says(kind: str, payload: dict[str, Any], valid: bool) -> None:
+    made = {"type": "server_tool_call_response", "server_tool_call_response": {"type": kind, **payload}}
+    assert (problem_of(made) == "") == valid
+    if "\\ud800" not in json.dumps(made):  # the validator cannot be given half a character
+        assert agree("option2", made) == valid
+    item: Json = {"type": "shell_call_output", "call_id": "c", "output": payload.get("outputs")}
+    assert to_vendor("openai", from_vendor("openai", [item])) == [item]
 
 
 VALUES: list[Json] = [None, 1, 1.5, True, "x", [], ["x"], {}, {"type": "x"}, [{"type": "x"}]]
