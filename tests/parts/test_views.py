@@ -343,6 +343,25 @@ def test_members_that_others_added_stay_with_their_part_through_every_view(
         assert to_view(view, from_view(written)) == parts
 
 
+@pytest.mark.parametrize("view", VIEWS)
+def test_halves_that_ran_in_two_places_are_two_parts_in_every_view(view: str) -> None:
+    """Others may write a call as the server's and its response as the client's; neither is lost or told twice."""
+    call: Any = {"type": "function", "arguments": "{}"}
+    response: Any = {"type": "function", "result": "r"}
+    calls: list[Any] = [
+        {"type": "server_tool_call", "id": "a", "name": "f", "server_tool_call": call},
+        {"type": "tool_call", "id": "b", "name": "f", "tool_call": call, "arguments": "{}"},
+    ]
+    responses: list[Any] = [
+        {"type": "tool_call_response", "id": "a", "response": response},
+        {"type": "server_tool_call_response", "id": "b", "server_tool_call_response": response},
+    ]
+    parts = [*calls, *responses]
+    written: Any = json.loads(json.dumps(to_view(view, from_view(parts))))
+    assert validate(written) == []
+    assert to_view("option2", from_view(written)) == parts
+
+
 def test_a_part_that_is_none_is_refused() -> None:
     with pytest.raises(Malformed, match=r"part 1: `server_tool_call` is missing"):
         from_view([{"type": "text", "content": ""}, {"type": "server_tool_call", "name": "x"}])
@@ -399,6 +418,11 @@ def test_a_result_that_was_parted_from_its_call_goes_another_way() -> None:
         {**CODE, "container_id": "", "code": None, "id": "ci_1"},
         OPENAI[0],
     ]
+    other: Any = {**CODE, "id": "ci_2", "outputs": [{"type": "logs", "logs": "of another\n"}]}
+    silent: Any = {**CODE, "outputs": None}
+    for first in (CODE, silent):
+        *kept, _, parted = from_vendor("openai", [first, other])
+        assert to_vendor("openai", [*kept, parted]) == [first, {**other, "container_id": "", "code": None}]
     anthropic = from_vendor("anthropic", [{"type": "text", "text": "a"}])
     made: Any = to_vendor("openai", [*anthropic, *results])
     assert [item["type"] for item in made] == ["message", "code_interpreter_call"]

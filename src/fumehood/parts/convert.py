@@ -9,6 +9,7 @@ from fumehood.parts.canonical import (
     Envelope,
     Json,
     JsonObject,
+    Move,
     Other,
     Part,
     Path,
@@ -131,13 +132,16 @@ def _groups(vendor: Vendor, parts: list[Part]) -> list[list[Part]]:
     results = {call: result for call, result in pairs(parts) if call is not None and result is not None}
     groups: list[list[Part]] = []
     joined: set[int] = set()
+    last: _Origin | None = None
     for position, part in enumerate(parts):
         if position in joined or _is_derived(vendor, part):
             continue
-        if groups and _follows(part, groups[-1][0]) and _knows_its_item(vendor, groups[-1][0]):
+        if last is not None and last.has(part):
+            last.add(part)
             groups[-1].append(part)
             continue
         groups.append([part])
+        last = _Origin(part) if _knows_its_item(vendor, part) else None
         result = results.get(position)
         if result is None or _knows_its_item(vendor, part) or _knows_its_item(vendor, parts[result]):
             continue
@@ -152,14 +156,36 @@ def _knows_its_item(vendor: Vendor, part: Part) -> bool:
     return source is not None and source.vendor == vendor.name and source.item is not msgspec.UNSET
 
 
-def _follows(part: Part, head: Part) -> bool:
-    source = part.source
-    return (
-        source is not None
-        and source.follows
-        and head.source is not None
-        and source.vendor == head.source.vendor
-    )
+class _Origin:
+    """The item of the parts that stand in a row, as far as they are here."""
+
+    def __init__(self, first: Part) -> None:
+        self._source = cast(Source, first.source)
+        self._taken: set[Path] = set()
+        self._called: set[tuple[str | None, str]] = set()
+        self.add(first)
+
+    def add(self, part: Part) -> None:
+        self._taken.update(move.path for move in _moved(part))
+        if isinstance(part, ToolCall):
+            self._called.add((part.call_id, part.kind))
+
+    def has(self, part: Part) -> bool:
+        """Whether it is a further part of this item, not of another whose first part was left out."""
+        source = part.source
+        if source is None or not source.follows or source.vendor != self._source.vendor:
+            return False
+        if isinstance(part, ToolResult) and (part.call_id, part.kind) not in self._called:
+            return False
+        return all(move.path not in self._taken and self._lacks(move) for move in source.moved)
+
+    def _lacks(self, move: Move) -> bool:
+        left = at(cast(Json, self._source.item), move.path)
+        return left is not MISSING and (left is None or move.lens != "")
+
+
+def _moved(part: Part) -> list[Move]:
+    return part.source.moved if part.source is not None else []
 
 
 def _is_derived(vendor: Vendor, part: Part) -> bool:

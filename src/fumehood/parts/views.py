@@ -127,22 +127,25 @@ def _unified(form: Form, parts: list[Part]) -> list[JsonObject]:
     for position, part in enumerate(parts):
         if not isinstance(part, ToolCall | ToolResult) or part.execution == "client":
             made[position] = _rendered(part, servers=True)
-    for call_at, result_at in pairs(parts):
-        call = None if call_at is None else parts[call_at]
-        result = None if result_at is None else parts[result_at]
-        position = call_at if call_at is not None else result_at
-        if position is None or position in made:
-            continue
-        both = _both(form, cast(ToolCall | None, call), cast(ToolResult | None, result))
-        if call_at is not None and result_at is not None and result_at != call_at + 1:
-            record = both.setdefault(SOURCE, {})
-            cast(JsonObject, record)["response_at"] = result_at
-        made[position] = both
+    for places in pairs(parts):
+        # A half whose other half ran with the client is on its own.
+        halves = {place: parts[place] for place in places if place is not None and place not in made}
+        if halves:
+            made[min(halves)] = _together(form, cast(dict[int, ToolCall | ToolResult], halves))
     return [made[position] for position in sorted(made)]
 
 
-def _both(form: Form, call: ToolCall | None, result: ToolResult | None) -> JsonObject:
-    halves = [half for half in (call, result) if half is not None]
+def _together(form: Form, halves: dict[int, ToolCall | ToolResult]) -> JsonObject:
+    """`halves` by their positions, the call first."""
+    both = _both(form, [*halves.values()])
+    call_at, result_at = min(halves), max(halves)
+    if result_at > call_at + 1:
+        record = both.setdefault(SOURCE, {})
+        cast(JsonObject, record)["response_at"] = result_at
+    return both
+
+
+def _both(form: Form, halves: list[ToolCall | ToolResult]) -> JsonObject:
     first, last = halves[0], halves[-1]
     made: JsonObject = {
         "type": form.type,
