@@ -200,6 +200,8 @@ def test_halves_of_two_kinds_are_not_one_tool() -> None:
         made = part(form, "mcp")
         made[FORMS[form].response] = {"type": "function", "result": 1}
         assert not agree(view, made)
+        for side in (FORMS[form].call, FORMS[form].response):
+            assert not agree(view, {**part(form, "mcp"), side: {"type": "divination"}})
 
 
 def test_names_of_functions_and_mcp_tools_are_their_makers() -> None:
