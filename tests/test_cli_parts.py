@@ -176,7 +176,8 @@ def test_half_a_character_is_text_as_any_other(tmp_path: Path) -> None:
     item = {"type": "shell_call_output", "call_id": "c", "output": "\ud800", "\udfff": "\udfff"}
     there = parts(*CONVERT, saved(tmp_path, item))
     assert there.code == 0, there.err
-    assert json.loads(parts("convert", "--from", "option2", "--to", "openai", "-", given=there.out).out) == item
+    back = parts("convert", "--from", "option2", "--to", "openai", "-", given=there.out)
+    assert json.loads(back.out) == item
     response = {"type": "shell", "outputs": "\ud800"}
     malformed = {"type": "server_tool_call_response", "server_tool_call_response": response}
     done = parts("validate", saved(tmp_path, malformed))

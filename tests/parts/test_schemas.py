@@ -245,7 +245,8 @@ ODD_PAYLOADS: list[tuple[str, dict[str, Any], bool]] = [
 
 @pytest.mark.parametrize(("kind", "payload", "valid"), ODD_PAYLOADS)
 def test_numbers_and_texts_are_what_json_says(kind: str, payload: dict[str, Any], valid: bool) -> None:
-    made = {"type": "server_tool_call_response", "server_tool_call_response": {"type": kind, **payload}}
+    response: Any = {"type": kind, **payload}
+    made: Any = {"type": "server_tool_call_response", "server_tool_call_response": response}
     assert (problem_of(made) == "") == valid
     if "\\ud800" not in json.dumps(made):  # the validator cannot be given half a character
         assert agree("option2", made) == valid

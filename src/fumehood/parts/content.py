@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable
 from typing import cast
+from urllib.parse import unquote
 
 import msgspec
 
@@ -36,10 +37,16 @@ CUT_PART = "fumehood:cut"
 # Members of an item that say what it is, or which one. Further inside, such names may be anybody's, and hold content.
 _STRUCTURE = frozenset({"type", "id", "call_id", "tool_use_id", "tool_call_id", "status", "role", "object"})
 _HEAD = frozenset({"type", "id", "name"})
-_DATA_URL = re.compile(r"data:[\w.+/-]*(?:;[\w.=+-]+)*;base64,")
+_DATA_URL = r"data:[\w.+/-]*(?:;[\w.=+-]+)*;base64,"
+_ONLY_DATA = re.compile(_DATA_URL + r"[\w+/=%\r\n-]*", re.ASCII | re.IGNORECASE)
+_DATA_IN_TEXT = re.compile(_DATA_URL + r"[\w+/%-]+={0,2}", re.ASCII | re.IGNORECASE)
 # Members that hold data; what is called just `data` does where something beside it says of which sort.
-_DATA = ("bytes", "file_data")
+_DATA = ("bytes", "file_data", "input_audio", "b64_json", "partial_image_b64")
+_DATA_OF_SORT = ("data", "blob", *_DATA)
 _MEDIUM = frozenset({"mime_type", "mimeType", "media_type", "format"})
+_MEDIA = frozenset({"image", "audio", "video", "document", "output_audio"})
+# Shorter texts may look like base64 by chance, if one does not insist on how it is spelt.
+_DATA_LENGTH = 32
 _LONGEST = (1 << 16, 1 << 14, 1 << 12, 1 << 10, 1 << 8, 1 << 6)
 
 type Change = Callable[[Json], Json]
@@ -145,19 +152,28 @@ def _without_data(part: Part) -> Part:
             uri=medium.uri, modality=part.modality, mime_type=part.mime_type, source=source, extra=extra
         )
     made = _changed(part, _referred)
-    if isinstance(made, ToolResult) and made.kind == "image_generation":
-        picture = made.payload.get("result")
-        if isinstance(picture, str):
-            medium = _medium(picture)
+    if isinstance(part, ToolResult) and isinstance(made, ToolResult) and part.kind == "image_generation":
+        picture = part.payload.get("result")
+        medium = _drawn(picture) if isinstance(picture, str) else None
+        if medium is not None:
             made.payload["result"] = {"type": "uri", "modality": "image", "uri": medium.uri, **_told(medium)}
     return made
+
+
+def _drawn(picture: str) -> Medium | None:
+    """A picture in line; it may also be told by its address, or in words."""
+    if _is_data_url(picture):
+        return _medium_of_url(picture)
+    return None if _decoded(picture) is None else _medium(picture)
 
 
 def _referred(value: Json) -> Json:
     if isinstance(value, list):
         return [_referred(inner) for inner in value]
+    if isinstance(value, str):
+        return _referred_in_text(value)
     if not isinstance(value, dict):
-        return _medium_of_url(value).uri if _is_data_url(value) else value
+        return value
     made: JsonObject = {key: _referred(inner) for key, inner in value.items()}
     if name := _member_with_data(value):
         return {**made, name: None, **_told(_medium(_string(value[name])))}
@@ -165,15 +181,29 @@ def _referred(value: Json) -> Json:
     return {**made, **_told(_medium_of_url(found[0]))} if found else made
 
 
+def _referred_in_text(text: str) -> str:
+    if _is_data_url(text):
+        return _medium_of_url(text).uri
+    return _DATA_IN_TEXT.sub(lambda found: _medium_of_url(found.group()).uri, text)
+
+
 def _member_with_data(value: JsonObject) -> str:
     """Which member holds data in base64, by the words that vendors have for it; nothing where none does."""
-    if value.get("type") == "base64" and isinstance(value.get("data"), str):
+    sort = value.get("type")
+    if sort == "base64" and isinstance(value.get("data"), str):
         return "data"
-    for name in ("data", *_DATA) if value.keys() & _MEDIUM else _DATA:
+    told = value.keys() & _MEDIUM or (isinstance(sort, str) and sort in _MEDIA)
+    for name in _DATA_OF_SORT if told else _DATA:
         data = value.get(name)
-        if isinstance(data, str) and data and not data.isdecimal() and _decoded(data) is not None:
+        if isinstance(data, str) and _is_data(data):
             return name
     return ""
+
+
+def _is_data(text: str) -> bool:
+    if not text or text.isdecimal():
+        return False
+    return _decoded(text, strictly=len(text) < _DATA_LENGTH) is not None
 
 
 def _told(medium: Medium) -> JsonObject:
@@ -181,19 +211,26 @@ def _told(medium: Medium) -> JsonObject:
 
 
 def _is_data_url(value: Json) -> bool:
-    return isinstance(value, str) and _DATA_URL.match(value) is not None
+    return isinstance(value, str) and _ONLY_DATA.fullmatch(value) is not None
 
 
 def _medium_of_url(value: Json) -> Medium:
     text = value if isinstance(value, str) else ""
-    return _medium(text[text.find(",") + 1 :])
+    return _medium(unquote(text[text.find(",") + 1 :]))
 
 
-def _decoded(data: str) -> bytes | None:
+def _decoded(data: str, *, strictly: bool = False) -> bytes | None:
+    """Of base64 in any spelling: with the letters of URLs, in lines, without the signs at its end."""
+    if not strictly:
+        data = data.translate(_PLAIN)
+        data += "=" * (-len(data) % 4)
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
         return None
+
+
+_PLAIN = str.maketrans({"-": "+", "_": "/", "\r": None, "\n": None})
 
 
 def _medium(data: str) -> Medium:
