@@ -74,6 +74,40 @@ def test_arguments_may_be_called_as_anything() -> None:
     assert SECRET not in written(clean)
 
 
+@pytest.mark.parametrize("secret", ['Zoë "Z"', "two\nlines", "back\\slash", "tab\t"])
+@pytest.mark.parametrize("deep", [1, 2, 3])
+def test_escapes_of_json_in_a_text_hide_nothing(secret: str, deep: int) -> None:
+    """Arguments and results are often JSON in a text, and that again may be in one."""
+    text: Any = secret
+    for _ in range(deep):
+        text = json.dumps({"who": text, "n": [1.0, None, "é"]})
+    call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": text}
+    answer: Any = {"type": "function_call_output", "call_id": "c", "output": text}
+    clean = redacted(from_vendor("openai", [call, answer]), lambda text: text.replace(secret, "[redacted]"))
+    for part in clean:
+        assert isinstance(part, ToolCall | ToolResult)
+        (found,) = part.payload.values()
+        for _ in range(deep):
+            members: Any = json.loads(str(found))
+            assert members["n"] == [1.0, None, "é"]
+            found = members["who"]
+        assert found == "[redacted]"
+
+
+def test_json_that_hides_nothing_stays_as_it_was_written() -> None:
+    for text in ('{"a":  "\\u00e9\\n"}', '{"a": "\\n', '["\\ud800"]', "{ \\", '"\\n"'):
+        call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": text}
+        assert to_vendor("openai", redacted(from_vendor("openai", [call]), lambda text: text)) == [call]
+
+
+@pytest.mark.parametrize("depth", [10, 300, 500, 900, 50_000])
+def test_what_cannot_be_looked_through_is_not_shown(depth: int) -> None:
+    text = "[" * depth + json.dumps(f"é{SECRET}") + "]" * depth
+    call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": text}
+    (clean,) = redacted(from_vendor("openai", [call]), lambda text: text.replace(f"é{SECRET}", "x"))
+    assert SECRET not in written([clean])
+
+
 @pytest.mark.parametrize("vendor", SAMPLES)
 def test_everything_may_be_redacted(vendor: str) -> None:
     """Parts are parts when no text is left in them."""

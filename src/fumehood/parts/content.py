@@ -29,10 +29,12 @@ from fumehood.parts.canonical import (
     ToolResult,
     Uri,
 )
+from fumehood.parts.lenses import same
 from fumehood.parts.views import SOURCE
 
 CUT = "fumehood.cut"
 CUT_PART = "fumehood:cut"
+TOO_DEEP = "[nested too deeply]"
 
 # Members of an item that say what it is, or which one. Further inside, such names may be anybody's, and hold content.
 _STRUCTURE = frozenset({"type", "id", "call_id", "tool_use_id", "tool_call_id", "status", "role", "object"})
@@ -96,11 +98,20 @@ def _string(value: Json) -> str:
 
 
 def redacted(parts: list[Part], redact: Callable[[str], str]) -> list[Part]:
-    """The parts with every text of their content as `redact` gives it back; names of tools, types and ids stay."""
+    """The parts with every text of their content as `redact` gives it back; names of tools, types and ids stay.
+
+    A text that is JSON is given to it as it is written, and then the texts in it: escapes may hide what it looks for.
+    """
 
     def change(value: Json) -> Json:
         if isinstance(value, str):
-            return redact(value)
+            shown = redact(value)
+            try:
+                inner = _escaped_json(shown)
+                changed = change(inner)
+                return shown if same(changed, inner) else json.dumps(changed)
+            except RecursionError:  # what cannot be looked through is not shown
+                return TOO_DEEP
         if isinstance(value, list):
             return [change(inner) for inner in value]
         if isinstance(value, dict):
@@ -108,6 +119,16 @@ def redacted(parts: list[Part], redact: Callable[[str], str]) -> list[Part]:
         return value
 
     return [_changed(part, change) for part in parts]
+
+
+def _escaped_json(text: str) -> Json:
+    """What the text says if it is JSON with escapes in it; null if there is nothing to be found."""
+    if "\\" not in text or text.lstrip()[:1] not in ("{", "[", '"'):
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def without_way_back(parts: list[Part]) -> list[Part]:
