@@ -314,6 +314,27 @@ def test_first_the_way_back_is_cut_then_texts_then_parts() -> None:
     assert kept[1] == call("z")
 
 
+def test_what_is_said_to_be_cut_is_cut() -> None:
+    """Of payloads the type is kept; a member of the arguments may be called so, too."""
+    payload = {"type": "function", "arguments": {"type": "z" * 1000}}
+    asked: Any = {"type": "tool_call", "id": "1", "name": "f", "tool_call": payload, "arguments": payload}
+    (cut,) = bounded([asked], 400)
+    gone = 1000 - 64
+    assert cut["tool_call"] == {"type": "function", "arguments": {"type": "z" * 64}}
+    assert cut[CUT] == {"tool_call.arguments.type": gone, "arguments.arguments.type": gone}
+    (shown,) = bounded([{**asked, "arguments": {"type": "z" * 1000}}], 400)
+    assert shown["arguments"] == {"type": "z" * 64}
+    assert shown[CUT] == {"tool_call.arguments.type": gone, "arguments.type": gone}
+
+
+def test_what_was_cut_before_is_still_told() -> None:
+    said: Any = {"type": "text", "content": "a" * 1000, CUT: {"content": 5, "type": 1}}
+    (again,) = bounded([{**said, "fumehood.source": {"vendor": "v", "item": "b" * 1000}}], 1200)
+    assert again == {**said, CUT: {"content": 5, "type": 1, "fumehood.source": True}}
+    (again,) = bounded([said], 300)
+    assert again == {"type": "text", "content": "a" * 64, CUT: {"content": 5 + 1000 - 64, "type": 1}}
+
+
 def with_text(value: Json, text: str) -> Json:
     if isinstance(value, list):
         return [with_text(inner, text) for inner in value]

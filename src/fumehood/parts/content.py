@@ -29,6 +29,7 @@ from fumehood.parts.canonical import (
     ToolResult,
     Uri,
 )
+from fumehood.parts.forms import FORMS
 from fumehood.parts.lenses import same
 from fumehood.parts.views import SOURCE
 
@@ -291,17 +292,22 @@ def _without_source(part: JsonObject) -> JsonObject:
     if SOURCE not in part:
         return part
     kept = {key: value for key, value in part.items() if key != SOURCE}
-    return {**kept, CUT: {SOURCE: True}}
+    return {**kept, CUT: {**_cut_before(part), SOURCE: True}}
+
+
+def _cut_before(part: JsonObject) -> JsonObject:
+    known = part.get(CUT)
+    return known if isinstance(known, dict) else {}
 
 
 def _shortened(part: JsonObject, longest: int) -> JsonObject:
     cuts: JsonObject = {}
-    known = part.get(CUT)
-    earlier: JsonObject = known if isinstance(known, dict) else {}
+    earlier = _cut_before(part)
+    types = _types_of_payloads(part)
 
     def shorten(value: Json, place: str) -> Json:
         if isinstance(value, str):
-            if len(value) <= longest:
+            if len(value) <= longest or place in types:
                 return value
             before = earlier.get(place)
             cuts[place] = len(value) - longest + (before if isinstance(before, int) else 0)
@@ -316,10 +322,14 @@ def _shortened(part: JsonObject, longest: int) -> JsonObject:
     for key, value in part.items():
         if key != CUT:
             made[key] = value if key in _HEAD else shorten(value, key)
-        if isinstance(value, dict) and "type" in value:
-            made[key] = {**_object(made[key]), "type": value["type"]}
     told: JsonObject = {**earlier, **cuts}
     return {**made, CUT: told} if told else made
+
+
+def _types_of_payloads(part: JsonObject) -> set[str]:
+    """Where it is said what a payload is; without that, it would be none."""
+    form = FORMS.get(str(part.get("type")))
+    return set() if form is None else {f"{key}.type" for key in (form.call, form.response) if key}
 
 
 def _fewer(parts: list[JsonObject], limit: int) -> list[JsonObject]:
