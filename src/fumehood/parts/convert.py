@@ -89,10 +89,11 @@ def _settle(parts: list[Part]) -> None:
 # --- to a vendor --------------------------------------------------------------------------------------
 
 
-def to_vendor(name: str, parts: list[Part]) -> Json:
+def to_vendor(name: str, parts: list[Part], left_out: list[Part] | None = None) -> Json:
     """What `from_vendor` was given, if the parts came from this vendor; else its nearest words for them.
 
-    Parts that were only derived from what stands beside the items do not become items of their own vendor.
+    Parts that were only derived from what stands beside the items do not become items of their own vendor. Those that
+    the vendor has no words for are added to `left_out`.
     """
     vendor = vendor_named(name)
     envelope: Envelope | None = None
@@ -106,6 +107,8 @@ def to_vendor(name: str, parts: list[Part]) -> Json:
                 items.append((source.place, lower(group)))
             elif (made := _made(vendor, group, names)) is not None:
                 items.append((0, made))
+            elif left_out is not None:
+                left_out += group
         return _enveloped(envelope, items)
     except ValueError as error:
         raise Malformed(f"`{SOURCE}` does not lead back: {error}") from error
@@ -314,11 +317,14 @@ def names() -> list[str]:
     return [*VENDORS, *VIEWS]
 
 
-def convert(source: str, target: str, document: Json) -> Json:
-    """A document of one vendor or view as another has it: a list of parts or items, or what it once was a list of."""
+def convert(source: str, target: str, document: Json, left_out: list[Part] | None = None) -> Json:
+    """A document of one vendor or view as another has it: a list of parts or items, or what it once was a list of.
+
+    `left_out` is for parts that the target has no words for.
+    """
     if source in VIEWS:
         written = document if isinstance(document, list) else [document]
         parts = from_view(written, compat=source == "option1-compat")
     else:
         parts = from_vendor(source, document)
-    return [*to_view(target, parts)] if target in VIEWS else to_vendor(target, parts)
+    return [*to_view(target, parts)] if target in VIEWS else to_vendor(target, parts, left_out)

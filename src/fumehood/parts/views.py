@@ -117,6 +117,13 @@ def _plain(part: Part) -> JsonObject:
     return {**made, **part.extra, **record}
 
 
+def type_of(part: Part) -> str:
+    """What a part is called: the type that option 2 gives it, or its vendor's own."""
+    if isinstance(part, Other):
+        return part.type
+    return str(_rendered(part, servers=True)["type"])
+
+
 def _medium(part: Blob | File | Uri) -> JsonObject:
     return {"mime_type": part.mime_type, "modality": part.modality}
 
