@@ -56,8 +56,8 @@ def convert(
 ) -> None:
     """Write one item, a list of items, a whole response or parts of a view as another vendor or view has them.
 
-    What came from a vendor goes back to it unchanged, through any view. Parts that another vendor has no words for are left
-    out; standard error says which.
+    What came from a vendor goes back to it unchanged, through any view. Parts that another vendor has no words for are
+    left out; standard error says which.
     """
     from fumehood.parts.convert import convert, names
     from fumehood.parts.forms import Malformed

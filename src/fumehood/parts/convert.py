@@ -96,38 +96,61 @@ def to_vendor(name: str, parts: list[Part], left_out: list[Part] | None = None) 
     the vendor has no words for are added to `left_out`.
     """
     vendor = vendor_named(name)
-    envelope: Envelope | None = None
-    items: list[tuple[int, Json]] = []
+    documents: list[_Document] = [_Document()]
     names = {part.call_id: part.name for part in parts if isinstance(part, ToolCall)}
     try:
         for group in _groups(vendor, parts):
             source = group[0].source
             if source is not None and _knows_its_item(vendor, group[0]):
-                envelope = envelope or source.envelope
-                items.append((source.place, lower(group)))
+                if source.envelope is not None and documents[-1].envelope is not None:
+                    documents.append(_Document())
+                documents[-1].envelope = source.envelope or documents[-1].envelope
+                documents[-1].items.append((source.place, lower(group)))
             elif (made := _made(vendor, group, names)) is not None:
-                items.append((0, made))
+                documents[-1].items.append((0, made))
             elif left_out is not None:
                 left_out += group
-        return _enveloped(envelope, items)
+        return documents[0].whole() if len(documents) == 1 else _in_a_row(documents)
     except ValueError as error:
         raise Malformed(f"`{SOURCE}` does not lead back: {error}") from error
 
 
-def _enveloped(envelope: Envelope | None, items: list[tuple[int, Json]]) -> Json:
-    if envelope is None:
-        return [item for _, item in items]
-    if envelope.places == [()]:
-        return items[0][1] if len(items) == 1 else [item for _, item in items]
-    lists: list[list[Json]] = [[] for _ in envelope.places]
-    for place, item in items:
-        if not 0 <= place < len(lists):
-            raise ValueError(f"there is no place {place}")
-        lists[place].append(item)
-    document = copied(envelope.document)
-    for path, found in zip(envelope.places, lists, strict=True):
-        document = put_at(document, path, [*found])
-    return document
+class _Document(msgspec.Struct):
+    """What one call of `from_vendor` was given: items with their places in the envelope, or alone."""
+
+    envelope: Envelope | None = None
+    items: list[tuple[int, Json]] = []
+
+    @property
+    def is_list(self) -> bool:
+        return self.envelope is None or (self.envelope.places == [()] and len(self.items) != 1)
+
+    def whole(self) -> Json:
+        if self.envelope is None or self.is_list:
+            return [item for _, item in self.items]
+        if self.envelope.places == [()]:
+            return self.items[0][1]
+        lists: list[list[Json]] = [[] for _ in self.envelope.places]
+        for place, item in self.items:
+            if not 0 <= place < len(lists):
+                raise ValueError(f"there is no place {place}")
+            lists[place].append(item)
+        document = copied(self.envelope.document)
+        for path, found in zip(self.envelope.places, lists, strict=True):
+            document = put_at(document, path, [*found])
+        return document
+
+
+def _in_a_row(documents: list[_Document]) -> Json:
+    """Parts of several documents, one after another, are a list of these."""
+    made: list[Json] = []
+    for document in documents:
+        whole = document.whole()
+        if document.is_list and isinstance(whole, list):
+            made += whole
+        else:
+            made.append(whole)
+    return made
 
 
 def _groups(vendor: Vendor, parts: list[Part]) -> list[list[Part]]:

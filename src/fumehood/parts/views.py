@@ -8,6 +8,7 @@ In options 2 and 3, tools that the client runs are as in option 1. A view is rec
 only the way back needs is in one field, `fumehood.source`.
 """
 
+import heapq
 from collections.abc import Iterable
 from typing import cast, get_args
 
@@ -129,7 +130,7 @@ def _medium(part: Blob | File | Uri) -> JsonObject:
 
 
 def _unified(form: Form, parts: list[Part]) -> list[JsonObject]:
-    """One object for call and result, where the call was; a result that is not right behind it says where it was."""
+    """One object for call and result, where the call was; a result that is not right behind it says how far it was."""
     made: dict[int, JsonObject] = {}
     for position, part in enumerate(parts):
         if not isinstance(part, ToolCall | ToolResult) or part.execution == "client":
@@ -148,7 +149,7 @@ def _together(form: Form, halves: dict[int, ToolCall | ToolResult]) -> JsonObjec
     call_at, result_at = min(halves), max(halves)
     if result_at > call_at + 1:
         record = both.setdefault(SOURCE, {})
-        cast(JsonObject, record)["response_at"] = result_at
+        cast(JsonObject, record)["response_after"] = result_at - call_at
     return both
 
 
@@ -264,8 +265,10 @@ def _written(move: Move) -> list[Json]:
 def from_view(written: Iterable[Json], *, compat: bool = False) -> list[Part]:
     """The parts of any view; raises `Malformed` where one is none. `compat` also takes the form before option 1."""
     parts: list[Part] = []
-    late: list[tuple[int, ToolResult]] = []
+    late: list[tuple[int, int, ToolResult]] = []
     for number, raw in enumerate(written):
+        while late and late[0][0] <= len(parts):
+            parts.append(heapq.heappop(late)[-1])
         part = upgrade(raw) if compat else raw
         if problem := problem_of(part):
             raise Malformed(f"part {number}: {problem}")
@@ -276,16 +279,15 @@ def from_view(written: Iterable[Json], *, compat: bool = False) -> list[Part]:
             raise Malformed(f"part {number}: `{SOURCE}` cannot be read: {error}") from error
         parts += read.parts
         if read.late is not None:
-            late.append(read.late)
-    for position, result in sorted(late, key=lambda each: each[0]):
-        parts.insert(position, result)
-    return parts
+            after, result = read.late
+            heapq.heappush(late, (len(parts) - 1 + after, number, result))
+    return [*parts, *(result for *_, result in sorted(late, key=lambda each: each[:2]))]
 
 
 class _Read(msgspec.Struct):
     """What one part of a view was read as.
 
-    `late`: a result that belongs at a place of its own.
+    `late`: a result that is not right behind its call, and by how many places it comes after it.
     """
 
     parts: list[Part]
@@ -350,9 +352,9 @@ def _read_unified(form: Form, members: JsonObject, record: JsonObject) -> _Read:
     if isinstance(made[0], ToolResult) and name != made[0].kind:
         members["name"] = name
     made[0].extra = {**members, **made[0].extra}
-    position = record.get("response_at")
-    if len(made) > 1 and isinstance(position, int) and not isinstance(position, bool):
-        return _Read([made[0]], (position, cast(ToolResult, made[1])))
+    after = record.get("response_after")
+    if len(made) > 1 and isinstance(after, int) and not isinstance(after, bool):
+        return _Read([made[0]], (after, cast(ToolResult, made[1])))
     return _Read([*made])
 
 
