@@ -19,7 +19,7 @@ from fumehood.parts.convert import convert, from_vendor, to_vendor
 from fumehood.parts.forms import FORMS, VIEWS, problem_of
 from fumehood.parts.payloads import KINDS, required_in
 from fumehood.parts.schemas import published
-from fumehood.parts.views import to_view, upgrade
+from fumehood.parts.views import from_view, to_view, upgrade
 from tests.support.part_samples import SAMPLES
 from tools.build_parts import PUBLISHED, text_of
 
@@ -252,6 +252,13 @@ def test_numbers_and_texts_are_what_json_says(kind: str, payload: dict[str, Any]
         assert agree("option2", made) == valid
     item: Json = {"type": "shell_call_output", "call_id": "c", "output": payload.get("outputs")}
     assert to_vendor("openai", from_vendor("openai", [item])) == [item]
+
+
+def test_only_media_have_a_mime_type() -> None:
+    for kind, members in (("text", {"content": "x"}), ("uri", {"modality": "image", "uri": "u"})):
+        made: Any = {"type": kind, **members, "mime_type": 5}
+        assert agree("option2", made) == (kind == "text")
+        assert kind != "text" or to_view("option2", from_view([made])) == [made]
 
 
 VALUES: list[Json] = [None, 1, 1.5, True, "x", [], ["x"], {}, {"type": "x"}, [{"type": "x"}]]

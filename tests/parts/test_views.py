@@ -13,7 +13,7 @@ from inline_snapshot import snapshot
 from fumehood.parts.canonical import Json, Other, ToolCall, ToolResult
 from fumehood.parts.content import without_way_back
 from fumehood.parts.convert import convert, from_vendor, to_vendor
-from fumehood.parts.forms import VIEWS, Malformed, problem_of
+from fumehood.parts.forms import FORMS, VIEWS, Malformed, problem_of
 from fumehood.parts.messages import finish_reason, to_messages
 from fumehood.parts.validate import validate
 from fumehood.parts.views import NoSuchView, from_view, to_view
@@ -399,6 +399,40 @@ def test_a_source_from_elsewhere_is_read_or_refused(kind: str, source: Any) -> N
         convert("option2", "openai", [part])
     except Malformed as refused:
         assert "fumehood.source" in str(refused)  # noqa: PT017 - both ends are right
+
+
+ASIDE: dict[str, Any] = {
+    "type": "text",
+    "id": 5,
+    "name": 5,
+    "status": "failed",
+    "execution_metadata": 5,
+    "more": 1,
+}
+ASIDE |= {
+    key: {"type": "code_interpreter"} for form in FORMS.values() for key in (form.call, form.response) if key
+}
+
+
+@pytest.mark.parametrize("name", ASIDE)
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_waits_in_a_source_from_elsewhere_takes_no_ones_place(view: str, name: str) -> None:
+    call: Any = {"type": "weird", "q": 1}
+    parts: list[Any] = [
+        {"type": "server_tool_call", "id": "a", "name": "t", "server_tool_call": call},
+        {"type": "server_tool_call_response", "id": "a", "server_tool_call_response": {"type": "weird"}},
+        {"type": "server_tool", "id": "b", "name": "t", "tool_call": call},
+    ]
+    for number, part in enumerate(parts):
+        aside: Any = {"aside": {name: ASIDE[name]}}
+        source = {"call": aside} if part["type"] == "server_tool" else aside
+        hostile = [*parts]
+        hostile[number] = {**part, "fumehood.source": source}
+        written: Any = json.loads(json.dumps(to_view(view, from_view(hostile))))
+        assert validate(written) == []
+        shown = to_view(view, from_view(parts))
+        assert [each["type"] for each in written] == [each["type"] for each in shown]
+        assert [each["id"] for each in written] == [each["id"] for each in shown]
 
 
 def test_unknown_items_are_carried_whole() -> None:

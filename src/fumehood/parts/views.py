@@ -72,13 +72,17 @@ def _rendered(part: Part, *, servers: bool) -> JsonObject:
     if isinstance(part, ToolResult):
         kind, key = ("server_tool_call_response",) * 2 if apart else ("tool_call_response", "response")
         made = {"type": kind, "id": part.call_id, key: payload}
-        beside = {name: value for name, value in part.extra.items() if name not in FORMS[kind].forbidden}
-        return {**made, **beside, **_with_aside(record, part.extra, beside)}
-    kind = "server_tool_call" if apart else "tool_call"
-    made = {"type": kind, "id": part.call_id, "name": part.name, kind: payload}
-    if not apart:
+    else:
+        kind = "server_tool_call" if apart else "tool_call"
+        made = {"type": kind, "id": part.call_id, "name": part.name, kind: payload}
+    beside = {
+        name: value
+        for name, value in part.extra.items()
+        if name not in made and name not in FORMS[kind].forbidden
+    }
+    if isinstance(part, ToolCall) and not apart:
         made["arguments"] = _arguments(part)
-    return {**made, **part.extra, **record}
+    return {**made, **beside, **_with_aside(record, part.extra, beside)}
 
 
 def _with_aside(record: JsonObject, members: JsonObject, beside: JsonObject) -> JsonObject:
@@ -198,7 +202,7 @@ def _names_its_tool(half: ToolCall | ToolResult) -> bool:
 
 def _stays(form: Form, made: JsonObject, status: Status | None, name: str, value: Json) -> bool:
     """Whether a member of a half can stand in the object of both, and is then read as what it is."""
-    if name in made:
+    if name in made or name in form.forbidden or name in (form.call, form.response):
         return False
     if form.type == "server_tool":
         return name != "status" or (status is None and value not in _STATUSES)
