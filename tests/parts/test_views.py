@@ -435,6 +435,28 @@ def test_what_waits_in_a_source_from_elsewhere_takes_no_ones_place(view: str, na
         assert [each["id"] for each in written] == [each["id"] for each in shown]
 
 
+@pytest.mark.parametrize("tool", ["deep_research", "fabric_dataagent", "novelty", "no.vel", "no|vel", "0"])
+def test_a_step_of_azures_that_says_what_came_of_it_is_split(tool: str) -> None:
+    for asked in ("input", "arguments"):
+        step: Any = {"id": "c", "type": tool, "no": 1, tool: {asked: "q", "output": "a", "steps": [1]}}
+        call, result = from_vendor("azure", [step])
+        assert isinstance(call, ToolCall)
+        assert isinstance(result, ToolResult)
+        assert (call.kind, call.call_id, call.payload) == (tool, "c", {"arguments": "q"})
+        assert (result.kind, result.call_id, result.payload) == (tool, "c", {"output": "a"})
+        assert to_vendor("azure", [call, result]) == [step]
+    (alone,) = from_vendor("azure", [{"id": "c", "type": tool, "no": 1, tool: {"output": "a"}}])
+    assert isinstance(alone, ToolCall)
+    assert alone.payload == {"arguments": {"output": "a"}}
+
+
+def test_tools_that_could_not_be_listed_have_failed() -> None:
+    for error, status in (("boom", "failed"), (None, None)):
+        listed: Any = {"type": "mcp_list_tools", "id": "m", "server_label": "s", "tools": [], "error": error}
+        parts = from_vendor("openai", [listed])
+        assert [part.status for part in parts if isinstance(part, ToolCall | ToolResult)] == [status] * 2
+
+
 def test_unknown_items_are_carried_whole() -> None:
     unknown: list[Json] = [{"type": "novelty", "a": [None, 1.0, True]}, "text", 7, None, [], {"no": "type"}]
     for item in unknown:
