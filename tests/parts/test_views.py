@@ -450,6 +450,46 @@ def test_a_step_of_azures_that_says_what_came_of_it_is_split(tool: str) -> None:
     assert alone.payload == {"arguments": {"output": "a"}}
 
 
+def test_files_that_a_command_left_are_told_with_its_output() -> None:
+    def ran(*files: Any) -> Any:
+        outcome = {"type": "bash_code_execution_result", "stdout": "o", "stderr": "", "return_code": 0}
+        return {
+            "type": "bash_code_execution_tool_result",
+            "tool_use_id": "t",
+            "content": {**outcome, "content": [*files]},
+        }
+
+    file: Any = {"type": "bash_code_execution_output", "file_id": "f"}
+    for files, told in (
+        ([file, {**file, "file_id": "g"}], {"file_ids": ["f", "g"]}),
+        ([], {}),
+        ([file, 5], {}),
+    ):
+        (result,) = from_vendor("anthropic", [ran(*files)])
+        assert isinstance(result, ToolResult)
+        assert result.payload["outputs"] == [{"stdout": "o", "stderr": "", "exit_code": 0, **told}]
+        assert to_vendor("anthropic", [result]) == [ran(*files)]
+    (result,) = without_way_back(from_vendor("anthropic", [ran(file)]))
+    assert to_vendor("anthropic", [result]) == [ran(file)]
+    made: Any = to_vendor("openai", [result])
+    assert made[0]["output"] == [{"stdout": "o", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]
+
+
+def test_a_commands_output_from_before_its_files_were_told_goes_back() -> None:
+    """As an earlier version wrote it."""
+    content: Any = {"type": "bash_code_execution_result", "content": [{"type": "x", "file_id": "f"}]}
+    item = {
+        "type": "bash_code_execution_tool_result",
+        "tool_use_id": "t",
+        "content": {**content, "stdout": None},
+    }
+    payload = {"type": "shell", "outputs": [{"stdout": "o"}]}
+    source: Any = {"vendor": "anthropic", "item": item, "moved": [["outputs", ["content"], "process"]]}
+    part: Any = {"type": "server_tool_call_response", "id": "t", "server_tool_call_response": payload}
+    back = convert("option2", "anthropic", [{**part, "fumehood.source": source}])
+    assert back == [{**item, "content": {**content, "stdout": "o"}}]
+
+
 def test_tools_that_could_not_be_listed_have_failed() -> None:
     for error, status in (("boom", "failed"), (None, None)):
         listed: Any = {"type": "mcp_list_tools", "id": "m", "server_label": "s", "tools": [], "error": error}

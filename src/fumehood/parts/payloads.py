@@ -78,9 +78,12 @@ class ShellToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="shell")
 
 
 class ShellOutput(msgspec.Struct, kw_only=True):
+    """What one command printed, how it ended, and the files that it left."""
+
     stdout: Maybe[str] = UNSET
     stderr: Maybe[str] = UNSET
     exit_code: Maybe[int] = UNSET
+    file_ids: Maybe[list[str]] = UNSET
     outcome: Maybe[dict[str, Any]] = UNSET
 
 
