@@ -219,6 +219,38 @@ def test_what_was_never_seen_as_a_call_says_so() -> None:
         assert [part.provenance for part in again if isinstance(part, ToolCall)] == ["synthesized"] * 2, view
 
 
+GROUNDED: list[tuple[str, Any, Any, Any]] = [
+    ("google_maps", {"groundingChunks": [{"maps": {"uri": "https://m.x", "title": "Café", "placeId": "p"}}]},
+     {"queries": None}, {"results": [{"url": "https://m.x", "title": "Café", "place_id": "p"}]}),
+    ("file_search", {"groundingChunks": [{"retrievedContext": {"title": "a.pdf", "text": "t", "documentName": "d"}}]},
+     {"queries": None}, {"results": [{"file_id": "d", "title": "a.pdf", "text": "t"}]}),
+    ("file_search", {"retrieval_queries": ["q"], "grounding_chunks": [{"retrieved_context": {"uri": "gs://a"}}]},
+     {"queries": ["q"]}, {"results": [{"file_id": "gs://a"}]}),
+    ("image_search", {"imageSearchQueries": ["q"], "groundingChunks": [
+        {"image": {"sourceUri": "https://e.x", "imageUri": "https://e.x/i.png", "title": "i"}}]},
+     {"queries": ["q"]}, {"results": [{"url": "https://e.x", "image_url": "https://e.x/i.png", "title": "i"}]}),
+    ("web_search", {"groundingChunks": [{"web": {"uri": "https://e.x"}}]},
+     {"queries": None}, {"results": [{"url": "https://e.x"}]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "metadata", "asked", "found"), GROUNDED)
+def test_what_an_answer_is_grounded_in_was_searched_for(
+    kind: str, metadata: Any, asked: Any, found: Any
+) -> None:
+    """Also where the queries are not told, as for files and maps."""
+    document: Any = {"candidates": [{"content": {"parts": [{"text": "a"}]}, "groundingMetadata": metadata}]}
+    (_, call, result) = from_vendor("gemini", document)
+    assert isinstance(call, ToolCall)
+    assert isinstance(result, ToolResult)
+    assert (call.kind, result.kind, call.provenance, result.provenance) == (kind, kind, *["synthesized"] * 2)
+    assert (call.payload, result.payload) == (asked, found)
+    for view in VIEWS:
+        written: Any = convert("gemini", view, document)
+        assert validate(written) == []
+        assert convert(view, "gemini", written) == document
+
+
 def test_parallel_calls_keep_their_order_in_one_object_each() -> None:
     calls: list[Any] = [
         {"type": "server_tool_use", "id": name, "name": "web_search", "input": {"query": name}}
@@ -408,9 +440,12 @@ ASIDE: dict[str, Any] = {
     "status": "failed",
     "execution_metadata": 5,
     "more": 1,
-}
-ASIDE |= {
-    key: {"type": "code_interpreter"} for form in FORMS.values() for key in (form.call, form.response) if key
+    **{
+        key: {"type": "code_interpreter"}
+        for form in FORMS.values()
+        for key in (form.call, form.response)
+        if key
+    },
 }
 
 
