@@ -109,6 +109,29 @@ def test_malformed_parts_are_not_converted(tmp_path: Path) -> None:
     assert "part 0: a text part needs `content`" in done.err
 
 
+def test_what_has_no_words_in_the_target_is_told(tmp_path: Path) -> None:
+    """As when an item is taken for a part of a view: nothing would be left of it, and nobody would know."""
+    item = saved(tmp_path, SAMPLES["openai"][2])
+    done = parts("convert", "--from", "option2", "--to", "openai", item)
+    assert (done.code, done.out) == (0, "[]\n")
+    assert done.err == "1 part has no words in openai and is left out: code_interpreter_call\n"
+    picture = {"type": "uri", "modality": "image", "uri": "https://e.x/y.png"}
+    text = {"type": "text", "content": "x"}
+    several = saved(tmp_path, [picture, text, {"type": "e\nvil"}, picture])
+    done = parts("convert", "--from", "option2", "--to", "openai", several)
+    assert done.code == 0
+    assert len(json.loads(done.out)) == 1
+    assert done.err == "3 parts have no words in openai and are left out: uri, e\\nvil\n"
+    assert parts("convert", "--from", "option2", "--to", "option1", several).err == ""
+
+
+@pytest.mark.parametrize("vendor", SAMPLES)
+def test_nothing_of_a_vendors_own_is_left_out(vendor: str, tmp_path: Path) -> None:
+    there = parts("convert", "--from", vendor, "--to", "option2", saved(tmp_path, SAMPLES[vendor]))
+    back = parts("convert", "--from", "option2", "--to", vendor, "-", given=there.out)
+    assert (there.err, back.err) == ("", "")
+
+
 CONVERT = ("convert", "--from", "openai", "--to", "option2")
 REFUSED: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is not JSON: Expecting value"),
@@ -120,6 +143,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "NaN": (b"[NaN]", "NaN is no number of JSON"),
     "infinity": (b"[-Infinity]", "-Infinity is no number of JSON"),
     "beyond all bounds": (b"[1e999]", "the number 1e999 is too large"),
+    "next to nothing": (b"[1e-999]", "the number 1e-999 is too small"),
     "many digits": (b"[" + b"9" * 10_000 + b"]", "a number has too many digits"),
     "two of one name": (b'{"a": {"type": 1, "type": 2}}', "an object has the member 'type' twice"),
     "deep": (b"[" * 10**5, "is nested too deeply"),
@@ -170,6 +194,19 @@ def test_what_is_nested_deeply_is_converted_or_refused(depth: int) -> None:
     assert (done.code == 0) == (done.err == "")
     assert done.code == 0 or done == Done(2, "", "standard input is nested too deeply\n")
     assert done.code == 0 or depth > 100
+
+
+def test_half_a_character_is_text_as_any_other(tmp_path: Path) -> None:
+    item = {"type": "shell_call_output", "call_id": "c", "output": "\ud800", "\udfff": "\udfff"}
+    there = parts(*CONVERT, saved(tmp_path, item))
+    assert there.code == 0, there.err
+    back = parts("convert", "--from", "option2", "--to", "openai", "-", given=there.out)
+    assert json.loads(back.out) == item
+    response = {"type": "shell", "outputs": "\ud800"}
+    malformed = {"type": "server_tool_call_response", "server_tool_call_response": response}
+    done = parts("validate", saved(tmp_path, malformed))
+    assert (done.code, done.out) == (1, "")
+    assert done.err == "`server_tool_call_response`: Expected `array | null`, got `str` - at `$.outputs`\n"
 
 
 def test_a_document_cannot_speak_to_the_terminal(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Streams put together: at the end what the vendor sends in one piece, before that what has come; imports the parts."""
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +286,89 @@ def test_a_stream_adds_up_to_what_comes_in_one_piece(vendor: str) -> None:
     assert json.dumps(events) == before, "events are not changed"
 
 
+def _converse(index: int, *deltas: Any, start: Any = None) -> Events:
+    events: Events = (
+        [] if start is None else [{"contentBlockStart": {"contentBlockIndex": index, "start": start}}]
+    )
+    events += [{"contentBlockDelta": {"contentBlockIndex": index, "delta": delta}} for delta in deltas]
+    return [*events, {"contentBlockStop": {"contentBlockIndex": index}}]
+
+
+CITED: Any = {
+    "title": "t",
+    "sourceContent": [{"text": "s"}],
+    "location": {"web": {"url": "https://e.x"}},
+}
+RARE: dict[str, tuple[str, Events, list[Any]]] = {
+    "a sealed compaction": (
+        "anthropic",
+        [
+            {"type": "content_block_start", "index": 0, "content_block": {"type": "compaction", "content": None}},
+            {"type": "content_block_delta", "index": 0,
+             "delta": {"type": "compaction_delta", "content": "c", "encrypted_content": "e"}},
+        ],
+        [{"type": "compaction", "content": "c", "encrypted_content": "e"}],
+    ),
+    "a compaction that is not": (
+        "anthropic",
+        [
+            {"type": "content_block_start", "index": 0, "content_block": {"type": "compaction", "content": None}},
+            {"type": "content_block_delta", "index": 0, "delta": {"type": "compaction_delta", "content": "c"}},
+        ],
+        [{"type": "compaction", "content": "c"}],
+    ),
+    "citations": (
+        "bedrock",
+        [
+            *_converse(0, {"text": "Ja"}, {"citation": CITED}, {"text": "."}, {"citation": {"title": "u"}}),
+            *_converse(1, {"citation": {"title": "only"}}),
+            *_converse(2, {"text": "plain"}),
+        ],
+        [
+            {"citationsContent": {"content": [{"text": "Ja."}], "citations": [CITED, {"title": "u"}]}},
+            {"citationsContent": {"content": [{"text": ""}], "citations": [{"title": "only"}]}},
+            {"text": "plain"},
+        ],
+    ),
+    "hidden thoughts": (
+        "bedrock",
+        [*_converse(0, {"reasoningContent": {"redactedContent": "QUJD"}}),
+         *_converse(1, {"reasoningContent": {"text": "a"}}, {"reasoningContent": {"signature": "s"}})],
+        [{"reasoningContent": {"redactedContent": "QUJD"}},
+         {"reasoningContent": {"reasoningText": {"text": "a", "signature": "s"}}}],
+    ),
+    "a picture": (
+        "bedrock",
+        _converse(0, {"image": {"source": {"bytes": "QUJD"}}}, start={"image": {"format": "png"}}),
+        [{"image": {"format": "png", "source": {"bytes": "QUJD"}}}],
+    ),
+    "a handoff": (
+        "mistral",
+        [
+            {"type": "agent.handoff.started", "id": "h", "output_index": 0, "created_at": "1",
+             "previous_agent_id": "a", "previous_agent_name": "A"},
+            {"type": "agent.handoff.done", "id": "h", "output_index": 0, "created_at": "2",
+             "next_agent_id": "b", "next_agent_name": "B"},
+        ],
+        [{"object": "entry", "type": "agent.handoff", "id": "h", "created_at": "1", "previous_agent_id": "a",
+          "previous_agent_name": "A", "next_agent_id": "b", "next_agent_name": "B", "completed_at": "2"}],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_what_is_rarely_streamed_adds_up_as_well(name: str) -> None:
+    vendor, events, whole = RARE[name]
+    before = json.dumps(events)
+    assert assembled(vendor, events) == whole
+    assert json.dumps(events) == before
+    for count in range(len(events)):
+        assembly = Assembly(vendor)
+        for event in events[:count]:
+            assembly.feed(event)
+        assert validate([*to_view("option2", assembly.parts("cancelled"))]) == []
+
+
 @pytest.mark.parametrize("vendor", STREAMED)
 def test_at_every_moment_the_parts_are_parts(vendor: str) -> None:
     events, _ = STREAMED[vendor]
@@ -381,6 +466,24 @@ def test_the_beginning_of_json_is_read(value: Json, cut: int) -> None:
     begun = started(text[: 1 + cut % len(text)])
     assert isinstance(begun, dict)
     assert begun.keys() <= {"a", "b"}
+
+
+LARGE: dict[str, Callable[[], object]] = {
+    "nested": lambda: started("[" * 200_000),
+    "in lists": lambda: started("[" + "[1, 2], " * 200_000),
+    "in objects": lambda: started('{"a": [' + '{"b": "c,[", "d": 1},' * 100_000 + '{"e": "\\'),
+    "as chunks": lambda: assembled(
+        "gemini", [{"candidates": [{"content": {"parts": [{"text": "x" * 200}]}}]}] * 40_000
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_twice_as_much_takes_twice_as_long(name: str) -> None:
+    """Each of these took between 29 seconds and minutes when it took four times as long."""
+    begun = time.process_time()
+    LARGE[name]()
+    assert time.process_time() - begun < 15
 
 
 @pytest.mark.skipif(not RECORDED.is_dir(), reason="the recorded streams are not here")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fumehood.parts.canonical import Json, Part, ToolCall, ToolResult, Uri
+from fumehood.parts.canonical import Json, Part, Text, ToolCall, ToolResult, Uri
 from fumehood.parts.content import CUT, CUT_PART, bounded, redacted, without_data, without_way_back
 from fumehood.parts.convert import from_vendor, to_vendor
 from fumehood.parts.forms import VIEWS, problem_of
@@ -72,6 +72,40 @@ def test_arguments_may_be_called_as_anything() -> None:
     use: Json = {"type": "tool_use", "id": "t", "name": "f", "input": arguments}
     clean = redacted(from_vendor("anthropic", [use]), lambda text: text.replace(SECRET, "x"))
     assert SECRET not in written(clean)
+
+
+@pytest.mark.parametrize("secret", ['Zoë "Z"', "two\nlines", "back\\slash", "tab\t"])
+@pytest.mark.parametrize("deep", [1, 2, 3])
+def test_escapes_of_json_in_a_text_hide_nothing(secret: str, deep: int) -> None:
+    """Arguments and results are often JSON in a text, and that again may be in one."""
+    text: Any = secret
+    for _ in range(deep):
+        text = json.dumps({"who": text, "n": [1.0, None, "é"]})
+    call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": text}
+    answer: Any = {"type": "function_call_output", "call_id": "c", "output": text}
+    clean = redacted(from_vendor("openai", [call, answer]), lambda text: text.replace(secret, "[redacted]"))
+    for part in clean:
+        assert isinstance(part, ToolCall | ToolResult)
+        (found,) = part.payload.values()
+        for _ in range(deep):
+            members: Any = json.loads(str(found))
+            assert members["n"] == [1.0, None, "é"]
+            found = members["who"]
+        assert found == "[redacted]"
+
+
+def test_json_that_hides_nothing_stays_as_it_was_written() -> None:
+    for text in ('{"a":  "\\u00e9\\n"}', '{"a": "\\n', '["\\ud800"]', "{ \\", '"\\n"'):
+        call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": text}
+        assert to_vendor("openai", redacted(from_vendor("openai", [call]), lambda text: text)) == [call]
+
+
+@pytest.mark.parametrize("depth", [10, 300, 500, 900, 50_000])
+def test_what_cannot_be_looked_through_is_not_shown(depth: int) -> None:
+    text = "[" * depth + json.dumps(f"é{SECRET}") + "]" * depth
+    call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": text}
+    (clean,) = redacted(from_vendor("openai", [call]), lambda text: text.replace(f"é{SECRET}", "x"))
+    assert SECRET not in written([clean])
 
 
 @pytest.mark.parametrize("vendor", SAMPLES)
@@ -153,6 +187,20 @@ def test_a_picture_becomes_a_reference_with_its_size() -> None:
         ("bedrock", {"toolResult": {"toolUseId": "t", "content": [
             {"image": {"format": "png", "source": {"bytes": DATA}}}]}}),
         ("bedrock-agents", {"files": {"files": [{"bytes": DATA, "name": "a.png", "type": "image/png"}]}}),
+        ("openai", {"type": "message", "role": "assistant", "content": [
+            {"type": "output_audio", "data": DATA, "transcript": "hi"}]}),
+        ("openai", {"type": "image_generation_call", "id": "i", "status": "generating", "result": None,
+                    "partial_image_b64": DATA}),
+        ("openai", {"type": "function_call_output", "call_id": "c", "output":
+            json.dumps({"picture": f"data:image/png;base64,{DATA}", "ok": True})}),
+        ("openai", {"type": "message", "role": "assistant", "content": [
+            {"type": "output_text", "text": f"![a](data:image/png;base64,{DATA}) and more"}]}),
+        ("gemini-interactions", {"type": "function_result", "call_id": "c", "result": [
+            {"type": "image", "data": DATA}]}),
+        ("gemini-interactions", {"type": "mcp_server_tool_result", "call_id": "c", "result": [
+            {"type": "resource", "resource": {"uri": "u", "mimeType": "image/png", "blob": DATA}}]}),
+        ("mistral", {"object": "entry", "type": "message.input", "role": "user", "content": [
+            {"type": "input_audio", "input_audio": DATA}]}),
     ],
 )  # fmt: skip
 def test_data_is_found_wherever_a_vendor_puts_it(vendor: str, item: Any) -> None:
@@ -164,7 +212,64 @@ def test_data_is_found_wherever_a_vendor_puts_it(vendor: str, item: Any) -> None
     assert DATA not in json.dumps(to_vendor(vendor, parts))
 
 
+@pytest.mark.parametrize("result", ["https://e.x/cat.png", "I drew a cat.", "I drew cats"])
+def test_a_picture_that_is_not_in_line_is_not_replaced(result: str) -> None:
+    drawn: Any = {"type": "image_generation_call", "id": "ig", "status": "completed", "result": result}
+    assert to_vendor("openai", without_data(from_vendor("openai", [drawn]))) == [drawn]
+
+
+def test_a_picture_may_be_drawn_as_an_address_that_holds_it() -> None:
+    drawn: Any = {"type": "image_generation_call", "id": "ig", "result": f"data:image/png;base64,{DATA}"}
+    (_, result) = without_data(from_vendor("openai", [drawn]))
+    assert isinstance(result, ToolResult)
+    picture: Any = result.payload["result"]
+    assert (picture["digest"], picture["bytes"]) == (DIGEST, len(PICTURE))
+
+
+LONG = bytes(range(256))
+SPELLINGS = {
+    "of URLs": base64.urlsafe_b64encode(LONG).decode(),
+    "without its end": base64.b64encode(LONG).decode().rstrip("="),
+    "in lines": base64.encodebytes(LONG).decode(),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize(
+    ("vendor", "frame"),
+    [
+        ("gemini", '{"inlineData": {"mimeType": "image/png", "data": @}}'),
+        ("gemini", '{"functionResponse": {"name": "f", "parts": [{"inline_data": {"mime_type": "a/b", "data": @}}]}}'),
+        ("openai", '{"type": "image_generation_call", "id": "i", "status": "completed", "result": @}'),
+        ("bedrock", '{"toolResult": {"toolUseId": "t", "content": [{"image": {"source": {"bytes": @}}}]}}'),
+        ("anthropic", '{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": @}}'),
+    ],
+)  # fmt: skip
+def test_base64_is_data_in_any_spelling(vendor: str, frame: str, spelling: str) -> None:
+    """Google's own SDK writes it as in URLs."""
+    item: Json = json.loads(frame.replace("@", json.dumps(SPELLINGS[spelling])))
+    text = written(without_data(from_vendor(vendor, [item])))
+    assert SPELLINGS[spelling][:40] not in text
+    assert hashlib.sha256(LONG).hexdigest() in text
+    assert f'"bytes": {len(LONG)}' in text
+
+
+def test_of_a_text_only_the_data_goes() -> None:
+    """And what only looks like an address of data is a text."""
+    for text in ("data:", "see data:image/png;base64", "data:;base64 is how it begins", "update:x;base64,"):
+        said: Any = {"type": "message", "role": "user", "content": text}
+        assert to_vendor("openai", without_data(from_vendor("openai", [said]))) == [said]
+    twice = f"(data:image/png;base64,{DATA}), <data:a/b;c=d;base64,{DATA}>"
+    (shown,) = without_data(from_vendor("anthropic", [{"type": "text", "text": twice}]))
+    assert isinstance(shown, Text)
+    assert shown.content == f"(urn:{DIGEST}), <urn:{DIGEST}>"
+
+
 def test_what_is_only_called_data_is_left_alone() -> None:
+    for value in ("two words", "abc", "12345678", "a_b-", ""):
+        rows = [{"format": "x", "data": value}]
+        table: Any = {"type": "function_call_output", "call_id": "c", "output": rows}
+        assert to_vendor("openai", without_data(from_vendor("openai", [table]))) == [table]
     asked: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "data": DATA}
     assert to_vendor("openai", without_data(from_vendor("openai", [asked]))) == [asked]
 
@@ -207,6 +312,27 @@ def test_first_the_way_back_is_cut_then_texts_then_parts() -> None:
     assert mark == {"type": CUT_PART, "parts": 502 - len(kept)}
     assert kept[0]["server_tool_call"] == {"type": "code_interpreter", "code": "x" * 64}
     assert kept[1] == call("z")
+
+
+def test_what_is_said_to_be_cut_is_cut() -> None:
+    """Of payloads the type is kept; a member of the arguments may be called so, too."""
+    payload = {"type": "function", "arguments": {"type": "z" * 1000}}
+    asked: Any = {"type": "tool_call", "id": "1", "name": "f", "tool_call": payload, "arguments": payload}
+    (cut,) = bounded([asked], 400)
+    gone = 1000 - 64
+    assert cut["tool_call"] == {"type": "function", "arguments": {"type": "z" * 64}}
+    assert cut[CUT] == {"tool_call.arguments.type": gone, "arguments.arguments.type": gone}
+    (shown,) = bounded([{**asked, "arguments": {"type": "z" * 1000}}], 400)
+    assert shown["arguments"] == {"type": "z" * 64}
+    assert shown[CUT] == {"tool_call.arguments.type": gone, "arguments.type": gone}
+
+
+def test_what_was_cut_before_is_still_told() -> None:
+    said: Any = {"type": "text", "content": "a" * 1000, CUT: {"content": 5, "type": 1}}
+    (again,) = bounded([{**said, "fumehood.source": {"vendor": "v", "item": "b" * 1000}}], 1200)
+    assert again == {**said, CUT: {"content": 5, "type": 1, "fumehood.source": True}}
+    (again,) = bounded([said], 300)
+    assert again == {"type": "text", "content": "a" * 64, CUT: {"content": 5 + 1000 - 64, "type": 1}}
 
 
 def with_text(value: Json, text: str) -> Json:

@@ -70,6 +70,41 @@ def test_whole_responses_go_back(vendor: str, document: Any) -> None:
     assert_goes_back(vendor, document)
 
 
+@pytest.mark.parametrize("view", VIEWS)
+def test_parts_of_several_responses_go_back_to_each_of_them(view: str) -> None:
+    """As somebody has them who reads the spans of a conversation one after another."""
+    item: Any = SAMPLES["openai"][2]
+    for vendor, document in DOCUMENTS:
+        parts: Any = convert(vendor, view, document)
+        assert same(convert(view, vendor, [*parts, *parts, *parts]), [document] * 3), vendor
+    response: Any = {"id": "other", "output": [item]}
+    for documents, expected in (
+        ([item, response], [item, response]),
+        ([response, item], [response, item]),
+        ([item, item], [item, item]),
+        ([[item, item], response], {**response, "output": [item, item, item]}),
+    ):
+        several: list[Any] = [convert("openai", view, each) for each in documents]
+        assert convert(view, "openai", [part for parts in several for part in parts]) == expected
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_parallel_calls_of_several_answers_go_back_in_their_order(view: str) -> None:
+    uses: list[Any] = [
+        {"type": "server_tool_use", "id": name, "name": "web_search", "input": {"query": name}}
+        for name in "abc"
+    ]
+    results: list[Any] = [
+        {"type": "web_search_tool_result", "tool_use_id": name, "content": []} for name in "acb"
+    ]
+    blocks: list[Any] = [*uses, {"type": "text", "text": "x"}, *results]
+    parts: Any = convert("anthropic", view, blocks)
+    assert convert(view, "anthropic", [*parts, *parts]) == [*blocks, *blocks]
+    # Without one of them, the others keep their order.
+    fewer = [part for part in parts if part["type"] != "text"]
+    assert convert(view, "anthropic", fewer) == [*uses, *results]
+
+
 @pytest.mark.parametrize("vendor", SAMPLES)
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), others=st.lists(anything, min_size=1, max_size=4))

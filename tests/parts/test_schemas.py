@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fumehood.parts.canonical import Json
-from fumehood.parts.convert import convert, from_vendor
+from fumehood.parts.convert import convert, from_vendor, to_vendor
 from fumehood.parts.forms import FORMS, VIEWS, problem_of
 from fumehood.parts.payloads import KINDS, required_in
 from fumehood.parts.schemas import published
-from fumehood.parts.views import to_view, upgrade
+from fumehood.parts.views import from_view, to_view, upgrade
 from tests.support.part_samples import SAMPLES
 from tools.build_parts import PUBLISHED, text_of
 
@@ -200,6 +200,8 @@ def test_halves_of_two_kinds_are_not_one_tool() -> None:
         made = part(form, "mcp")
         made[FORMS[form].response] = {"type": "function", "result": 1}
         assert not agree(view, made)
+        for side in (FORMS[form].call, FORMS[form].response):
+            assert not agree(view, {**part(form, "mcp"), side: {"type": "divination"}})
 
 
 def test_names_of_functions_and_mcp_tools_are_their_makers() -> None:
@@ -223,6 +225,40 @@ def test_the_check_and_the_schemas_agree(seed: int) -> None:
     made = damaged(part(form, kind), chance)
     if isinstance(made, dict) and made.get("type") in VIEWS[view]:
         agree(view, made)
+
+
+# What JSON has and Python's types do not: 1.0 is an integer, numbers have no bounds, half a character is text.
+ODD_PAYLOADS: list[tuple[str, dict[str, Any], bool]] = [
+    ("code_interpreter", {"outputs": None, "exit_code": 1.0}, True),
+    ("code_interpreter", {"outputs": None, "exit_code": 10**400}, True),
+    ("code_interpreter", {"outputs": None, "exit_code": 1.5}, False),
+    ("code_interpreter", {"outputs": None, "exit_code": "1"}, False),
+    ("code_interpreter", {"outputs": None, "error": 1.0}, False),
+    ("file_search", {"results": [{"score": 10**400}]}, True),
+    ("shell", {"outputs": "\ud800"}, False),
+    ("shell", {"outputs": ["\ud800"]}, False),
+    ("shell", {"outputs": [{"stdout": "\ud800", "\ud800": 1}]}, True),
+    ("shell", {"outputs": [{"stdout": "\ud800", "\ud800": 1, "stderr": 2}]}, False),
+    ("shell", {"outputs": [], "\ud800": "\ud800"}, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "payload", "valid"), ODD_PAYLOADS)
+def test_numbers_and_texts_are_what_json_says(kind: str, payload: dict[str, Any], valid: bool) -> None:
+    response: Any = {"type": kind, **payload}
+    made: Any = {"type": "server_tool_call_response", "server_tool_call_response": response}
+    assert (problem_of(made) == "") == valid
+    if "\\ud800" not in json.dumps(made):  # the validator cannot be given half a character
+        assert agree("option2", made) == valid
+    item: Json = {"type": "shell_call_output", "call_id": "c", "output": payload.get("outputs")}
+    assert to_vendor("openai", from_vendor("openai", [item])) == [item]
+
+
+def test_only_media_have_a_mime_type() -> None:
+    for kind, members in (("text", {"content": "x"}), ("uri", {"modality": "image", "uri": "u"})):
+        made: Any = {"type": kind, **members, "mime_type": 5}
+        assert agree("option2", made) == (kind == "text")
+        assert kind != "text" or to_view("option2", from_view([made])) == [made]
 
 
 VALUES: list[Json] = [None, 1, 1.5, True, "x", [], ["x"], {}, {"type": "x"}, [{"type": "x"}]]

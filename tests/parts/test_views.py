@@ -13,7 +13,7 @@ from inline_snapshot import snapshot
 from fumehood.parts.canonical import Json, Other, ToolCall, ToolResult
 from fumehood.parts.content import without_way_back
 from fumehood.parts.convert import convert, from_vendor, to_vendor
-from fumehood.parts.forms import VIEWS, Malformed, problem_of
+from fumehood.parts.forms import FORMS, VIEWS, Malformed, problem_of
 from fumehood.parts.messages import finish_reason, to_messages
 from fumehood.parts.validate import validate
 from fumehood.parts.views import NoSuchView, from_view, to_view
@@ -219,6 +219,38 @@ def test_what_was_never_seen_as_a_call_says_so() -> None:
         assert [part.provenance for part in again if isinstance(part, ToolCall)] == ["synthesized"] * 2, view
 
 
+GROUNDED: list[tuple[str, Any, Any, Any]] = [
+    ("google_maps", {"groundingChunks": [{"maps": {"uri": "https://m.x", "title": "Café", "placeId": "p"}}]},
+     {"queries": None}, {"results": [{"url": "https://m.x", "title": "Café", "place_id": "p"}]}),
+    ("file_search", {"groundingChunks": [{"retrievedContext": {"title": "a.pdf", "text": "t", "documentName": "d"}}]},
+     {"queries": None}, {"results": [{"file_id": "d", "title": "a.pdf", "text": "t"}]}),
+    ("file_search", {"retrieval_queries": ["q"], "grounding_chunks": [{"retrieved_context": {"uri": "gs://a"}}]},
+     {"queries": ["q"]}, {"results": [{"file_id": "gs://a"}]}),
+    ("image_search", {"imageSearchQueries": ["q"], "groundingChunks": [
+        {"image": {"sourceUri": "https://e.x", "imageUri": "https://e.x/i.png", "title": "i"}}]},
+     {"queries": ["q"]}, {"results": [{"url": "https://e.x", "image_url": "https://e.x/i.png", "title": "i"}]}),
+    ("web_search", {"groundingChunks": [{"web": {"uri": "https://e.x"}}]},
+     {"queries": None}, {"results": [{"url": "https://e.x"}]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "metadata", "asked", "found"), GROUNDED)
+def test_what_an_answer_is_grounded_in_was_searched_for(
+    kind: str, metadata: Any, asked: Any, found: Any
+) -> None:
+    """Also where the queries are not told, as for files and maps."""
+    document: Any = {"candidates": [{"content": {"parts": [{"text": "a"}]}, "groundingMetadata": metadata}]}
+    (_, call, result) = from_vendor("gemini", document)
+    assert isinstance(call, ToolCall)
+    assert isinstance(result, ToolResult)
+    assert (call.kind, result.kind, call.provenance, result.provenance) == (kind, kind, *["synthesized"] * 2)
+    assert (call.payload, result.payload) == (asked, found)
+    for view in VIEWS:
+        written: Any = convert("gemini", view, document)
+        assert validate(written) == []
+        assert convert(view, "gemini", written) == document
+
+
 def test_parallel_calls_keep_their_order_in_one_object_each() -> None:
     calls: list[Any] = [
         {"type": "server_tool_use", "id": name, "name": "web_search", "input": {"query": name}}
@@ -343,6 +375,25 @@ def test_members_that_others_added_stay_with_their_part_through_every_view(
         assert to_view(view, from_view(written)) == parts
 
 
+@pytest.mark.parametrize("view", VIEWS)
+def test_halves_that_ran_in_two_places_are_two_parts_in_every_view(view: str) -> None:
+    """Others may write a call as the server's and its response as the client's; neither is lost or told twice."""
+    call: Any = {"type": "function", "arguments": "{}"}
+    response: Any = {"type": "function", "result": "r"}
+    calls: list[Any] = [
+        {"type": "server_tool_call", "id": "a", "name": "f", "server_tool_call": call},
+        {"type": "tool_call", "id": "b", "name": "f", "tool_call": call, "arguments": "{}"},
+    ]
+    responses: list[Any] = [
+        {"type": "tool_call_response", "id": "a", "response": response},
+        {"type": "server_tool_call_response", "id": "b", "server_tool_call_response": response},
+    ]
+    parts = [*calls, *responses]
+    written: Any = json.loads(json.dumps(to_view(view, from_view(parts))))
+    assert validate(written) == []
+    assert to_view("option2", from_view(written)) == parts
+
+
 def test_a_part_that_is_none_is_refused() -> None:
     with pytest.raises(Malformed, match=r"part 1: `server_tool_call` is missing"):
         from_view([{"type": "text", "content": ""}, {"type": "server_tool_call", "name": "x"}])
@@ -382,6 +433,105 @@ def test_a_source_from_elsewhere_is_read_or_refused(kind: str, source: Any) -> N
         assert "fumehood.source" in str(refused)  # noqa: PT017 - both ends are right
 
 
+ASIDE: dict[str, Any] = {
+    "type": "text",
+    "id": 5,
+    "name": 5,
+    "status": "failed",
+    "execution_metadata": 5,
+    "more": 1,
+    **{
+        key: {"type": "code_interpreter"}
+        for form in FORMS.values()
+        for key in (form.call, form.response)
+        if key
+    },
+}
+
+
+@pytest.mark.parametrize("name", ASIDE)
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_waits_in_a_source_from_elsewhere_takes_no_ones_place(view: str, name: str) -> None:
+    call: Any = {"type": "weird", "q": 1}
+    parts: list[Any] = [
+        {"type": "server_tool_call", "id": "a", "name": "t", "server_tool_call": call},
+        {"type": "server_tool_call_response", "id": "a", "server_tool_call_response": {"type": "weird"}},
+        {"type": "server_tool", "id": "b", "name": "t", "tool_call": call},
+    ]
+    for number, part in enumerate(parts):
+        aside: Any = {"aside": {name: ASIDE[name]}}
+        source = {"call": aside} if part["type"] == "server_tool" else aside
+        hostile = [*parts]
+        hostile[number] = {**part, "fumehood.source": source}
+        written: Any = json.loads(json.dumps(to_view(view, from_view(hostile))))
+        assert validate(written) == []
+        shown = to_view(view, from_view(parts))
+        assert [each["type"] for each in written] == [each["type"] for each in shown]
+        assert [each["id"] for each in written] == [each["id"] for each in shown]
+
+
+@pytest.mark.parametrize("tool", ["deep_research", "fabric_dataagent", "novelty", "no.vel", "no|vel", "0"])
+def test_a_step_of_azures_that_says_what_came_of_it_is_split(tool: str) -> None:
+    for asked in ("input", "arguments"):
+        step: Any = {"id": "c", "type": tool, "no": 1, tool: {asked: "q", "output": "a", "steps": [1]}}
+        call, result = from_vendor("azure", [step])
+        assert isinstance(call, ToolCall)
+        assert isinstance(result, ToolResult)
+        assert (call.kind, call.call_id, call.payload) == (tool, "c", {"arguments": "q"})
+        assert (result.kind, result.call_id, result.payload) == (tool, "c", {"output": "a"})
+        assert to_vendor("azure", [call, result]) == [step]
+    (alone,) = from_vendor("azure", [{"id": "c", "type": tool, "no": 1, tool: {"output": "a"}}])
+    assert isinstance(alone, ToolCall)
+    assert alone.payload == {"arguments": {"output": "a"}}
+
+
+def test_files_that_a_command_left_are_told_with_its_output() -> None:
+    def ran(*files: Any) -> Any:
+        outcome = {"type": "bash_code_execution_result", "stdout": "o", "stderr": "", "return_code": 0}
+        return {
+            "type": "bash_code_execution_tool_result",
+            "tool_use_id": "t",
+            "content": {**outcome, "content": [*files]},
+        }
+
+    file: Any = {"type": "bash_code_execution_output", "file_id": "f"}
+    for files, told in (
+        ([file, {**file, "file_id": "g"}], {"file_ids": ["f", "g"]}),
+        ([], {}),
+        ([file, 5], {}),
+    ):
+        (result,) = from_vendor("anthropic", [ran(*files)])
+        assert isinstance(result, ToolResult)
+        assert result.payload["outputs"] == [{"stdout": "o", "stderr": "", "exit_code": 0, **told}]
+        assert to_vendor("anthropic", [result]) == [ran(*files)]
+    (result,) = without_way_back(from_vendor("anthropic", [ran(file)]))
+    assert to_vendor("anthropic", [result]) == [ran(file)]
+    made: Any = to_vendor("openai", [result])
+    assert made[0]["output"] == [{"stdout": "o", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]
+
+
+def test_a_commands_output_from_before_its_files_were_told_goes_back() -> None:
+    """As an earlier version wrote it."""
+    content: Any = {"type": "bash_code_execution_result", "content": [{"type": "x", "file_id": "f"}]}
+    item = {
+        "type": "bash_code_execution_tool_result",
+        "tool_use_id": "t",
+        "content": {**content, "stdout": None},
+    }
+    payload = {"type": "shell", "outputs": [{"stdout": "o"}]}
+    source: Any = {"vendor": "anthropic", "item": item, "moved": [["outputs", ["content"], "process"]]}
+    part: Any = {"type": "server_tool_call_response", "id": "t", "server_tool_call_response": payload}
+    back = convert("option2", "anthropic", [{**part, "fumehood.source": source}])
+    assert back == [{**item, "content": {**content, "stdout": "o"}}]
+
+
+def test_tools_that_could_not_be_listed_have_failed() -> None:
+    for error, status in (("boom", "failed"), (None, None)):
+        listed: Any = {"type": "mcp_list_tools", "id": "m", "server_label": "s", "tools": [], "error": error}
+        parts = from_vendor("openai", [listed])
+        assert [part.status for part in parts if isinstance(part, ToolCall | ToolResult)] == [status] * 2
+
+
 def test_unknown_items_are_carried_whole() -> None:
     unknown: list[Json] = [{"type": "novelty", "a": [None, 1.0, True]}, "text", 7, None, [], {"no": "type"}]
     for item in unknown:
@@ -399,6 +549,11 @@ def test_a_result_that_was_parted_from_its_call_goes_another_way() -> None:
         {**CODE, "container_id": "", "code": None, "id": "ci_1"},
         OPENAI[0],
     ]
+    other: Any = {**CODE, "id": "ci_2", "outputs": [{"type": "logs", "logs": "of another\n"}]}
+    silent: Any = {**CODE, "outputs": None}
+    for first in (CODE, silent):
+        *kept, _, parted = from_vendor("openai", [first, other])
+        assert to_vendor("openai", [*kept, parted]) == [first, {**other, "container_id": "", "code": None}]
     anthropic = from_vendor("anthropic", [{"type": "text", "text": "a"}])
     made: Any = to_vendor("openai", [*anthropic, *results])
     assert [item["type"] for item in made] == ["message", "code_interpreter_call"]

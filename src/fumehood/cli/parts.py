@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from fumehood.parts.canonical import Json
+    from fumehood.parts.canonical import Json, Part
 
 MALFORMED = 1
 UNUSABLE = 2
@@ -56,22 +56,30 @@ def convert(
 ) -> None:
     """Write one item, a list of items, a whole response or parts of a view as another vendor or view has them.
 
-    What came from a vendor goes back to it unchanged, through any view.
+    What came from a vendor goes back to it unchanged, through any view. Parts that another vendor has no words for are
+    left out; standard error says which.
     """
     from fumehood.parts.convert import convert, names
     from fumehood.parts.forms import Malformed
+    from fumehood.parts.views import type_of
 
     for name, option in ((source, "--from"), (target, "--to")):
         if name not in names():
             raise typer.BadParameter(f"there are {', '.join(names())}", param_hint=option)
     document = _read(file)
+    left_out: list[Part] = []
     try:
-        written = json.dumps(convert(source, target, document), indent=2)
+        written = json.dumps(convert(source, target, document, left_out), indent=2)
     except Malformed as error:
         _leave(MALFORMED, f"{_named(file)}: {error}")
     except RecursionError:
         _leave(UNUSABLE, f"{_named(file)} is nested too deeply")
     _write(f"{written}\n")
+    if left_out:
+        types = ", ".join(dict.fromkeys(type_of(part) for part in left_out))
+        said = "1 part has" if len(left_out) == 1 else f"{len(left_out)} parts have"
+        verb = "is" if len(left_out) == 1 else "are"
+        print(_visible(f"{said} no words in {target} and {verb} left out: {types}"), file=sys.stderr)
 
 
 @app.command("validate", short_help="Check parts or messages.")
@@ -141,6 +149,8 @@ def _number(written: str) -> float:
     number = float(written)
     if math.isinf(number):
         raise _Unreadable(f"the number {written[:40]} is too large")
+    if not number and written.lower().partition("e")[0].strip("-0."):
+        raise _Unreadable(f"the number {written[:40]} is too small")
     return number
 
 

@@ -9,6 +9,7 @@ from fumehood.parts.canonical import (
     Envelope,
     Json,
     JsonObject,
+    Move,
     Other,
     Part,
     Path,
@@ -88,42 +89,68 @@ def _settle(parts: list[Part]) -> None:
 # --- to a vendor --------------------------------------------------------------------------------------
 
 
-def to_vendor(name: str, parts: list[Part]) -> Json:
+def to_vendor(name: str, parts: list[Part], left_out: list[Part] | None = None) -> Json:
     """What `from_vendor` was given, if the parts came from this vendor; else its nearest words for them.
 
-    Parts that were only derived from what stands beside the items do not become items of their own vendor.
+    Parts that were only derived from what stands beside the items do not become items of their own vendor. Those that
+    the vendor has no words for are added to `left_out`.
     """
     vendor = vendor_named(name)
-    envelope: Envelope | None = None
-    items: list[tuple[int, Json]] = []
+    documents: list[_Document] = [_Document()]
     names = {part.call_id: part.name for part in parts if isinstance(part, ToolCall)}
     try:
         for group in _groups(vendor, parts):
             source = group[0].source
             if source is not None and _knows_its_item(vendor, group[0]):
-                envelope = envelope or source.envelope
-                items.append((source.place, lower(group)))
+                if source.envelope is not None and documents[-1].envelope is not None:
+                    documents.append(_Document())
+                documents[-1].envelope = source.envelope or documents[-1].envelope
+                documents[-1].items.append((source.place, lower(group)))
             elif (made := _made(vendor, group, names)) is not None:
-                items.append((0, made))
-        return _enveloped(envelope, items)
+                documents[-1].items.append((0, made))
+            elif left_out is not None:
+                left_out += group
+        return documents[0].whole() if len(documents) == 1 else _in_a_row(documents)
     except ValueError as error:
         raise Malformed(f"`{SOURCE}` does not lead back: {error}") from error
 
 
-def _enveloped(envelope: Envelope | None, items: list[tuple[int, Json]]) -> Json:
-    if envelope is None:
-        return [item for _, item in items]
-    if envelope.places == [()]:
-        return items[0][1] if len(items) == 1 else [item for _, item in items]
-    lists: list[list[Json]] = [[] for _ in envelope.places]
-    for place, item in items:
-        if not 0 <= place < len(lists):
-            raise ValueError(f"there is no place {place}")
-        lists[place].append(item)
-    document = copied(envelope.document)
-    for path, found in zip(envelope.places, lists, strict=True):
-        document = put_at(document, path, [*found])
-    return document
+class _Document(msgspec.Struct):
+    """What one call of `from_vendor` was given: items with their places in the envelope, or alone."""
+
+    envelope: Envelope | None = None
+    items: list[tuple[int, Json]] = []
+
+    @property
+    def is_list(self) -> bool:
+        return self.envelope is None or (self.envelope.places == [()] and len(self.items) != 1)
+
+    def whole(self) -> Json:
+        if self.envelope is None or self.is_list:
+            return [item for _, item in self.items]
+        if self.envelope.places == [()]:
+            return self.items[0][1]
+        lists: list[list[Json]] = [[] for _ in self.envelope.places]
+        for place, item in self.items:
+            if not 0 <= place < len(lists):
+                raise ValueError(f"there is no place {place}")
+            lists[place].append(item)
+        document = copied(self.envelope.document)
+        for path, found in zip(self.envelope.places, lists, strict=True):
+            document = put_at(document, path, [*found])
+        return document
+
+
+def _in_a_row(documents: list[_Document]) -> Json:
+    """Parts of several documents, one after another, are a list of these."""
+    made: list[Json] = []
+    for document in documents:
+        whole = document.whole()
+        if document.is_list and isinstance(whole, list):
+            made += whole
+        else:
+            made.append(whole)
+    return made
 
 
 def _groups(vendor: Vendor, parts: list[Part]) -> list[list[Part]]:
@@ -131,13 +158,16 @@ def _groups(vendor: Vendor, parts: list[Part]) -> list[list[Part]]:
     results = {call: result for call, result in pairs(parts) if call is not None and result is not None}
     groups: list[list[Part]] = []
     joined: set[int] = set()
+    last: _Origin | None = None
     for position, part in enumerate(parts):
         if position in joined or _is_derived(vendor, part):
             continue
-        if groups and _follows(part, groups[-1][0]) and _knows_its_item(vendor, groups[-1][0]):
+        if last is not None and last.has(part):
+            last.add(part)
             groups[-1].append(part)
             continue
         groups.append([part])
+        last = _Origin(part) if _knows_its_item(vendor, part) else None
         result = results.get(position)
         if result is None or _knows_its_item(vendor, part) or _knows_its_item(vendor, parts[result]):
             continue
@@ -152,14 +182,36 @@ def _knows_its_item(vendor: Vendor, part: Part) -> bool:
     return source is not None and source.vendor == vendor.name and source.item is not msgspec.UNSET
 
 
-def _follows(part: Part, head: Part) -> bool:
-    source = part.source
-    return (
-        source is not None
-        and source.follows
-        and head.source is not None
-        and source.vendor == head.source.vendor
-    )
+class _Origin:
+    """The item of the parts that stand in a row, as far as they are here."""
+
+    def __init__(self, first: Part) -> None:
+        self._source = cast(Source, first.source)
+        self._taken: set[Path] = set()
+        self._called: set[tuple[str | None, str]] = set()
+        self.add(first)
+
+    def add(self, part: Part) -> None:
+        self._taken.update(move.path for move in _moved(part))
+        if isinstance(part, ToolCall):
+            self._called.add((part.call_id, part.kind))
+
+    def has(self, part: Part) -> bool:
+        """Whether it is a further part of this item, not of another whose first part was left out."""
+        source = part.source
+        if source is None or not source.follows or source.vendor != self._source.vendor:
+            return False
+        if isinstance(part, ToolResult) and (part.call_id, part.kind) not in self._called:
+            return False
+        return all(move.path not in self._taken and self._lacks(move) for move in source.moved)
+
+    def _lacks(self, move: Move) -> bool:
+        left = at(cast(Json, self._source.item), move.path)
+        return left is not MISSING and (left is None or move.lens != "")
+
+
+def _moved(part: Part) -> list[Move]:
+    return part.source.moved if part.source is not None else []
 
 
 def _is_derived(vendor: Vendor, part: Part) -> bool:
@@ -288,11 +340,14 @@ def names() -> list[str]:
     return [*VENDORS, *VIEWS]
 
 
-def convert(source: str, target: str, document: Json) -> Json:
-    """A document of one vendor or view as another has it: a list of parts or items, or what it once was a list of."""
+def convert(source: str, target: str, document: Json, left_out: list[Part] | None = None) -> Json:
+    """A document of one vendor or view as another has it: a list of parts or items, or what it once was a list of.
+
+    `left_out` is for parts that the target has no words for.
+    """
     if source in VIEWS:
         written = document if isinstance(document, list) else [document]
         parts = from_view(written, compat=source == "option1-compat")
     else:
         parts = from_vendor(source, document)
-    return [*to_view(target, parts)] if target in VIEWS else to_vendor(target, parts)
+    return [*to_view(target, parts)] if target in VIEWS else to_vendor(target, parts, left_out)

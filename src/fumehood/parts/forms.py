@@ -90,7 +90,7 @@ def _problem_of_plain(part: JsonObject, kind: str) -> str:
     for key in PLAIN[kind]:
         if not isinstance(part.get(key), str):
             return f"a {kind} part needs `{key}`, a string"
-    if not isinstance(part.get("mime_type"), str | None):
+    if "modality" in PLAIN[kind] and not isinstance(part.get("mime_type"), str | None):
         return "`mime_type` is neither a string nor null"
     return ""
 

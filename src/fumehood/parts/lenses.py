@@ -209,14 +209,20 @@ def _put_streams(value: Json, left: Json) -> Json:
 
 
 def _process(value: Json) -> Taken:
-    """The result of one command: stdout, stderr and return_code beside whatever else."""
+    """The result of one command: stdout, stderr and return_code beside whatever else, and the files that it left."""
     if not isinstance(value, dict):
         raise ValueError
     names = {"stdout": "stdout", "stderr": "stderr", "return_code": "exit_code"}
     output: JsonObject = {ours: value[theirs] for theirs, ours in names.items() if theirs in value}
     if not output:
         raise ValueError
-    return [output], {key: None if key in names else inner for key, inner in value.items()}
+    left: JsonObject = {key: None if key in names else inner for key, inner in value.items()}
+    files = value.get("content")
+    if isinstance(files, list) and files and all(_has_file(entry) for entry in files):
+        entries = _objects(files)
+        output["file_ids"] = [entry["file_id"] for entry in entries]
+        left["content"] = [{**entry, "file_id": None} for entry in entries]
+    return [output], left
 
 
 def _put_process(value: Json, left: Json) -> Json:
@@ -227,6 +233,14 @@ def _put_process(value: Json, left: Json) -> Json:
         for ours, theirs in (("stdout", "stdout"), ("stderr", "stderr"), ("exit_code", "return_code")):
             if ours in told:
                 result[theirs] = told[ours]
+        files = told.get("file_ids")
+        if isinstance(files, list):
+            frames = _objects(result.get("content"))
+            if len(frames) != len(files):
+                frames = [{"type": "bash_code_execution_output"} for _ in files]
+            result["content"] = [
+                {**frame, "file_id": file} for frame, file in zip(frames, files, strict=True)
+            ]
     return result
 
 
@@ -240,7 +254,7 @@ def _put_ran(value: Json, _left: Json) -> Json:
 def _ran(entry: JsonObject) -> JsonObject:
     code = entry.get("exit_code")
     outcome: JsonObject = {"type": "exit", "exit_code": 0 if code is None else code}
-    told: JsonObject = {key: value for key, value in entry.items() if key != "exit_code"}
+    told: JsonObject = {key: value for key, value in entry.items() if key not in ("exit_code", "file_ids")}
     return {"stdout": "", "stderr": "", **told, "outcome": outcome}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from fumehood.parts.canonical import JsonObject
+from fumehood.parts.canonical import Json, JsonObject
 
 type Maybe[T] = T | UnsetType | None
 
@@ -78,9 +78,12 @@ class ShellToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="shell")
 
 
 class ShellOutput(msgspec.Struct, kw_only=True):
+    """What one command printed, how it ended, and the files that it left."""
+
     stdout: Maybe[str] = UNSET
     stderr: Maybe[str] = UNSET
     exit_code: Maybe[int] = UNSET
+    file_ids: Maybe[list[str]] = UNSET
     outcome: Maybe[dict[str, Any]] = UNSET
 
 
@@ -247,8 +250,28 @@ def problem_with(kind: str, payload: JsonObject, *, call: bool) -> str:
     if mixed := sorted(forbidden_in(known, call=call) & payload.keys()):
         ours, other = ("call", "response") if call else ("response", "call")
         return f"a {kind} {ours} cannot hold `{mixed[0]}`, which belongs to the {other}"
+    told: JsonObject = {**payload, "type": kind}
+    expected = known.type_of(call=call)
     try:
-        msgspec.convert({**payload, "type": kind}, known.type_of(call=call))
-    except msgspec.ValidationError as error:
-        return str(error)
+        msgspec.convert(told, expected)
+    except (msgspec.ValidationError, UnicodeEncodeError):
+        try:
+            msgspec.convert(_as_schemas_read(told), expected)
+        except msgspec.ValidationError as error:
+            return str(error)
     return ""
+
+
+def _as_schemas_read(value: Json) -> Json:
+    """The same to a JSON Schema, which takes 1.0 for an integer, any number and any text; msgspec does not."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, float):
+        return 0 if value.is_integer() else value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return 0
+    if isinstance(value, list):
+        return [_as_schemas_read(inner) for inner in value]
+    if isinstance(value, dict):
+        return {str(_as_schemas_read(key)): _as_schemas_read(inner) for key, inner in value.items()}
+    return value

@@ -128,7 +128,8 @@ def _form(form: Form) -> JsonObject:
     made: JsonObject = {"type": "object", "properties": properties}
     if form.together:
         made["anyOf"] = [{"required": [form.call]}, {"required": [form.response]}]
-        rules += [_same_kind(form, name) for name in KINDS]
+        rules += [_same_kind(form.call, form.response, name) for name in KINDS]
+        rules += [_same_kind(form.response, form.call, name) for name in KINDS]
     else:
         required.append(form.call or form.response)
     if form.call:
@@ -147,11 +148,11 @@ def _believed(form: Form, name: str) -> JsonObject:
     }
 
 
-def _same_kind(form: Form, name: str) -> JsonObject:
+def _same_kind(one: str, other: str, name: str) -> JsonObject:
     def of_kind(key: str) -> JsonObject:
         return {"properties": {key: {"properties": {"type": {"const": name}}}}}
 
-    return {"if": {**of_kind(form.call), "required": [form.call]}, "then": of_kind(form.response)}
+    return {"if": {**of_kind(one), "required": [one]}, "then": of_kind(other)}
 
 
 def _current(form: Form) -> JsonObject:

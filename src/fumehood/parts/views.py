@@ -8,6 +8,7 @@ In options 2 and 3, tools that the client runs are as in option 1. A view is rec
 only the way back needs is in one field, `fumehood.source`.
 """
 
+import heapq
 from collections.abc import Iterable
 from typing import cast, get_args
 
@@ -71,13 +72,17 @@ def _rendered(part: Part, *, servers: bool) -> JsonObject:
     if isinstance(part, ToolResult):
         kind, key = ("server_tool_call_response",) * 2 if apart else ("tool_call_response", "response")
         made = {"type": kind, "id": part.call_id, key: payload}
-        beside = {name: value for name, value in part.extra.items() if name not in FORMS[kind].forbidden}
-        return {**made, **beside, **_with_aside(record, part.extra, beside)}
-    kind = "server_tool_call" if apart else "tool_call"
-    made = {"type": kind, "id": part.call_id, "name": part.name, kind: payload}
-    if not apart:
+    else:
+        kind = "server_tool_call" if apart else "tool_call"
+        made = {"type": kind, "id": part.call_id, "name": part.name, kind: payload}
+    beside = {
+        name: value
+        for name, value in part.extra.items()
+        if name not in made and name not in FORMS[kind].forbidden
+    }
+    if isinstance(part, ToolCall) and not apart:
         made["arguments"] = _arguments(part)
-    return {**made, **part.extra, **record}
+    return {**made, **beside, **_with_aside(record, part.extra, beside)}
 
 
 def _with_aside(record: JsonObject, members: JsonObject, beside: JsonObject) -> JsonObject:
@@ -117,32 +122,42 @@ def _plain(part: Part) -> JsonObject:
     return {**made, **part.extra, **record}
 
 
+def type_of(part: Part) -> str:
+    """What a part is called: the type that option 2 gives it, or its vendor's own."""
+    if isinstance(part, Other):
+        return part.type
+    return str(_rendered(part, servers=True)["type"])
+
+
 def _medium(part: Blob | File | Uri) -> JsonObject:
     return {"mime_type": part.mime_type, "modality": part.modality}
 
 
 def _unified(form: Form, parts: list[Part]) -> list[JsonObject]:
-    """One object for call and result, where the call was; a result that is not right behind it says where it was."""
+    """One object for call and result, where the call was; a result that is not right behind it says how far it was."""
     made: dict[int, JsonObject] = {}
     for position, part in enumerate(parts):
         if not isinstance(part, ToolCall | ToolResult) or part.execution == "client":
             made[position] = _rendered(part, servers=True)
-    for call_at, result_at in pairs(parts):
-        call = None if call_at is None else parts[call_at]
-        result = None if result_at is None else parts[result_at]
-        position = call_at if call_at is not None else result_at
-        if position is None or position in made:
-            continue
-        both = _both(form, cast(ToolCall | None, call), cast(ToolResult | None, result))
-        if call_at is not None and result_at is not None and result_at != call_at + 1:
-            record = both.setdefault(SOURCE, {})
-            cast(JsonObject, record)["response_at"] = result_at
-        made[position] = both
+    for places in pairs(parts):
+        # A half whose other half ran with the client is on its own.
+        halves = {place: parts[place] for place in places if place is not None and place not in made}
+        if halves:
+            made[min(halves)] = _together(form, cast(dict[int, ToolCall | ToolResult], halves))
     return [made[position] for position in sorted(made)]
 
 
-def _both(form: Form, call: ToolCall | None, result: ToolResult | None) -> JsonObject:
-    halves = [half for half in (call, result) if half is not None]
+def _together(form: Form, halves: dict[int, ToolCall | ToolResult]) -> JsonObject:
+    """`halves` by their positions, the call first."""
+    both = _both(form, [*halves.values()])
+    call_at, result_at = min(halves), max(halves)
+    if result_at > call_at + 1:
+        record = both.setdefault(SOURCE, {})
+        cast(JsonObject, record)["response_after"] = result_at - call_at
+    return both
+
+
+def _both(form: Form, halves: list[ToolCall | ToolResult]) -> JsonObject:
     first, last = halves[0], halves[-1]
     made: JsonObject = {
         "type": form.type,
@@ -187,7 +202,7 @@ def _names_its_tool(half: ToolCall | ToolResult) -> bool:
 
 def _stays(form: Form, made: JsonObject, status: Status | None, name: str, value: Json) -> bool:
     """Whether a member of a half can stand in the object of both, and is then read as what it is."""
-    if name in made:
+    if name in made or name in form.forbidden or name in (form.call, form.response):
         return False
     if form.type == "server_tool":
         return name != "status" or (status is None and value not in _STATUSES)
@@ -254,8 +269,10 @@ def _written(move: Move) -> list[Json]:
 def from_view(written: Iterable[Json], *, compat: bool = False) -> list[Part]:
     """The parts of any view; raises `Malformed` where one is none. `compat` also takes the form before option 1."""
     parts: list[Part] = []
-    late: list[tuple[int, ToolResult]] = []
+    late: list[tuple[int, int, ToolResult]] = []
     for number, raw in enumerate(written):
+        while late and late[0][0] <= len(parts):
+            parts.append(heapq.heappop(late)[-1])
         part = upgrade(raw) if compat else raw
         if problem := problem_of(part):
             raise Malformed(f"part {number}: {problem}")
@@ -266,16 +283,15 @@ def from_view(written: Iterable[Json], *, compat: bool = False) -> list[Part]:
             raise Malformed(f"part {number}: `{SOURCE}` cannot be read: {error}") from error
         parts += read.parts
         if read.late is not None:
-            late.append(read.late)
-    for position, result in sorted(late, key=lambda each: each[0]):
-        parts.insert(position, result)
-    return parts
+            after, result = read.late
+            heapq.heappush(late, (len(parts) - 1 + after, number, result))
+    return [*parts, *(result for *_, result in sorted(late, key=lambda each: each[:2]))]
 
 
 class _Read(msgspec.Struct):
     """What one part of a view was read as.
 
-    `late`: a result that belongs at a place of its own.
+    `late`: a result that is not right behind its call, and by how many places it comes after it.
     """
 
     parts: list[Part]
@@ -340,9 +356,9 @@ def _read_unified(form: Form, members: JsonObject, record: JsonObject) -> _Read:
     if isinstance(made[0], ToolResult) and name != made[0].kind:
         members["name"] = name
     made[0].extra = {**members, **made[0].extra}
-    position = record.get("response_at")
-    if len(made) > 1 and isinstance(position, int) and not isinstance(position, bool):
-        return _Read([made[0]], (position, cast(ToolResult, made[1])))
+    after = record.get("response_after")
+    if len(made) > 1 and isinstance(after, int) and not isinstance(after, bool):
+        return _Read([made[0]], (after, cast(ToolResult, made[1])))
     return _Read([*made])
 
 

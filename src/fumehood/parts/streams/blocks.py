@@ -1,7 +1,7 @@
 """Streams of blocks, as Anthropic and Bedrock's Converse send them; imports `fumehood.parts`."""
 
 from fumehood.parts.canonical import Json, JsonObject
-from fumehood.parts.lenses import text_at
+from fumehood.parts.lenses import copied, text_at
 from fumehood.parts.streams.pieces import Pieces, member, number
 
 
@@ -36,7 +36,9 @@ class MessageStream:
             case "citations_delta":
                 self.pieces.extend(place, ("citations",), [delta.get("citation")])
             case "compaction_delta":
-                self.pieces.put(place, ("content",), delta.get("content"))
+                for name in ("content", "encrypted_content"):
+                    if name in delta:
+                        self.pieces.put(place, (name,), delta[name])
             case _:
                 pass
 
@@ -45,10 +47,11 @@ class MessageStream:
 
 
 class ConverseStream:
-    """Bedrock's Converse: text blocks begin with their first piece."""
+    """Bedrock's Converse: text blocks begin with their first piece, and are others if something is cited in them."""
 
     def __init__(self) -> None:
         self.pieces = Pieces()
+        self._cited: dict[int, list[Json]] = {}
 
     def feed(self, event: JsonObject) -> None:
         if start := member(event, "contentBlockStart"):
@@ -72,10 +75,24 @@ class ConverseStream:
             self.pieces.add(place, ("toolUse", "input"), text, parsed=True)
         elif isinstance(found := delta.get("toolResult"), list):
             self.pieces.extend(place, ("toolResult", "content"), found)
-        elif thought := member(delta, "reasoningContent"):
+        elif "citation" in delta:
+            self.pieces.begin(place, {"text": ""})
+            self._cited.setdefault(place, []).append(copied(delta["citation"]))
+        elif picture := member(delta, "image"):
+            for name, value in picture.items():
+                self.pieces.put(place, ("image", name), value)
+        elif "redactedContent" in (thought := member(delta, "reasoningContent")):
+            self.pieces.begin(place, {"reasoningContent": {"redactedContent": ""}})
+            self.pieces.add(place, ("reasoningContent", "redactedContent"), thought["redactedContent"])
+        elif thought:
             self.pieces.begin(place, {"reasoningContent": {"reasoningText": {"text": ""}}})
             for name in ("text", "signature"):
                 self.pieces.add(place, ("reasoningContent", "reasoningText", name), thought.get(name))
 
     def document(self) -> Json:
-        return self.pieces.items()
+        return [
+            {"citationsContent": {"content": [item], "citations": copied(self._cited[place])}}
+            if place in self._cited
+            else item
+            for place, item in self.pieces.by_place()
+        ]

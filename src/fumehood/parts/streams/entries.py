@@ -7,6 +7,8 @@ from fumehood.parts.lenses import copied, text_at
 from fumehood.parts.streams.pieces import Pieces, member, number
 
 _ABOUT = ("id", "name", "tool_call_id", "model", "agent_id", "created_at", "confirmation_status")
+_FROM = ("previous_agent_id", "previous_agent_name")
+_TO = ("next_agent_id", "next_agent_name")
 
 
 class ConversationStream:
@@ -25,6 +27,14 @@ class ConversationStream:
             case "tool.execution.done":
                 place = self._place(event)
                 self.pieces.put(place, ("info",), event.get("info", {}))
+                self.pieces.put(place, ("completed_at",), event.get("created_at"))
+                self.pieces.end(place)
+            case "agent.handoff.started":
+                self._begin(event, "agent.handoff", {key: event[key] for key in _FROM if key in event})
+            case "agent.handoff.done":
+                place = self._place(event)
+                for key in _TO:
+                    self.pieces.put(place, (key,), event.get(key))
                 self.pieces.put(place, ("completed_at",), event.get("created_at"))
                 self.pieces.end(place)
             case "function.call.delta":

@@ -14,7 +14,7 @@ class ChunkStream:
         self.pieces = Pieces()
         self._response: JsonObject = {}
         self._candidates: dict[int, JsonObject] = {}
-        self._parts: dict[int, list[JsonObject]] = {}
+        self._parts: dict[int, list[tuple[JsonObject, list[str]]]] = {}
 
     def feed(self, event: JsonObject) -> None:
         self._response |= {key: copied(value) for key, value in event.items() if key != "candidates"}
@@ -33,18 +33,24 @@ class ChunkStream:
             if isinstance(part, dict):
                 self._join(self._parts.setdefault(place, []), part)
 
-    def _join(self, parts: list[JsonObject], part: JsonObject) -> None:
-        last = parts[-1] if parts else {}
+    def _join(self, parts: list[tuple[JsonObject, list[str]]], part: JsonObject) -> None:
+        """Pieces of a text are kept apart until somebody asks for it."""
+        last, pieces = parts[-1] if parts else ({}, [])
         if _is_text(last) and _is_text(part) and last.get("thought") == part.get("thought"):
-            parts[-1] = {**last, "text": f"{last['text']}{part['text']}"}
+            pieces.append(cast(str, part["text"]))
         else:
-            parts.append(cast(JsonObject, copied(part)))
+            begun = [cast(str, part["text"])] if _is_text(part) else []
+            parts.append((cast(JsonObject, copied(part)), begun))
 
     def document(self) -> Json:
         candidates: list[Json] = []
         for place in sorted(self._candidates):
             known = self._candidates[place]
-            content: JsonObject = {**member(known, "content"), "parts": [*self._parts.get(place, [])]}
+            parts: list[Json] = [
+                {**part, "text": "".join(pieces)} if pieces else part
+                for part, pieces in self._parts.get(place, [])
+            ]
+            content: JsonObject = {**member(known, "content"), "parts": parts}
             candidates.append({**known, "content": content})
         return {"candidates": candidates, **self._response} if candidates else {**self._response}
 

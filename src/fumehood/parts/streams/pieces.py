@@ -19,27 +19,38 @@ def started(text: str) -> Json:
         return json.loads(text)
     except (ValueError, RecursionError):
         pass
-    open_, quoted, escaped = list[str](), False, False
-    whole = ""
-    for place, letter in enumerate(text):
-        if quoted:
-            quoted, escaped = escaped or letter != '"', letter == "\\" and not escaped
-        elif letter == '"':
-            quoted = True
-        elif letter in _CLOSING:
-            open_.append(_CLOSING[letter])
-            whole = text[: place + 1] + "".join(reversed(open_))
-        elif open_ and letter == open_[-1]:
-            open_.pop()
-        elif letter == ",":
-            whole = text[:place] + "".join(reversed(open_))
-    ending = "".join(reversed(open_))
-    for candidate in ((text[:-1] if escaped else text) + ('"' if quoted else "") + ending, whole):
+    end = _Ending(text)
+    whole = text[: end.whole]
+    for candidate in (
+        (text[:-1] if end.escaped else text) + ('"' if end.quoted else "") + end.closing,
+        whole + _Ending(whole).closing,
+    ):
         try:
             return json.loads(candidate)
         except (ValueError, RecursionError):
             continue
     return None
+
+
+class _Ending:
+    """How JSON text breaks off: what closes it, whether within a string, and up to where its values are whole."""
+
+    def __init__(self, text: str) -> None:
+        self.quoted, self.escaped, self.whole = False, False, 0
+        open_ = list[str]()
+        for place, letter in enumerate(text):
+            if self.quoted:
+                self.quoted, self.escaped = self.escaped or letter != '"', letter == "\\" and not self.escaped
+            elif letter == '"':
+                self.quoted = True
+            elif letter in _CLOSING:
+                open_.append(_CLOSING[letter])
+                self.whole = place + 1
+            elif open_ and letter == open_[-1]:
+                open_.pop()
+            elif letter == ",":
+                self.whole = place
+        self.closing = "".join(reversed(open_))
 
 
 class Pieces:
@@ -97,7 +108,10 @@ class Pieces:
         return {number for number, place in enumerate(sorted(self._items)) if place not in self._done}
 
     def items(self) -> list[Json]:
-        return [self._whole(place) for place in sorted(self._items)]
+        return [item for _, item in self.by_place()]
+
+    def by_place(self) -> list[tuple[int, Json]]:
+        return [(place, self._whole(place)) for place in sorted(self._items)]
 
     def _whole(self, place: int) -> Json:
         item = copied(self._items[place])

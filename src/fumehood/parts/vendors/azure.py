@@ -1,8 +1,8 @@
 """Azure AI agents: tool calls of run steps, and OpenAI's items beside Azure's own; imports `fumehood.parts`."""
 
 from fumehood.parts.canonical import Execution, Json, JsonObject, Path
-from fumehood.parts.lenses import at, text_at
-from fumehood.parts.shapes import Claim, Shape, Vendor, claims_of, fields
+from fumehood.parts.lenses import MISSING, at, text_at
+from fumehood.parts.shapes import Claim, Field, Shape, Vendor, claims_of, fields
 from fumehood.parts.vendors import openai
 
 
@@ -64,10 +64,19 @@ def _own(kind: str, item: JsonObject) -> Shape | None:
     if kind.endswith(_CALL):
         name = kind.removesuffix(_CALL)
         return Shape(type=kind, kind=name, call=fields(arguments=""), call_id=("call_id",))
-    # A tool that a later version of the service runs in its steps.
+    # A tool that has no table, or that a later version of the service runs in its steps.
     if isinstance(item.get(kind), dict) and text_at(item, ("id",)) is not None:
-        return Shape(type=kind, kind=kind, call=fields(arguments=kind), status=())
+        return _step_of(kind, item)
     return None
+
+
+def _step_of(kind: str, item: JsonObject) -> Shape:
+    output = (Field("output", (kind, "output")),)
+    for asked in ("input", "arguments"):
+        if at(item, (kind, asked)) is not MISSING and at(item, (kind, "output")) is not MISSING:
+            call = (Field("arguments", (kind, asked)),)
+            return Shape(type=kind, kind=kind, call=call, result=output, status=())
+    return Shape(type=kind, kind=kind, call=(Field("arguments", (kind,)),), status=())
 
 
 def places(document: Json) -> list[Path]:

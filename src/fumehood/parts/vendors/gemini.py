@@ -5,6 +5,8 @@ The REST API writes members in camel case, Google's SDK dumps them in snake case
 
 import re
 
+from msgspec import UnsetType
+
 from fumehood.parts.canonical import (
     Blob,
     Json,
@@ -17,7 +19,7 @@ from fumehood.parts.canonical import (
     ToolResult,
     Uri,
 )
-from fumehood.parts.lenses import at, text_at
+from fumehood.parts.lenses import MISSING, at, text_at
 from fumehood.parts.shapes import Claim, Field, Saying, Shape, Vendor, claims_of, fields
 
 _TOOLS = {
@@ -188,11 +190,11 @@ def _told(candidate: Json) -> list[ToolCall | ToolResult]:
     made: list[ToolCall | ToolResult] = []
     grounding = candidate.get("groundingMetadata") or candidate.get("grounding_metadata")
     chunks = _list(grounding, "groundingChunks", "grounding_chunks")
-    if queries := _texts(_list(grounding, "webSearchQueries", "web_search_queries")):
-        made += _pair("web_search", {"queries": queries}, {"results": _sources(chunks, "web", "uri", "url")})
-    if queries := _texts(_list(grounding, "retrievalQueries", "retrieval_queries")):
-        results = _sources(chunks, "retrievedContext", "uri", "file_id")
-        made += _pair("file_search", {"queries": queries}, {"results": results})
+    for kind, asked, member, names in _GROUNDED:
+        queries = _texts(_list(grounding, asked, _snake(asked)))
+        results = _sources(chunks, member, names)
+        if queries or results:
+            made += _pair(kind, {"queries": queries or None}, {"results": results})
     fetched = candidate.get("urlContextMetadata") or candidate.get("url_context_metadata")
     if pages := _list(fetched, "urlMetadata", "url_metadata"):
         urls = [text_at(page, ("retrievedUrl",)) or text_at(page, ("retrieved_url",)) for page in pages]
@@ -200,18 +202,45 @@ def _told(candidate: Json) -> list[ToolCall | ToolResult]:
     return made
 
 
-def _sources(chunks: list[Json], member: str, theirs: str, ours: str) -> list[Json]:
+# Searches that leave their mark in an answer: their queries, if these are told, and what was found.
+_GROUNDED: tuple[tuple[str, str, str, dict[str, tuple[str, ...]]], ...] = (
+    ("web_search", "webSearchQueries", "web", {"url": ("uri",), "title": ("title",)}),
+    (
+        "image_search",
+        "imageSearchQueries",
+        "image",
+        {"url": ("sourceUri",), "image_url": ("imageUri",), "title": ("title",)},
+    ),
+    (
+        "file_search",
+        "retrievalQueries",
+        "retrievedContext",
+        {"file_id": ("uri", "documentName"), "title": ("title",), "text": ("text",)},
+    ),
+    ("google_maps", "", "maps", {"url": ("uri",), "title": ("title",), "place_id": ("placeId",)}),
+)
+
+
+def _sources(chunks: list[Json], member: str, names: dict[str, tuple[str, ...]]) -> list[Json]:
+    """What chunks of one sort say, by our names for theirs."""
     found: list[Json] = []
     for chunk in chunks:
-        inner = (
-            at(chunk, (member,))
-            if isinstance(chunk, dict) and member in chunk
-            else at(chunk, (_snake(member),))
-        )
+        inner = _either(chunk, member)
         if isinstance(inner, dict):
-            named = {ours: text_at(inner, (theirs,)), "title": text_at(inner, ("title",))}
+            named = {ours: _first_text(inner, theirs) for ours, theirs in names.items()}
             found.append({name: value for name, value in named.items() if value is not None})
     return found
+
+
+def _first_text(value: JsonObject, names: tuple[str, ...]) -> str | None:
+    texts = (_either(value, name) for name in names)
+    return next((text for text in texts if isinstance(text, str)), None)
+
+
+def _either(value: Json, name: str) -> Json | UnsetType:
+    """In the spelling of REST, or of the SDK."""
+    found = at(value, (name,))
+    return at(value, (_snake(name),)) if found is MISSING else found
 
 
 def _pair(kind: str, call: JsonObject, result: JsonObject) -> list[ToolCall | ToolResult]:

@@ -194,6 +194,7 @@ SHAPES = (
         kind="mcp_list_tools",
         call=fields(server_label=""),
         result=fields(tools="", error=""),
+        failed=("error",),
     ),
     Shape(
         type="mcp_approval_request",
