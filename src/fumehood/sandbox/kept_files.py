@@ -19,13 +19,12 @@ from fumehood.protocol.errors import Unavailable
 from fumehood.protocol.names import clean_name, free_name, in_words
 from fumehood.protocol.sandbox import FileEntry, FileListing
 from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, SandboxGone, TooLarge
-from fumehood.sandbox.transfers import Given, Taken, Transfers
+from fumehood.sandbox.transfers import NOT_IN_A_SANDBOX, Given, Stamp, Taken, Transfers
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_PATH = 4096
 _NAMED = 5
-NOT_IN_A_SANDBOX = 0  # in place of the time when it was written there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,7 @@ class Placed:
     """A file as a sandbox had it at the last look."""
 
     bytes: int
-    modified_ns: int
+    stamp: Stamp
     blob: str
 
 
@@ -124,13 +123,14 @@ class KeptFiles:
         harvest = _Harvest(container_id, seen.known, {file.path for file in seen.fresh}, self._limits)
         async with AsyncExitStack() as arrivals:
             await self._take_all(sandbox, seen.fresh, harvest, arrivals)
-            changed = [record for file in seen.fresh if (record := harvest.taken.get(file.path)) is not None]
-            recorded = await self._store.put_files(changed, [record.id for record in seen.gone])
+            taken = [record for file in seen.fresh if (record := harvest.taken.get(file.path)) is not None]
+            recorded = await self._store.put_files(taken, [record.id for record in seen.gone])
         if not recorded:  # there is no such container any more
-            await self.drop(changed)
+            await self.drop(taken)
             return Look(mark)
-        replaced = [seen.known[record.path] for record in changed if record.path in seen.known]
+        replaced = [seen.known[record.path] for record in taken if record.path in seen.known]
         await self.drop((*seen.gone, *replaced))
+        changed = [record for record in taken if not _is_the_same(record, seen.before.get(record.path))]
         return Look(mark if harvest.cut_short else listing.mark, changed, harvest.notes())
 
     async def _take_all(
@@ -160,9 +160,9 @@ class KeptFiles:
         for error in handed.errors:
             logger.warning("A file of %s cannot be put back: %s", container_id, error)
         placed = {
-            record.path: Placed(record.bytes, modified_ns, record.blob)
+            record.path: Placed(record.bytes, stamp, record.blob)
             for record in records
-            if (modified_ns := handed.modified_ns.get(record.path)) is not None
+            if (stamp := handed.stamps.get(record.path)) is not None
         }
         mark = handed.mark or (await sandbox.list()).mark if placed else ""
         gone = handed.gone.union(record.path for record in records if not record.blob)
@@ -175,11 +175,11 @@ class KeptFiles:
         for record in await self._store.files(container_id):
             placed = restored.placed.get(record.path)
             if placed is not None:
-                moved.append(msgspec.structs.replace(record, modified_ns=placed.modified_ns))
+                moved.append(_stamped(record, placed.stamp))
             elif record.path in restored.gone:
                 lost.append(record)
             elif record.path in restored.refused:
-                moved.append(msgspec.structs.replace(record, modified_ns=NOT_IN_A_SANDBOX))
+                moved.append(_stamped(record, NOT_IN_A_SANDBOX))
         if moved or lost:
             await self._store.put_files(moved, [record.id for record in lost])
 
@@ -194,10 +194,10 @@ class KeptFiles:
         if len(content) > room or len(known) >= self._limits.files:
             raise TooLarge("The container has as many files as it may keep.")
         free = free_name(path, known)
-        modified_ns = NOT_IN_A_SANDBOX
+        stamp = NOT_IN_A_SANDBOX
         if sandbox is not None:
             try:
-                modified_ns = (await sandbox.write(free, content)).modified_ns
+                stamp = Stamp.of(await sandbox.write(free, content))
             except SandboxError as error:  # the copy is what counts
                 logger.warning("A file could not be put into the sandbox of %s: %s", container_id, error)
         async with self._blobs.keep(content) as kept:
@@ -207,7 +207,9 @@ class KeptFiles:
                 path=free,
                 bytes=len(content),
                 created_at=self._clock.now(),
-                modified_ns=modified_ns,
+                modified_ns=stamp.modified_ns,
+                changed_ns=stamp.changed_ns,
+                inode=stamp.inode,
                 source="assistant",
                 blob=kept.name,
             )
@@ -316,6 +318,8 @@ class _Harvest:
             bytes=size,
             created_at=now if old is None else old.created_at,
             modified_ns=file.modified_ns,
+            changed_ns=file.changed_ns,
+            inode=file.inode,
             source="assistant" if old is None else old.source,
             blob=blob,
         )
@@ -334,8 +338,11 @@ class _Harvest:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a listing tells: the records of what is still there, by path; those of what is gone; what is to be kept."""
+    """What a listing tells: what was there before, by path; the records of what is still there, by path; those of what
+    is gone; what is to be kept.
+    """
 
+    before: Mapping[str, Placed]
     known: dict[str, ContainerFileRecord]
     gone: list[ContainerFileRecord]
     fresh: list[FileEntry]
@@ -352,7 +359,7 @@ def _seen(
         for file in listing.files
         if _differs(file, before) and (file.path in known or is_produced(file.path))
     ]
-    return _Seen(known, gone, fresh)
+    return _Seen(before, known, gone, fresh)
 
 
 async def _part(pieces: AsyncGenerator[bytes], start: int, end: int | None) -> AsyncGenerator[bytes]:
@@ -371,15 +378,28 @@ async def _part(pieces: AsyncGenerator[bytes], start: int, end: int | None) -> A
 def _as_placed(records: Iterable[ContainerFileRecord]) -> dict[str, Placed]:
     """Those that their sandbox has."""
     return {
-        record.path: Placed(record.bytes, record.modified_ns, record.blob)
+        record.path: Placed(record.bytes, stamp, record.blob)
         for record in records
-        if record.modified_ns != NOT_IN_A_SANDBOX
+        if (stamp := Stamp(record.modified_ns, record.changed_ns, record.inode)) != NOT_IN_A_SANDBOX
     }
+
+
+def _stamped(record: ContainerFileRecord, stamp: Stamp) -> ContainerFileRecord:
+    return msgspec.structs.replace(
+        record, modified_ns=stamp.modified_ns, changed_ns=stamp.changed_ns, inode=stamp.inode
+    )
 
 
 def _differs(file: FileEntry, before: Mapping[str, Placed]) -> bool:
     old = before.get(file.path)
-    return old is None or (old.bytes, old.modified_ns) != (file.size, file.modified_ns)
+    return old is None or old.bytes != file.size or old.stamp != Stamp.of(file)
+
+
+def _is_the_same(taken: ContainerFileRecord, before: Placed | None) -> bool:
+    """Whether nothing but its mode, its owner or its names were changed: then no call has written it."""
+    if before is None or not taken.blob:
+        return False
+    return (before.blob, before.stamp.modified_ns) == (taken.blob, taken.modified_ns)
 
 
 def _deleted(listing: FileListing, before: Mapping[str, Placed]) -> list[str]:
