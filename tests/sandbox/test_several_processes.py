@@ -109,6 +109,41 @@ async def test_what_another_process_opens_at_the_last_moment_does_not_end(
         (await here.open(idle.id)).leave()  # which knows it as well as before
 
 
+@pytest.mark.parametrize("settings", [ONE, ContainerSettings(containers_per_tenant=2)], ids=["one", "two"])
+async def test_what_another_process_begins_at_the_same_moment_counts(
+    settings: ContainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with host(settings=settings) as here:
+        other = here.beside()
+        containers = here.kept.containers
+
+        async def meanwhile(tenant: str | None = None, *, running: bool = False) -> Sequence[ContainerRecord]:
+            monkeypatch.setattr(here.kept, "containers", containers)
+            found = await containers(tenant, running=running)
+            await other.open()
+            return found
+
+        monkeypatch.setattr(here.kept, "containers", meanwhile)
+        if settings is ONE:
+            with pytest.raises(RateLimited):
+                await here.open()
+            assert here.figures.refused == 1
+        else:
+            await here.open()
+            assert (here.figures.begun, other.figures.begun) == (1, 1)
+        assert len(await here.kept.containers(running=True)) == settings.containers_per_tenant
+
+
+async def test_one_that_is_over_and_still_used_does_not_count() -> None:
+    """Users are shown that it has expired, though the store says that it runs."""
+    async with host(settings=ONE) as here:
+        old = await here.open()
+        here.clock.advance(24 * 3600)
+        (await here.open()).leave()
+        assert len(await here.kept.containers(running=True)) == 2
+        old.leave()
+
+
 async def test_what_ends_at_the_last_moment_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     async with host(settings=ONE) as here:
         idle = await here.open()
