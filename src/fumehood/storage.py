@@ -133,7 +133,7 @@ class Store(Protocol):
         """Both or nothing: False if there is no such container, if it has expired and the record says that it runs, or
         if it is deleted and the record says anything else.
 
-        seen: how it was found; False also if another use of it was written down since.
+        seen: how it was found; False also if it is not so any more, because another process has changed it since.
         """
         ...
 

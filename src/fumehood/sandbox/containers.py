@@ -218,8 +218,7 @@ class SandboxContainers:
         if living is None:
             living = self._living[record.id] = Living(record, record)
         elif living.stored != record and not living.users:
-            latest = msgspec.structs.replace(record, last_active_at=self._endings.active_at(record))
-            living.learn(latest, record)
+            living.learn(record)
         self._living.move_to_end(record.id)
         if len(self._living) > _MOST_KNOWN:
             idle = next((name for name, one in self._living.items() if not one.in_use), record.id)

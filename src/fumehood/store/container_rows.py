@@ -40,10 +40,8 @@ def change(
     deleted_files: Sequence[str],
     seen: ContainerRecord | None = None,
 ) -> bool:
-    if seen is not None:
-        known = one(db, record.id)
-        if known is None or known.last_active_at != seen.last_active_at:
-            return False
+    if seen is not None and one(db, record.id) != seen:
+        return False
     changed = db.execute(
         "UPDATE containers SET running = :running, listed = :listed, name = :name, ended_at = :ended_at,"
         " retained = :retained, record = :record"

@@ -195,7 +195,7 @@ class MemoryStore:
         known = self._open().containers.get(record.id)
         if known is None or _ENDS.index(record.status) < _ENDS.index(known.status):
             return False
-        if seen is not None and known.last_active_at != seen.last_active_at:
+        if seen is not None and known != seen:
             return False
         self._data.containers[record.id] = record
         return await self.put_files((), deleted_files)

@@ -198,6 +198,25 @@ class ContainersKit:
         assert list(await store.files(seen.id)) == []
         assert not await store.change_container(_container(2), seen=_container(2))
 
+    @pytest.mark.parametrize(
+        "changes",
+        [{"sandbox": "sb"}, {"address": "here"}, {"incarnation": 1}, {"mark": "m"}, {"last_active_at": 1e9}],
+        ids=lambda changes: next(iter(changes)),
+    )
+    async def test_what_has_changed_since_it_was_seen_stays(
+        self, subject: StoreSubject, changes: dict[str, object]
+    ) -> None:
+        stores = itertools.cycle((subject.store, subject.another or subject.store))
+        seen = _container(1)
+        theirs = msgspec.structs.replace(seen, **changes)
+        ours = msgspec.structs.replace(seen, sandbox="ours", last_active_at=500.25, incarnation=7)
+        await next(stores).put_container(seen)
+        assert await next(stores).change_container(theirs, seen=seen)
+        assert not await next(stores).change_container(ours, seen=seen)
+        assert await next(stores).container(seen.id) == theirs
+        assert await next(stores).change_container(ours, seen=theirs)
+        assert await next(stores).container(seen.id) == ours
+
     async def test_those_that_ended_long_ago(self, subject: StoreSubject) -> None:
         store = subject.store
         statuses: list[ContainerStatus] = ["running", "expired", "deleted", "expired", "deleted"]
