@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -48,8 +49,25 @@ class Placed:
     """A file as a sandbox had it at the last look."""
 
     bytes: int
-    stamp: Stamp
+    modified_ns: int
+    changed_ns: int
+    inode: int
     blob: str
+
+
+class _There(Protocol):
+    """What `Placed` and a record have in common: there can be ten thousand, so none is made into the other."""
+
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def modified_ns(self) -> int: ...
+    @property
+    def changed_ns(self) -> int: ...
+    @property
+    def inode(self) -> int: ...
+    @property
+    def blob(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +178,7 @@ class KeptFiles:
         for error in handed.errors:
             logger.warning("A file of %s cannot be put back: %s", container_id, error)
         placed = {
-            record.path: Placed(record.bytes, stamp, record.blob)
+            record.path: Placed(record.bytes, *stamp, record.blob)
             for record in records
             if (stamp := handed.stamps.get(record.path)) is not None
         }
@@ -175,7 +193,7 @@ class KeptFiles:
         for record in await self._store.files(container_id):
             placed = restored.placed.get(record.path)
             if placed is not None:
-                moved.append(_stamped(record, placed.stamp))
+                moved.append(_stamped(record, Stamp(placed.modified_ns, placed.changed_ns, placed.inode)))
             elif record.path in restored.gone:
                 lost.append(record)
             elif record.path in restored.refused:
@@ -342,7 +360,7 @@ class _Seen:
     is gone; what is to be kept.
     """
 
-    before: Mapping[str, Placed]
+    before: Mapping[str, _There]
     known: dict[str, ContainerFileRecord]
     gone: list[ContainerFileRecord]
     fresh: list[FileEntry]
@@ -352,7 +370,7 @@ def _seen(
     records: Iterable[ContainerFileRecord], listing: FileListing, began: Mapping[str, Placed] | None
 ) -> _Seen:
     known = {record.path: record for record in records}
-    before = _as_placed(known.values()) if began is None else began
+    before: Mapping[str, _There] = _in_a_sandbox(known) if began is None else began
     gone = [known.pop(path) for path in _deleted(listing, before) if _same(known.get(path), before[path])]
     fresh = [
         file
@@ -375,13 +393,9 @@ async def _part(pieces: AsyncGenerator[bytes], start: int, end: int | None) -> A
                 return
 
 
-def _as_placed(records: Iterable[ContainerFileRecord]) -> dict[str, Placed]:
+def _in_a_sandbox(known: Mapping[str, ContainerFileRecord]) -> dict[str, ContainerFileRecord]:
     """Those that their sandbox has."""
-    return {
-        record.path: Placed(record.bytes, stamp, record.blob)
-        for record in records
-        if (stamp := Stamp(record.modified_ns, record.changed_ns, record.inode)) != NOT_IN_A_SANDBOX
-    }
+    return {path: record for path, record in known.items() if record.modified_ns or record.changed_ns}
 
 
 def _stamped(record: ContainerFileRecord, stamp: Stamp) -> ContainerFileRecord:
@@ -390,26 +404,32 @@ def _stamped(record: ContainerFileRecord, stamp: Stamp) -> ContainerFileRecord:
     )
 
 
-def _differs(file: FileEntry, before: Mapping[str, Placed]) -> bool:
+def _differs(file: FileEntry, before: Mapping[str, _There]) -> bool:
     old = before.get(file.path)
-    return old is None or old.bytes != file.size or old.stamp != Stamp.of(file)
+    return (
+        old is None
+        or old.changed_ns != file.changed_ns
+        or old.modified_ns != file.modified_ns
+        or old.bytes != file.size
+        or old.inode != file.inode
+    )
 
 
-def _is_the_same(taken: ContainerFileRecord, before: Placed | None) -> bool:
+def _is_the_same(taken: ContainerFileRecord, before: _There | None) -> bool:
     """Whether nothing but its mode, its owner or its names were changed: then no call has written it."""
     if before is None or not taken.blob:
         return False
-    return (before.blob, before.stamp.modified_ns) == (taken.blob, taken.modified_ns)
+    return (before.blob, before.modified_ns) == (taken.blob, taken.modified_ns)
 
 
-def _deleted(listing: FileListing, before: Mapping[str, Placed]) -> list[str]:
+def _deleted(listing: FileListing, before: Mapping[str, _There]) -> list[str]:
     if not listing.complete:
         return [path for path in listing.deleted if path in before]
     there = {file.path for file in listing.files}
     return [] if listing.truncated else [path for path in before if path not in there]
 
 
-def _same(record: ContainerFileRecord | None, placed: Placed) -> bool:
+def _same(record: ContainerFileRecord | None, placed: _There) -> bool:
     return record is not None and record.blob == placed.blob
 
 
