@@ -1,8 +1,8 @@
 """Containers of workspaces that expire, fail, are shared and outlive their client; imports the support."""
 
-import _thread
 import itertools
 import pickle
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -429,7 +429,8 @@ def test_who_interrupts_a_download_need_not_wait_for_it(
     def stall(method: str, path: str) -> None:
         if path.endswith("/content"):
             if interrupted.acquire(blocking=False):
-                _thread.interrupt_main()
+                # As Ctrl-C does: a signal that wakes the main thread, which waits.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             never.wait(60)
 
     files = with_files(elsewhere, 3)
