@@ -3,7 +3,15 @@
 `fumehood.interfaces` gives them to whoever needs them, with all the others.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -109,7 +117,11 @@ class Store(Protocol):
         """False if there is none. Its items go as soon as no living response stands on them."""
         ...
 
-    async def put_container(self, record: ContainerRecord) -> None: ...
+    async def put_container(self, record: ContainerRecord, *, beside: Collection[str] | None = None) -> bool:
+        """beside: the containers of its tenant that run, as far as the caller knows; False if another one does, also
+        one that another process puts at this very moment. Then nothing was written.
+        """
+        ...
 
     async def change_container(
         self,
@@ -121,7 +133,7 @@ class Store(Protocol):
         """Both or nothing: False if there is no such container, if it has expired and the record says that it runs, or
         if it is deleted and the record says anything else.
 
-        seen: how it was found; False also if another use of it was written down since.
+        seen: how it was found; False also if it is not so any more, because another process has changed it since.
         """
         ...
 

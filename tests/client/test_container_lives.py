@@ -1,6 +1,8 @@
 """Containers of workspaces that expire, fail, are shared and outlive their client; imports the support."""
 
+import itertools
 import pickle
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -339,6 +341,129 @@ def test_everything_comes_back_with_one_request_for_each_file(elsewhere: Elsewhe
     files.download_all(tmp_path / "new")
     assert len([*(tmp_path / "new/out").iterdir()]) == 20
     assert len(elsewhere.server.calls) == 21
+
+
+def with_files(elsewhere: Elsewhere, number: int) -> ContainerFilesystem:
+    files = ContainerFilesystem(client=elsewhere.client, container_config=ContainerConfig())
+    stored = elsewhere.server.containers[files.ensure_container()].files
+    stored |= {f"cfile_x{one}": (f"out/{one}", b"%d" % one) for one in range(number)}
+    return files
+
+
+def downloading() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("fumehood download")]
+
+
+def test_files_come_back_eight_at_a_time(
+    elsewhere: Elsewhere, interferes: Interferes, tmp_path: Path
+) -> None:
+    eight, lock = threading.Barrier(8), threading.Lock()
+    now = most = 0
+
+    def wait_for_the_others(method: str, path: str) -> None:
+        nonlocal now, most
+        if path.endswith("/content"):
+            with lock:
+                now += 1
+                most = max(most, now)
+            eight.wait(20)
+            with lock:
+                now -= 1
+
+    files = with_files(elsewhere, 24)
+    interferes.says = wait_for_the_others
+    files.download_all(tmp_path / "new")
+    assert {path.name: path.read_text() for path in (tmp_path / "new/out").iterdir()} == {
+        str(number): str(number) for number in range(24)
+    }
+    assert most == 8
+    assert downloading() == []
+
+
+def test_the_first_error_ends_the_others(
+    elsewhere: Elsewhere, interferes: Interferes, tmp_path: Path
+) -> None:
+    """Also those of which nothing comes, and those that wait to be tried again."""
+    eight, never = threading.Barrier(8), threading.Event()
+    numbers = itertools.count()
+
+    def refuse_one(method: str, path: str) -> Reply | None:
+        if not path.endswith("/content"):
+            return None
+        number = next(numbers)
+        eight.wait(20)
+        if number == 0:
+            return error(403, "Not this one.")
+        if number < 4:
+            return error(503, "Later.", retry_after="3000")
+        never.wait(60)
+        return None
+
+    files = with_files(elsewhere, 100)
+    files.policy = ThrottlePolicy(max_total_delay=10_000)
+    interferes.says = refuse_one
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/7").write_text("old")
+    try:
+        with pytest.raises(PromptEvaluationError, match="Not this one"):
+            files.download_all(tmp_path)
+        assert next(numbers) == 8
+        assert [path.name for path in (tmp_path / "out").iterdir()] == ["7"]
+        left = downloading()
+        assert len(left) <= 4, "those that wait end at once"
+    finally:
+        never.set()
+    for thread in left:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["7"]
+    assert (tmp_path / "out/7").read_text() == "old"
+
+
+def test_who_interrupts_a_download_need_not_wait_for_it(
+    elsewhere: Elsewhere, interferes: Interferes, tmp_path: Path
+) -> None:
+    never = threading.Event()
+    interrupted = threading.Lock()
+
+    def stall(method: str, path: str) -> None:
+        if path.endswith("/content"):
+            if interrupted.acquire(blocking=False):
+                # As Ctrl-C does: a signal that wakes the main thread, which waits.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            never.wait(60)
+
+    files = with_files(elsewhere, 3)
+    interferes.says = stall
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            files.download_all(tmp_path)
+        assert not list(tmp_path.rglob("*.part"))
+    finally:
+        never.set()
+    for thread in downloading():
+        thread.join(20)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_what_fails_is_told_in_the_order_of_the_names(
+    elsewhere: Elsewhere, interferes: Interferes, tmp_path: Path
+) -> None:
+    eight = threading.Barrier(8)
+    files = with_files(elsewhere, 8)
+    listed = sorted(elsewhere.server.containers[files.container_id or ""].files)
+
+    def lose_all(method: str, path: str) -> Reply | None:
+        if not path.endswith("/content"):
+            return None
+        eight.wait(20)
+        return error(404, f"There is no file {path.split('/')[-2]} in the container.")
+
+    interferes.says = lose_all
+    with pytest.raises(OSError, match=r"8 file\(s\) could not be brought back, among them 'out/0'") as failed:
+        files.download_all(tmp_path)
+    assert listed[0] in str(failed.value)
+    assert not list((tmp_path / "out").iterdir())
 
 
 # --- a server that unpacks nothing --------------------------------------------------------------------

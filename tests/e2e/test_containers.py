@@ -89,6 +89,41 @@ def test_a_repository_is_worked_on(house: House) -> None:
     house.client.containers.delete(container)
 
 
+HIDDEN_CHANGES = {
+    "in place": "with open('a.txt', 'r+b') as file: file.write(b'second')",
+    "by another file": "open('.b', 'wb').write(b'second'); os.utime('.b', ns=times); os.replace('.b', 'a.txt')",
+}
+
+
+# Older kernels cannot tell two changes within one tick of their clock.
+NEXT_TICK = """
+import os
+open('.tick', 'w').close()
+began = os.stat('.tick').st_ctime_ns
+while os.stat('.tick').st_ctime_ns == began:
+    os.utime('.tick')
+"""
+
+
+@pytest.mark.parametrize("change", HIDDEN_CHANGES)
+@pytest.mark.parametrize("given", [0, 1, 2], ids=["made by code", "given", "given with another"])
+def test_a_change_of_the_same_size_and_time_is_seen(house: House, change: str, given: int) -> None:
+    files = house.client.containers.files
+    container = house.client.containers.create(name="hidden").id
+    for name in ("a.txt", "c.txt")[:given]:
+        files.create(container, file=(name, b"first!"))
+    ran(house.client, NEXT_TICK if given else f"open('a.txt', 'w').write('first!')\n{NEXT_TICK}", container)
+    (file,) = [one for one in files.list(container) if one.path == "/mnt/data/a.txt"]
+    assert files.content.retrieve(file.id, container_id=container).read() == b"first!"
+    times = "import os; before = os.stat('a.txt'); times = (before.st_atime_ns, before.st_mtime_ns)"
+    check = "after = os.stat('a.txt'); print((after.st_size, after.st_mtime_ns) == (6, before.st_mtime_ns))"
+    hide = "os.utime('a.txt', ns=times)"
+    response = ran(house.client, "\n".join([times, HIDDEN_CHANGES[change], hide, check]), container)
+    assert logs_of(response) == "True\n"
+    assert files.content.retrieve(file.id, container_id=container).read() == b"second"
+    house.client.containers.delete(container)
+
+
 @pytest.fixture
 def socket(tmp_path: Path) -> Iterator[Path]:
     """A sandbox server that is nobody's child but ours."""

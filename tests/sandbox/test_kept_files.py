@@ -197,8 +197,8 @@ class Liar(ScriptedSandbox):
             yield [b"".join([piece async for piece in self.read(path)])]
 
 
-def entry(path: str, size: int = 1, modified_ns: int = 1) -> FileEntry:
-    return FileEntry(path=path, size=size, modified_ns=modified_ns)
+def entry(path: str, size: int = 1, modified_ns: int = 1, changed_ns: int = 0, inode: int = 0) -> FileEntry:
+    return FileEntry(path=path, size=size, modified_ns=modified_ns, changed_ns=changed_ns, inode=inode)
 
 
 class Desk:
@@ -296,6 +296,51 @@ async def test_a_whole_listing_finds_what_changed() -> None:
     look = await desk.look("forgotten")
     assert [record.path for record in look.changed] == ["b"]
     assert {record.path for record in await desk.store.files("cntr_1")} == {"a", "b"}
+
+
+@pytest.mark.parametrize("change", [entry("a", changed_ns=2, inode=1), entry("a", changed_ns=1, inode=2)])
+@pytest.mark.parametrize("complete", [False, True])
+async def test_a_change_that_kept_size_and_time_is_copied(change: FileEntry, complete: bool) -> None:
+    desk = Desk()
+    desk.liar.told, desk.liar.pieces = [entry("a", changed_ns=1, inode=1)], {"a": [b"a"]}
+    await desk.look("")
+    desk.liar.complete, desk.liar.told = complete, [change]
+    desk.liar.pieces = {"a": [b"b"]}
+    look = await desk.look("1")
+    assert [record.path for record in look.changed] == ["a"]
+    assert [*desk.blobs.blobs.values()] == [b"b"]
+    assert (await desk.look("1")).changed == []
+
+
+async def test_what_was_only_given_another_mode_or_name_was_not_written() -> None:
+    desk = Desk()
+    desk.liar.told, desk.liar.pieces = [entry("a", changed_ns=1, inode=1)], {"a": [b"a"]}
+    await desk.look("")
+    desk.liar.told = [entry("a", changed_ns=2, inode=1)]
+    assert (await desk.look("1")).changed == []
+    desk.liar.pieces = {}  # nobody reads it once more: that it has another time is known by now
+    assert (await desk.look("1")).changed == []
+    # The same once more, but written.
+    desk.liar.told, desk.liar.pieces = [entry("a", modified_ns=3, changed_ns=3, inode=1)], {"a": [b"a"]}
+    assert [record.path for record in (await desk.look("1")).changed] == ["a"]
+
+
+async def test_a_server_that_tells_no_change_times_is_taken_at_its_word() -> None:
+    desk = Desk()
+    desk.liar.told, desk.liar.pieces = [entry("a")], {"a": [b"a"]}
+    await desk.look("")
+    desk.liar.pieces = {}
+    assert (await desk.look("1")).changed == []
+
+
+async def test_a_file_from_the_beginning_of_time_is_in_its_sandbox() -> None:
+    desk = Desk()
+    desk.liar.told, desk.liar.pieces = [entry("a", modified_ns=0, changed_ns=1, inode=1)], {"a": [b"a"]}
+    await desk.look("")
+    assert (await desk.look("1")).changed == []
+    desk.liar.told = []
+    await desk.look("1")
+    assert await desk.store.files("cntr_1") == []
 
 
 async def test_a_listing_that_is_cut_deletes_nothing() -> None:

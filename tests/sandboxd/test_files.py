@@ -521,11 +521,12 @@ HIDDEN_CHANGES = {
 @pytest.mark.parametrize("change", HIDDEN_CHANGES.values(), ids=HIDDEN_CHANGES)
 async def test_changes_cannot_be_hidden(sandbox: LocalSandbox, change: str) -> None:
     await sandbox.files.write("f", b"old")
-    mark = (await sandbox.files.list()).mark
+    before = await sandbox.files.list()
     outcome = await run(sandbox, f"import os\n{change}")
     assert outcome.end.status == "ok", outcome
-    since = await sandbox.files.list(mark)
+    since = await sandbox.files.list(before.mark)
     assert ([entry.path for entry in since.files], since.complete) == (["f"], False)
+    assert since.files != before.files, "whoever has forgotten the mark can tell as well"
 
 
 async def test_unknown_and_forgotten_marks_give_everything(sandbox: LocalSandbox) -> None:

@@ -146,10 +146,15 @@ def writable(path: str, files: Collection[str]) -> str:
     place = normalised(path)
     if is_directory(place, files):
         raise IsADirectoryError(path)
+    check_parents(place, files)
+    return place
+
+
+def check_parents(place: str, files: Collection[str]) -> None:
+    """Raise NotADirectoryError if one of these files stands where a normalised path needs a directory."""
     parts = place.split("/")
     if any("/".join(parts[:end]) in files for end in range(1, len(parts))):
-        raise NotADirectoryError(path)
-    return place
+        raise NotADirectoryError(place)
 
 
 class InMemoryFilesystem(ListedFilesystem):

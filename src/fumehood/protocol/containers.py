@@ -74,7 +74,7 @@ class ContainerFileRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A file of a container; `path` is relative to /mnt/data and comes from untrusted code.
 
     id: stays the same while the path does, however often the file is written.
-    modified_ns: as its sandbox tells it, 0 where it is in none.
+    modified_ns: as its sandbox tells it, 0 where it is in none. changed_ns, inode: the same, 0 where nobody told.
     source: who made it first; what a user gave stays a user's, also when code has changed it.
     blob: the copy that outlives its sandbox, empty where there is none.
     """
@@ -85,6 +85,8 @@ class ContainerFileRecord(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     created_at: float
     modified_ns: int
+    changed_ns: int = 0
+    inode: int = 0
     source: FileSource
     blob: str = ""
 

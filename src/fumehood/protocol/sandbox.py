@@ -186,11 +186,17 @@ type AnyOutput = Stdout | Stderr | Display | Result | Raised | Note | End
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One regular file under /mnt/data; `path` is relative, POSIX, and comes from untrusted code."""
+    """One regular file under /mnt/data; `path` is relative, POSIX, and comes from untrusted code.
+
+    modified_ns: code may set it to what it likes. changed_ns, inode: these it cannot choose, so that two entries which
+        are equal tell of the same content; 0 from servers that do not tell.
+    """
 
     path: str
     size: int
     modified_ns: int
+    changed_ns: int = 0
+    inode: int = 0
 
 
 class FileListing(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,25 +220,28 @@ type ArchiveFormat = Literal["zip", "tar", "tar.gz", "tar.zst"]
 class Unpacked(msgspec.Struct, frozen=True, kw_only=True):
     """What an archive left behind; `skipped` tells the members that are neither files nor directories.
 
-    modified_ns: when the last of its files was written: one that is newer was changed since.
+    modified_ns, changed_ns: when the last of its files was written, and was in place: one that is newer, by either, was
+        changed since.
     """
 
     files: int
     bytes: int
     skipped: int = 0
     modified_ns: int = 0
+    changed_ns: int = 0
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
     """What was put in place of many files.
 
-    modified_ns: as in `Unpacked`.
+    modified_ns, changed_ns: as in `Unpacked`.
     refused: how many could not be; reasons: why, of the first of them, by name.
     """
 
     files: int
     bytes: int
     modified_ns: int = 0
+    changed_ns: int = 0
     refused: int = 0
     reasons: list[str] = []
 

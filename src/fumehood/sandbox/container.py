@@ -111,7 +111,8 @@ class Living:
     """A container as this process knows it.
 
     record: how things stand. stored: how the store was last seen; what differs is `mark` and `last_active_at`, which
-        are written now and then, since losing them costs a longer listing and a little of the container's time.
+        are written now and then, since losing them costs a longer listing and a little of the container's time. Where
+        another process has written meanwhile, the two are brought together.
     turn: calls come one after another, so that each finds its own files; across processes the sandbox server sees to
         their order.
     filing: for whoever changes both the sandbox's files and what is recorded of them.
@@ -136,9 +137,15 @@ class Living:
 
     async def write(self, store: Store) -> bool:
         """False if there is no such container any more."""
-        if (record := self.record) != self.stored and not self.over:
-            self.over = not await store.change_container(record)
-            self.stored = record
+        while (record := self.record) != self.stored and not self.over:
+            if await store.change_container(record, seen=self.stored):
+                self.stored = record
+                break
+            latest = await store.container(record.id)
+            if latest is None or latest.status != "running":
+                self.over = True
+            else:
+                self.learn(latest)
         return not self.over
 
     @contextmanager
@@ -150,13 +157,31 @@ class Living:
         finally:
             self.users -= 1
 
-    def learn(self, record: ContainerRecord, stored: ContainerRecord) -> None:
-        """Another process has changed it."""
-        self.record, self.stored, self.sandbox, self.over = record, stored, None, False
+    def learn(self, latest: ContainerRecord) -> None:
+        """Another process has changed it. Its sandbox is the one that was written down last, unless this process has
+        changed that since or has made a later one; it was used when either has used it.
+        """
+        ours, before = self.record, self.stored
+        record = msgspec.structs.replace(
+            latest, last_active_at=max(latest.last_active_at, ours.last_active_at)
+        )
+        if ours.incarnation > latest.incarnation or _bound(latest) == _bound(before):
+            record = msgspec.structs.replace(
+                record,
+                sandbox=ours.sandbox,
+                address=ours.address,
+                incarnation=ours.incarnation,
+                mark=latest.mark if ours.mark == before.mark else ours.mark,
+            )
+        self.record, self.stored, self.over = record, latest, False
 
     @property
     def in_use(self) -> bool:
         return self.users > 0 or self.stays > 0
+
+
+def _bound(record: ContainerRecord) -> tuple[int, str, str]:
+    return record.incarnation, record.sandbox, record.address
 
 
 class SandboxContainer:
@@ -255,18 +280,41 @@ class SandboxContainer:
                 acquiring.note("start", "kept")
                 return known, []
             _check_ceiling(self._house, self._living.record)
-            try:
-                async with asyncio.timeout(self._house.settings.claim_timeout):
-                    sandbox = await attached(self._house.provider, self._living.record)
-            except TimeoutError:
-                raise Unreachable("The sandbox server does not answer.") from None
+            sandbox = await self._attached()
             if sandbox is not None:
                 acquiring.note("start", "kept")
                 return sandbox, []
             async with self._living.filing:  # what is put there meanwhile must be in one or the other
-                return await self._reborn(acquiring)
+                return await self._next_sandbox(acquiring)
 
-    async def _reborn(self, acquiring: Phase) -> tuple[Sandbox, list[str]]:
+    async def _attached(self) -> Sandbox | None:
+        try:
+            async with asyncio.timeout(self._house.settings.claim_timeout):
+                return await attached(self._house.provider, self._living.record)
+        except TimeoutError:
+            raise Unreachable("The sandbox server does not answer.") from None
+
+    async def _next_sandbox(self, acquiring: Phase) -> tuple[Sandbox, list[str]]:
+        """The one that another process has made since this one looked, which is not filled once more: that could undo
+        what code is writing there. Else a new one.
+        """
+        gone = self._living.record.sandbox
+        while True:
+            latest = await self._house.store.container(self.id)
+            if latest is not None and latest.status == "running" and latest != self._living.stored:
+                self._living.learn(latest)
+            if self._living.record.sandbox != gone:
+                sandbox = await self._attached()
+                if sandbox is not None:
+                    acquiring.note("start", "kept")
+                    return sandbox, []
+                gone = self._living.record.sandbox
+            born = await self._reborn(acquiring)
+            if born is not None:
+                return born
+
+    async def _reborn(self, acquiring: Phase) -> tuple[Sandbox, list[str]] | None:
+        """None if another process is further by now."""
         record = self._living.record
         number = record.incarnation + 1
         ref = await claimed(self._house, record, next_name(record))
@@ -280,6 +328,9 @@ class SandboxContainer:
         if not await self._living.write(self._house.store):
             await release(self._house.provider, ref)
             raise SandboxGone(_OVER)
+        if self._living.record.sandbox != ref.id:
+            await release(self._house.provider, ref)
+            return None
         return sandbox, [*([_NEW_SANDBOX] if number > 1 else []), *restored.notes()]
 
     async def _after(self, sandbox: Sandbox, end: End) -> Sequence[str]:
@@ -287,8 +338,11 @@ class SandboxContainer:
         self._living.change(last_active_at=self._house.clock.now())
         self._living.sandbox = sandbox if end.state_kept and end.status != "lost" else None
         if not end.state_kept:
-            self._living.change(sandbox="", address="", mark="")
-            await self._living.write(self._house.store)
+            if (
+                self._living.record.sandbox == sandbox.id
+            ):  # else another process has made the next one already
+                self._living.change(sandbox="", address="", mark="")
+                await self._living.write(self._house.store)
             return ()
         if end.status == "lost":  # nobody answers
             return ()
@@ -352,8 +406,8 @@ class SandboxContainer:
         record = await self._house.store.container(self.id)
         if record is None or record.status != "running":
             return False
-        if record != self._living.stored:  # another process has changed it
-            self._living.record = self._living.stored = record
+        if record != self._living.stored:
+            self._living.learn(record)
         return True
 
 

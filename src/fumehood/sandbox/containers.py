@@ -218,8 +218,7 @@ class SandboxContainers:
         if living is None:
             living = self._living[record.id] = Living(record, record)
         elif living.stored != record and not living.users:
-            latest = msgspec.structs.replace(record, last_active_at=self._endings.active_at(record))
-            living.learn(latest, record)
+            living.learn(record)
         self._living.move_to_end(record.id)
         if len(self._living) > _MOST_KNOWN:
             idle = next((name for name, one in self._living.items() if not one.in_use), record.id)
@@ -229,34 +228,41 @@ class SandboxContainers:
     async def _begun(
         self, caller: Caller, container_id: str, spec: ContainerSpec, *, automatic: bool = False
     ) -> ContainerRecord:
-        async with self._turn(caller.tenant):  # else several at once could be one too many
-            if await self._house.store.container(container_id) is not None:
-                return await self.check(caller, container_id)
-            running = await self._house.store.containers(caller.tenant, running=True)
-            most = caller.limits.containers or self._house.settings.containers_per_tenant
-            if len(running) >= most:
-                running = [one for one in running if (await self._current(one)).status == "running"]
-            if len(running) >= most and not await self._endings.make_room(running, most):
-                self._figures.refused += 1
-                raise RateLimited(
-                    f"As many containers are running as are allowed ({most}): delete one, or wait for one to expire.",
-                    code="container_limit_exceeded",
+        store, tenant = self._house.store, caller.tenant
+        async with self._turn(tenant):  # so that those of this process need not try again
+            while True:
+                if await store.container(container_id) is not None:
+                    return await self.check(caller, container_id)
+                running = await store.containers(tenant, running=True)
+                await self._make_room(caller, running)
+                now = self._house.clock.now()
+                public, sealed = self._house.secrets.sealed(tenant, container_id, spec)
+                record = ContainerRecord(
+                    id=container_id,
+                    tenant=tenant,
+                    spec=public,
+                    secrets=sealed,
+                    automatic=automatic,
+                    created_at=now,
+                    last_active_at=now,
                 )
-            now = self._house.clock.now()
-            public, sealed = self._house.secrets.sealed(caller.tenant, container_id, spec)
-            record = ContainerRecord(
-                id=container_id,
-                tenant=caller.tenant,
-                spec=public,
-                secrets=sealed,
-                automatic=automatic,
-                created_at=now,
-                last_active_at=now,
+                # Where another process has begun one since they were counted, there may be one too many.
+                if await store.put_container(record, beside=[one.id for one in running]):
+                    self._figures.begun += 1
+                    self._figures.live += 1
+                    return record
+
+    async def _make_room(self, caller: Caller, running: Sequence[ContainerRecord]) -> None:
+        """For one more; raises RateLimited."""
+        most = caller.limits.containers or self._house.settings.containers_per_tenant
+        if len(running) >= most:
+            running = [one for one in running if (await self._current(one)).status == "running"]
+        if len(running) >= most and not await self._endings.make_room(running, most):
+            self._figures.refused += 1
+            raise RateLimited(
+                f"As many containers are running as are allowed ({most}): delete one, or wait for one to expire.",
+                code="container_limit_exceeded",
             )
-            await self._house.store.put_container(record)
-            self._figures.begun += 1
-            self._figures.live += 1
-            return record
 
     def _turn(self, tenant: str) -> asyncio.Lock:
         """A tenant's own: what is in the way may have to be ended first, and that can take its time."""

@@ -107,9 +107,12 @@ class Endings:
         active_at, living = self.active_at(record), self._living.pop(record.id, None)
         if living is not None:
             living.over = True
-            record = msgspec.structs.replace(
-                record, sandbox=living.record.sandbox, address=living.record.address
-            )
+            if (
+                living.record.incarnation >= record.incarnation
+            ):  # else another process has given it a later one
+                record = msgspec.structs.replace(
+                    record, sandbox=living.record.sandbox, address=living.record.address
+                )
         ended = msgspec.structs.replace(
             record,
             spec=without_secrets(record.spec),
@@ -130,7 +133,8 @@ class Endings:
             figures = self._house.figures
             figures.ended[because] += 1
             figures.live = max(figures.live - 1, 0)  # another process may have begun it
-        for ref in (*self._sandboxes_of(record), *(living.passing if living else ())):
+        bound = [] if because == "lost" else self._sandboxes_of(record)
+        for ref in (*bound, *(living.passing if living else ())):
             await release(self._house.provider, ref)
         await self._house.files.drop(gone)
         return True
@@ -196,7 +200,7 @@ class Endings:
         """Those that were bound to a server which is no more have ended with it."""
         for record in await self._house.store.containers(running=True):
             if record.sandbox:
-                await self.expire(msgspec.structs.replace(record, sandbox="", address=""), "lost")
+                await self.expire(record, "lost")
 
     async def end_strays(self) -> None:
         """Those that a process before this one made for single calls, or had not written down yet. They are nobody's,

@@ -40,11 +40,11 @@ from fumehood.protocol.sandbox_errors import (
     TryLater,
 )
 from fumehood.sandbox.container import House, Living, attached, fresh_sandbox
-from fumehood.sandbox.kept_files import NOT_IN_A_SANDBOX, file_id, kept_bytes
-from fumehood.sandbox.transfers import Admit, Given, Taken, Transfers
+from fumehood.sandbox.kept_files import file_id, kept_bytes
+from fumehood.sandbox.transfers import NOT_IN_A_SANDBOX, Admit, Given, Stamp, Taken, Transfers
 
-# Puts files into a sandbox; when each of them was written, as the sandbox tells it.
-type Writing = Callable[[Sandbox], Awaitable[Mapping[str, int]]]
+# Puts files into a sandbox; how each of them is there, as the sandbox tells it.
+type Writing = Callable[[Sandbox], Awaitable[Mapping[str, Stamp]]]
 
 
 class GivenFiles:
@@ -145,23 +145,21 @@ class GivenFiles:
 
     # ---- into the sandbox -----------------------------------------------------------------------------------------
 
-    async def _write(self, sandbox: Sandbox, given: Sequence[Given]) -> dict[str, int]:
+    async def _write(self, sandbox: Sandbox, given: Sequence[Given]) -> dict[str, Stamp]:
         """All of them, or it raises, and takes back what is there."""
         handed = await self._transfers.give(sandbox, given)
         if not (handed.refused or handed.gone):
-            return handed.modified_ns
-        for path in handed.modified_ns:
+            return handed.stamps
+        for path in handed.stamps:
             with suppress(SandboxError):
                 await sandbox.delete(path)
         raise handed.errors[0] if handed.errors else FileRefused("What is kept of it is gone.")
 
     async def _unpack(
         self, sandbox: Sandbox, archive: Kept, kind: ArchiveFormat, into: str
-    ) -> dict[str, int]:
+    ) -> dict[str, Stamp]:
         unpacked = await sandbox.unpack(self._blobs.read(archive.name), kind=kind, into=into)
-        # What is newer, code has changed already: then it must not look as if it were the user's.
-        newest = unpacked.modified_ns
-        return {file.path: min(file.modified_ns, newest) for file in (await sandbox.list()).files}
+        return {file.path: Stamp.when(unpacked, file) for file in (await sandbox.list()).files}
 
     async def delete(self, living: Living, wanted: str) -> bool:
         """False if there is none."""
@@ -194,15 +192,15 @@ class GivenFiles:
         known = {record.path: record for record in there}
         size = ITEM * (len(there) + len(given)) // 4
         await aside(size, self._check_room, known, given)
-        modified = await self._written(living, write)
+        stamps = await self._written(living, write)
         now = self._house.clock.now()
-        records = await aside(size, _records, container_id, given, known, modified, now)
+        records = await aside(size, _records, container_id, given, known, stamps, now)
         if not await self._house.store.put_files(records):
             raise NotFound(f"Container with id '{container_id}' not found.")
         await self._house.files.drop([known[one.path] for one in given if one.path in known])
         return records
 
-    async def _written(self, living: Living, write: Writing) -> Mapping[str, int]:
+    async def _written(self, living: Living, write: Writing) -> Mapping[str, Stamp]:
         try:
             sandbox = await attached(self._house.provider, living.record)
             return {} if sandbox is None else await write(sandbox)
@@ -264,7 +262,7 @@ def _records(
     container_id: str,
     given: Iterable[Given],
     known: Mapping[str, ContainerFileRecord],
-    modified: Mapping[str, int],
+    stamps: Mapping[str, Stamp],
     now: float,
 ) -> list[ContainerFileRecord]:
     return [
@@ -274,7 +272,9 @@ def _records(
             path=one.path,
             bytes=one.kept.bytes,
             created_at=known[one.path].created_at if one.path in known else now,
-            modified_ns=modified.get(one.path, NOT_IN_A_SANDBOX),
+            modified_ns=(stamp := stamps.get(one.path, NOT_IN_A_SANDBOX)).modified_ns,
+            changed_ns=stamp.changed_ns,
+            inode=stamp.inode,
             source="user",
             blob=one.kept.name,
         )

@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -19,13 +20,12 @@ from fumehood.protocol.errors import Unavailable
 from fumehood.protocol.names import clean_name, free_name, in_words
 from fumehood.protocol.sandbox import FileEntry, FileListing
 from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, SandboxGone, TooLarge
-from fumehood.sandbox.transfers import Given, Taken, Transfers
+from fumehood.sandbox.transfers import NOT_IN_A_SANDBOX, Given, Stamp, Taken, Transfers
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_PATH = 4096
 _NAMED = 5
-NOT_IN_A_SANDBOX = 0  # in place of the time when it was written there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,24 @@ class Placed:
 
     bytes: int
     modified_ns: int
+    changed_ns: int
+    inode: int
     blob: str
+
+
+class _There(Protocol):
+    """What `Placed` and a record have in common: there can be ten thousand, so none is made into the other."""
+
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def modified_ns(self) -> int: ...
+    @property
+    def changed_ns(self) -> int: ...
+    @property
+    def inode(self) -> int: ...
+    @property
+    def blob(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +141,14 @@ class KeptFiles:
         harvest = _Harvest(container_id, seen.known, {file.path for file in seen.fresh}, self._limits)
         async with AsyncExitStack() as arrivals:
             await self._take_all(sandbox, seen.fresh, harvest, arrivals)
-            changed = [record for file in seen.fresh if (record := harvest.taken.get(file.path)) is not None]
-            recorded = await self._store.put_files(changed, [record.id for record in seen.gone])
+            taken = [record for file in seen.fresh if (record := harvest.taken.get(file.path)) is not None]
+            recorded = await self._store.put_files(taken, [record.id for record in seen.gone])
         if not recorded:  # there is no such container any more
-            await self.drop(changed)
+            await self.drop(taken)
             return Look(mark)
-        replaced = [seen.known[record.path] for record in changed if record.path in seen.known]
+        replaced = [seen.known[record.path] for record in taken if record.path in seen.known]
         await self.drop((*seen.gone, *replaced))
+        changed = [record for record in taken if not _is_the_same(record, seen.before.get(record.path))]
         return Look(mark if harvest.cut_short else listing.mark, changed, harvest.notes())
 
     async def _take_all(
@@ -160,9 +178,9 @@ class KeptFiles:
         for error in handed.errors:
             logger.warning("A file of %s cannot be put back: %s", container_id, error)
         placed = {
-            record.path: Placed(record.bytes, modified_ns, record.blob)
+            record.path: Placed(record.bytes, *stamp, record.blob)
             for record in records
-            if (modified_ns := handed.modified_ns.get(record.path)) is not None
+            if (stamp := handed.stamps.get(record.path)) is not None
         }
         mark = handed.mark or (await sandbox.list()).mark if placed else ""
         gone = handed.gone.union(record.path for record in records if not record.blob)
@@ -175,11 +193,11 @@ class KeptFiles:
         for record in await self._store.files(container_id):
             placed = restored.placed.get(record.path)
             if placed is not None:
-                moved.append(msgspec.structs.replace(record, modified_ns=placed.modified_ns))
+                moved.append(_stamped(record, Stamp(placed.modified_ns, placed.changed_ns, placed.inode)))
             elif record.path in restored.gone:
                 lost.append(record)
             elif record.path in restored.refused:
-                moved.append(msgspec.structs.replace(record, modified_ns=NOT_IN_A_SANDBOX))
+                moved.append(_stamped(record, NOT_IN_A_SANDBOX))
         if moved or lost:
             await self._store.put_files(moved, [record.id for record in lost])
 
@@ -194,10 +212,10 @@ class KeptFiles:
         if len(content) > room or len(known) >= self._limits.files:
             raise TooLarge("The container has as many files as it may keep.")
         free = free_name(path, known)
-        modified_ns = NOT_IN_A_SANDBOX
+        stamp = NOT_IN_A_SANDBOX
         if sandbox is not None:
             try:
-                modified_ns = (await sandbox.write(free, content)).modified_ns
+                stamp = Stamp.of(await sandbox.write(free, content))
             except SandboxError as error:  # the copy is what counts
                 logger.warning("A file could not be put into the sandbox of %s: %s", container_id, error)
         async with self._blobs.keep(content) as kept:
@@ -207,7 +225,9 @@ class KeptFiles:
                 path=free,
                 bytes=len(content),
                 created_at=self._clock.now(),
-                modified_ns=modified_ns,
+                modified_ns=stamp.modified_ns,
+                changed_ns=stamp.changed_ns,
+                inode=stamp.inode,
                 source="assistant",
                 blob=kept.name,
             )
@@ -316,6 +336,8 @@ class _Harvest:
             bytes=size,
             created_at=now if old is None else old.created_at,
             modified_ns=file.modified_ns,
+            changed_ns=file.changed_ns,
+            inode=file.inode,
             source="assistant" if old is None else old.source,
             blob=blob,
         )
@@ -334,8 +356,11 @@ class _Harvest:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a listing tells: the records of what is still there, by path; those of what is gone; what is to be kept."""
+    """What a listing tells: what was there before, by path; the records of what is still there, by path; those of what
+    is gone; what is to be kept.
+    """
 
+    before: Mapping[str, _There]
     known: dict[str, ContainerFileRecord]
     gone: list[ContainerFileRecord]
     fresh: list[FileEntry]
@@ -345,14 +370,14 @@ def _seen(
     records: Iterable[ContainerFileRecord], listing: FileListing, began: Mapping[str, Placed] | None
 ) -> _Seen:
     known = {record.path: record for record in records}
-    before = _as_placed(known.values()) if began is None else began
+    before: Mapping[str, _There] = _in_a_sandbox(known) if began is None else began
     gone = [known.pop(path) for path in _deleted(listing, before) if _same(known.get(path), before[path])]
     fresh = [
         file
         for file in listing.files
         if _differs(file, before) and (file.path in known or is_produced(file.path))
     ]
-    return _Seen(known, gone, fresh)
+    return _Seen(before, known, gone, fresh)
 
 
 async def _part(pieces: AsyncGenerator[bytes], start: int, end: int | None) -> AsyncGenerator[bytes]:
@@ -368,28 +393,43 @@ async def _part(pieces: AsyncGenerator[bytes], start: int, end: int | None) -> A
                 return
 
 
-def _as_placed(records: Iterable[ContainerFileRecord]) -> dict[str, Placed]:
+def _in_a_sandbox(known: Mapping[str, ContainerFileRecord]) -> dict[str, ContainerFileRecord]:
     """Those that their sandbox has."""
-    return {
-        record.path: Placed(record.bytes, record.modified_ns, record.blob)
-        for record in records
-        if record.modified_ns != NOT_IN_A_SANDBOX
-    }
+    return {path: record for path, record in known.items() if record.modified_ns or record.changed_ns}
 
 
-def _differs(file: FileEntry, before: Mapping[str, Placed]) -> bool:
+def _stamped(record: ContainerFileRecord, stamp: Stamp) -> ContainerFileRecord:
+    return msgspec.structs.replace(
+        record, modified_ns=stamp.modified_ns, changed_ns=stamp.changed_ns, inode=stamp.inode
+    )
+
+
+def _differs(file: FileEntry, before: Mapping[str, _There]) -> bool:
     old = before.get(file.path)
-    return old is None or (old.bytes, old.modified_ns) != (file.size, file.modified_ns)
+    return (
+        old is None
+        or old.changed_ns != file.changed_ns
+        or old.modified_ns != file.modified_ns
+        or old.bytes != file.size
+        or old.inode != file.inode
+    )
 
 
-def _deleted(listing: FileListing, before: Mapping[str, Placed]) -> list[str]:
+def _is_the_same(taken: ContainerFileRecord, before: _There | None) -> bool:
+    """Whether nothing but its mode, its owner or its names were changed: then no call has written it."""
+    if before is None or not taken.blob:
+        return False
+    return (before.blob, before.modified_ns) == (taken.blob, taken.modified_ns)
+
+
+def _deleted(listing: FileListing, before: Mapping[str, _There]) -> list[str]:
     if not listing.complete:
         return [path for path in listing.deleted if path in before]
     there = {file.path for file in listing.files}
     return [] if listing.truncated else [path for path in before if path not in there]
 
 
-def _same(record: ContainerFileRecord | None, placed: Placed) -> bool:
+def _same(record: ContainerFileRecord | None, placed: _There) -> bool:
     return record is not None and record.blob == placed.blob
 
 

@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iter
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from itertools import batched
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from fumehood.interfaces import Blobs, Kept, Sandbox
 from fumehood.protocol.errors import Unavailable
-from fumehood.protocol.sandbox import FileEntry, Written
+from fumehood.protocol.sandbox import FileEntry, Unpacked, Written
 from fumehood.protocol.sandbox_bundles import SMALL, WholeFile
 from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxError, TooLarge
 from fumehood.sandbox.http import Interrupted
@@ -23,13 +23,36 @@ _KEPT_FILES = 2000  # and how many of them
 _GIVEN_BYTES = 512 << 10  # of small files that are read from it together,
 _GIVEN_FILES = 500  # and how many of them
 _LARGE_AT_ONCE = 8  # each waits for a disk
-_SOME_TIME = 1  # in place of the time when it was written, of a file that is there and no listing shows
 
 # A file that was kept, or why it was not.
 type Taken = tuple[FileEntry, Kept | SandboxError | Unavailable]
 type _Content = tuple[FileEntry, bytes | SandboxError]
 # Is told how many bytes of a file are to be kept, and again when it is known better; raises where that is too much.
 type Admit = Callable[[FileEntry, int], None]
+
+
+class Stamp(NamedTuple):
+    """What tells whether a file of the same size is still the same. Code may set the first back, not the others."""
+
+    modified_ns: int
+    changed_ns: int = 0
+    inode: int = 0
+
+    @classmethod
+    def of(cls, file: FileEntry) -> Self:
+        return cls(file.modified_ns, file.changed_ns, file.inode)
+
+    @classmethod
+    def when(cls, written: Written | Unpacked, file: FileEntry) -> Self:
+        """Of a file as it was written, with others. What is newer, somebody has changed already: then it must not look
+        as if it were ours.
+        """
+        modified_ns = min(file.modified_ns, written.modified_ns)
+        return cls(modified_ns, min(file.changed_ns, written.changed_ns), file.inode)
+
+
+NOT_IN_A_SANDBOX = Stamp(0)
+_SOMEHOW = Stamp(1)  # of a file that is there and no listing shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +68,12 @@ class Handed:
     """What was put into a sandbox.
 
     mark: of the listing after that, if there was one.
-    modified_ns: when each was written, by its path.
+    stamps: of each, by its path.
     gone: paths of what is not kept any more. refused: of what the sandbox did not take; errors: why, of some.
     """
 
     mark: str = ""
-    modified_ns: dict[str, int] = field(default_factory=dict[str, int])
+    stamps: dict[str, Stamp] = field(default_factory=dict[str, Stamp])
     gone: set[str] = field(default_factory=set[str])
     refused: set[str] = field(default_factory=set[str])
     errors: list[SandboxError] = field(default_factory=list[SandboxError])
@@ -154,18 +177,18 @@ class Transfers:
         handed.errors += [FileRefused(reason) for reason in written.reasons]
         listing = await sandbox.list()
         handed.mark = listing.mark
-        there = {file.path: file.modified_ns for file in listing.files}
+        there = {file.path: file for file in listing.files}
         # A listing that was cut does not show all; but where none was refused, all are there.
-        unseen = _SOME_TIME if listing.truncated and not written.refused else None
+        unseen = _SOMEHOW if listing.truncated and not written.refused else None
         for one in small:
-            modified_ns = there.get(one.path, unseen)
             if one.path in handed.gone:
                 continue
-            if modified_ns is None:
+            file = there.get(one.path)
+            stamp = unseen if file is None else Stamp.when(written, file)
+            if stamp is None:
                 handed.refused.add(one.path)
             else:
-                # What is newer, somebody has changed already: then it must not look as if it were ours.
-                handed.modified_ns[one.path] = min(modified_ns, written.modified_ns)
+                handed.stamps[one.path] = stamp
 
     async def _written(self, sandbox: Sandbox, small: Sequence[Given], handed: Handed) -> Written:
         try:
@@ -189,7 +212,7 @@ class Transfers:
             handed.refused.add(one.path)
             handed.errors.append(error)
         else:
-            handed.modified_ns[one.path] = entry.modified_ns
+            handed.stamps[one.path] = Stamp.of(entry)
 
     async def _content(self, kept: Kept) -> bytes | AsyncGenerator[bytes]:
         """Raises KeyError if it is not there, before anybody waits for the rest."""

@@ -380,7 +380,13 @@ def _too_large(path: str, limit: int) -> TooLarge:
 
 
 def _entry(item: files.Found) -> FileEntry:
-    return FileEntry(path=item.path, size=item.size, modified_ns=item.modified_ns)
+    return FileEntry(
+        path=item.path,
+        size=item.size,
+        modified_ns=item.modified_ns,
+        changed_ns=item.changed_ns,
+        inode=item.inode,
+    )
 
 
 def _walk_and_close(data: int) -> tuple[list[files.Found], bool]:

@@ -1,7 +1,7 @@
 """What the SQLite store reads and writes of containers, in a transaction of its caller; imports msgspec, siblings."""
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -19,13 +19,19 @@ _MOST_ENDED = 100
 # --- containers ---------------------------------------------------------------------------------------
 
 
-def put(db: sqlite3.Connection, record: ContainerRecord) -> None:
+def put(db: sqlite3.Connection, record: ContainerRecord, beside: Collection[str] | None) -> bool:
+    if beside is not None:
+        # By the index of those that run (hence the plus), which are few; a tenant may have had thousands.
+        running = db.execute("SELECT id FROM containers WHERE running AND +tenant = ?", (record.tenant,))
+        if not {record.id, *beside}.issuperset(name for (name,) in running):
+            return False
     db.execute(
         "INSERT OR REPLACE INTO containers"
         " (id, tenant, created_at, running, listed, name, ended_at, retained, record)"
         " VALUES (:id, :tenant, :created_at, :running, :listed, :name, :ended_at, :retained, :record)",
         _row(record),
     )
+    return True
 
 
 def change(
@@ -34,10 +40,8 @@ def change(
     deleted_files: Sequence[str],
     seen: ContainerRecord | None = None,
 ) -> bool:
-    if seen is not None:
-        known = one(db, record.id)
-        if known is None or known.last_active_at != seen.last_active_at:
-            return False
+    if seen is not None and one(db, record.id) != seen:
+        return False
     changed = db.execute(
         "UPDATE containers SET running = :running, listed = :listed, name = :name, ended_at = :ended_at,"
         " retained = :retained, record = :record"

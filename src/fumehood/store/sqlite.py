@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -230,8 +230,8 @@ class SqliteStore:
 
     # --- containers -----------------------------------------------------------------------------------
 
-    async def put_container(self, record: ContainerRecord) -> None:
-        await self._database.write(lambda db: container_rows.put(db, record))
+    async def put_container(self, record: ContainerRecord, *, beside: Collection[str] | None = None) -> bool:
+        return await self._database.write(lambda db: container_rows.put(db, record, beside))
 
     async def change_container(
         self,

@@ -107,6 +107,7 @@ class MemoryFiles:
             bytes=sum(map(len, wanted.values())),
             skipped=skipped,
             modified_ns=_EPOCH_NS + self._version,
+            changed_ns=_EPOCH_NS + self._version,
         )
 
     def content(self, path: str) -> Content:
@@ -129,6 +130,7 @@ class MemoryFiles:
             files=len(entries),
             bytes=sum(entry.size for entry in entries),
             modified_ns=_EPOCH_NS + self._version,
+            changed_ns=_EPOCH_NS + self._version,
             refused=len(reasons),
             reasons=reasons[:_MOST_REASONS],
         )
@@ -143,7 +145,10 @@ class MemoryFiles:
 
     def _entry(self, path: str) -> FileEntry:
         file = self._files[path]
-        return FileEntry(path=path, size=len(file.content), modified_ns=_EPOCH_NS + file.version)
+        written_ns = _EPOCH_NS + file.version
+        return FileEntry(
+            path=path, size=len(file.content), modified_ns=written_ns, changed_ns=written_ns, inode=1
+        )
 
 
 def _above(path: str) -> list[str]:

@@ -1,7 +1,7 @@
 """A store that forgets everything at the end; imports msgspec, `interfaces`, `protocol`, the clock beside."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -177,8 +177,13 @@ class MemoryStore:
 
     # --- containers -----------------------------------------------------------------------------------
 
-    async def put_container(self, record: ContainerRecord) -> None:
-        self._open().containers[record.id] = record
+    async def put_container(self, record: ContainerRecord, *, beside: Collection[str] | None = None) -> bool:
+        containers = self._open().containers
+        running = (one.id for one in containers.values() if one.tenant == record.tenant and _runs(one))
+        if beside is not None and not {record.id, *beside}.issuperset(running):
+            return False
+        containers[record.id] = record
+        return True
 
     async def change_container(
         self,
@@ -190,7 +195,7 @@ class MemoryStore:
         known = self._open().containers.get(record.id)
         if known is None or _ENDS.index(record.status) < _ENDS.index(known.status):
             return False
-        if seen is not None and known.last_active_at != seen.last_active_at:
+        if seen is not None and known != seen:
             return False
         self._data.containers[record.id] = record
         return await self.put_files((), deleted_files)
@@ -204,7 +209,7 @@ class MemoryStore:
         found = [
             one
             for one in self._open().containers.values()
-            if (tenant is None or one.tenant == tenant) and (one.status == "running" or not running)
+            if (tenant is None or one.tenant == tenant) and (_runs(one) or not running)
         ]
         return sorted(found, key=lambda record: (record.created_at, record.id))
 
@@ -362,6 +367,10 @@ class MemoryStore:
 
 def _holds(lease: Lease, row: _Row | None) -> bool:
     return row is not None and row.expires is not None and row.epoch == lease.epoch
+
+
+def _runs(record: ContainerRecord) -> bool:
+    return record.status == "running"
 
 
 def windowed[T: (FileRecord, ContainerRecord, ContainerFileRecord)](

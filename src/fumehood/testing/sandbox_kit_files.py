@@ -255,13 +255,16 @@ class FilesKit:
                 path: len(content) for path, content in files.items()
             }
             assert max(file.modified_ns for file in listing.files) == written.modified_ns
+            assert 0 < max(file.changed_ns for file in listing.files) <= written.changed_ns
             assert await contents_of(sandbox, [*files]) == [*files.values()]
             await subject.run(sandbox, "writes out.txt")
             await sandbox.write("d1/1.txt", b"newer")
-            newer = {
-                file.path for file in (await sandbox.list()).files if file.modified_ns > written.modified_ns
-            }
-            assert newer == {"out.txt", "d1/1.txt"}
+            now = (await sandbox.list()).files
+            for newer in (
+                {file.path for file in now if file.modified_ns > written.modified_ns},
+                {file.path for file in now if file.changed_ns > written.changed_ns},
+            ):
+                assert newer == {"out.txt", "d1/1.txt"}
 
     async def test_what_one_of_many_files_cannot_be_is_told_for_itself(self, subject: _Subject) -> None:
         async with subject.sandbox() as sandbox:
@@ -324,6 +327,8 @@ class FilesKit:
                     in_pieces(content) if streamed else content, kind=kind, into=into
                 )
                 assert (unpacked.files, unpacked.bytes, unpacked.skipped) == (2, 4003, 0)
+                changed_ns = [file.changed_ns for file in (await sandbox.list()).files]
+                assert 0 < max(changed_ns) <= unpacked.changed_ns
                 assert await content_of(sandbox, f"{prefix}a/b/deep.txt") == b"deep" * 1000
                 assert await content_of(sandbox, f"{prefix}top.txt") == b"top"
 

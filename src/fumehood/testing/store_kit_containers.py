@@ -1,5 +1,8 @@
 """What every `Store` must do about containers and their files; imports pytest, msgspec, `interfaces` and siblings."""
 
+import asyncio
+import itertools
+
 import msgspec
 import pytest
 
@@ -59,6 +62,30 @@ class ContainersKit:
         assert len(await store.containers()) == 4
         assert list(await store.containers(running=True)) == [records[0], records[1], records[3]]
         assert list(await store.containers("tenant 0", running=True)) == [records[0]]
+
+    async def test_a_container_beside_others_that_are_known(self, subject: StoreSubject) -> None:
+        store = subject.store
+        one, two, three = (_container(number) for number in range(3))
+        theirs, ended = _container(3, tenant="b"), _container(4)
+        for record in (theirs, ended):
+            assert await store.put_container(record)
+        assert await store.change_container(_as("expired", ended))
+        assert await store.put_container(one, beside=[])
+        assert not await store.put_container(two, beside=[])
+        assert not await store.put_container(two, beside=[two.id, theirs.id, ended.id])
+        assert await store.container(two.id) is None
+        assert await store.put_container(two, beside=["cntr_unknown", one.id])
+        assert not await store.put_container(three, beside=[two.id])
+        assert await store.put_container(two, beside=[one.id])  # itself is none of the others
+        assert await store.put_container(three)
+        assert len(await store.containers("a", running=True)) == 3
+
+    async def test_of_many_that_begin_at_once_one_is_beside_nobody(self, subject: StoreSubject) -> None:
+        stores = itertools.cycle((subject.store, subject.another or subject.store))
+        put = [next(stores).put_container(_container(number), beside=[]) for number in range(20)]
+        async with asyncio.timeout(60):
+            assert (await asyncio.gather(*put)).count(True) == 1
+        assert len(await subject.store.containers()) == 1
 
     async def test_a_container_that_has_ended_stays_so(self, subject: StoreSubject) -> None:
         store, running = subject.store, _container(1)
@@ -170,6 +197,25 @@ class ContainersKit:
         assert await store.change_container(_as("expired", used), [file.id], seen=used)
         assert list(await store.files(seen.id)) == []
         assert not await store.change_container(_container(2), seen=_container(2))
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"sandbox": "sb"}, {"address": "here"}, {"incarnation": 1}, {"mark": "m"}, {"last_active_at": 1e9}],
+        ids=lambda changes: next(iter(changes)),
+    )
+    async def test_what_has_changed_since_it_was_seen_stays(
+        self, subject: StoreSubject, changes: dict[str, object]
+    ) -> None:
+        stores = itertools.cycle((subject.store, subject.another or subject.store))
+        seen = _container(1)
+        theirs = msgspec.structs.replace(seen, **changes)
+        ours = msgspec.structs.replace(seen, sandbox="ours", last_active_at=500.25, incarnation=7)
+        await next(stores).put_container(seen)
+        assert await next(stores).change_container(theirs, seen=seen)
+        assert not await next(stores).change_container(ours, seen=seen)
+        assert await next(stores).container(seen.id) == theirs
+        assert await next(stores).change_container(ours, seen=theirs)
+        assert await next(stores).container(seen.id) == ours
 
     async def test_those_that_ended_long_ago(self, subject: StoreSubject) -> None:
         store = subject.store

@@ -39,7 +39,8 @@ class Bounds:
 class Done:
     """What has been put in place.
 
-    modified_ns: when the last file was written; what is newer, somebody else has changed since.
+    modified_ns: when the last file was written, changed_ns: when all were in place; what is newer, by either, somebody
+        else has changed since.
     refused: how many files could not be put in place; reasons: why, of the first of them, by name.
     """
 
@@ -47,6 +48,7 @@ class Done:
     size: int
     skipped: int = 0
     modified_ns: int = field(default=0, compare=False)
+    changed_ns: int = field(default=0, compare=False)
     refused: int = 0
     reasons: list[str] = field(default_factory=list[str])
 
@@ -225,8 +227,19 @@ class Unpacker:
                     undo()
             raise
         return Done(
-            self._placed, self._placed_size, self._skipped, self._modified_ns, self._refused, self._reasons
+            self._placed,
+            self._placed_size,
+            self._skipped,
+            self._modified_ns,
+            self._in_place_ns(),
+            self._refused,
+            self._reasons,
         )
+
+    def _in_place_ns(self) -> int:
+        """Now, by the clock of the file system: moving a file has changed its time, and theirs are compared with it."""
+        os.utime(self._aside)
+        return os.fstat(self._aside).st_ctime_ns
 
     def _place_all(self, here: int, prefix: bytes, tree: _Tree) -> None:
         """Depth is bounded with the names."""

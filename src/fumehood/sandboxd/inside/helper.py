@@ -58,7 +58,12 @@ class _Task:
         match task["do"]:
             case "write":
                 found = staging.write(data, task["path"], self._source, task["token"], leave)
-                return {"size": found.size, "modified_ns": found.modified_ns}
+                return {
+                    "size": found.size,
+                    "modified_ns": found.modified_ns,
+                    "changed_ns": found.changed_ns,
+                    "inode": found.inode,
+                }
             case "unpack":
                 return self._unpack(leave)
             case "receive":
@@ -95,6 +100,7 @@ class _Task:
             "bytes": done.size,
             "skipped": done.skipped,
             "modified_ns": done.modified_ns,
+            "changed_ns": done.changed_ns,
         }
 
     def _receive(self, leave: AskedLeave) -> dict[str, Any]:
@@ -106,6 +112,7 @@ class _Task:
             "files": done.files,
             "bytes": done.size,
             "modified_ns": done.modified_ns,
+            "changed_ns": done.changed_ns,
             "refused": done.refused,
             "reasons": done.reasons,
         }

@@ -39,6 +39,7 @@ def ask[T](
     *,
     deadline: Deadline | None = None,
     prompt_name: str = "",
+    sleep: Callable[[float], object] = time.sleep,
 ) -> T:
     """Send a request with the SDK, and again while the policy allows it; send: called with what it is to add to it.
 
@@ -59,7 +60,7 @@ def ask[T](
                 ) from error
             return _read_error(error, prompt_name)
 
-    return retry(once, policy, deadline=deadline, prompt_name=prompt_name)
+    return retry(once, policy, deadline=deadline, prompt_name=prompt_name, sleep=sleep)
 
 
 class ResponsesApi:

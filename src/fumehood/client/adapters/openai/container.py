@@ -1,4 +1,4 @@
-"""Containers of the provider and the files in them; imports `api`, `config`, the limits and `errors`."""
+"""Containers of the provider and the files in them; imports `api`, `config`, the limits, `together` and `errors`."""
 
 import io
 from collections.abc import Callable
@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from fumehood.client.adapters.openai.api import ContainerGoneError, ask, is_fumehood
 from fumehood.client.adapters.openai.config import ContainerConfig
@@ -14,6 +13,7 @@ from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import ContainerExpiredError, PromptEvaluationError
 from fumehood.client.throttle import ThrottlePolicy
+from fumehood.client.together import Halt
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -67,7 +67,7 @@ class ContainerManager:
 
     Raises ContainerExpiredError if the container is gone, FileNotFoundError if only the file is, and
     PromptEvaluationError for whatever else the provider refuses. policy: how patient it is with a busy provider;
-    deadline: when all of it has to be over.
+    deadline: when all of it has to be over; halt: who ends it, where several of them work side by side.
     """
 
     def __init__(
@@ -77,11 +77,13 @@ class ContainerManager:
         *,
         policy: ThrottlePolicy | None = None,
         deadline: Deadline | None = None,
+        halt: Halt | None = None,
     ) -> None:
         self.client = client
         self.config = config or ContainerConfig()
         self._policy = policy or ThrottlePolicy()
         self._deadline = deadline
+        self._halt = halt or Halt()
         self._sdk: Any = client.with_options(max_retries=0)  # the policy retries
 
     def create(self, name: str = "fumehood-workspace") -> str:
@@ -164,24 +166,23 @@ class ContainerManager:
         """Read a file of any size into one of this machine."""
         load = self._sdk.containers.files.content.with_streaming_response.retrieve
 
-        part = into.with_name(f".{uuid4().hex}.part")  # half of a file is worse than none
+        with self._halt.part_of(into) as part:
 
-        def send(more: dict[str, Any]) -> None:
-            with load(file_id, container_id=container_id, **more) as answer:
-                answer.stream_to_file(part)
+            def send(more: dict[str, Any]) -> None:
+                with load(file_id, container_id=container_id, **more) as answer, part.open("r+b") as file:
+                    file.truncate()  # of an attempt that broke off
+                    for piece in answer.iter_bytes():
+                        self._halt.check()
+                        file.write(piece)
 
-        try:
             self._in(container_id, send)
-            part.replace(into)
-        finally:
-            part.unlink(missing_ok=True)
 
     def delete(self, container_id: str, file_id: str) -> None:
         drop = self._sdk.containers.files.delete
         self._in(container_id, lambda more: drop(file_id, container_id=container_id, **more))
 
     def _patiently[T](self, send: Callable[[dict[str, Any]], T]) -> T:
-        return ask(send, self._policy, deadline=self._deadline)
+        return ask(send, self._policy, deadline=self._deadline, sleep=self._halt.sleep)
 
     def _in[T](self, container_id: str, send: Callable[[dict[str, Any]], T]) -> T:
         try:

@@ -1,4 +1,6 @@
-"""The files of a container as a filesystem; imports `container`, `config`, `filesystem`, the limits and `errors`."""
+"""The files of a container as a filesystem; imports `container`, `config`, `filesystem`, `together`, the limits and
+`errors`.
+"""
 
 import logging
 import threading
@@ -17,14 +19,24 @@ from fumehood.client.errors import (
     PromptEvaluationError,
     WorkspaceSecurityError,
 )
-from fumehood.client.filesystem import HostFilesystem, ListedFilesystem, normalised, readable, writable
+from fumehood.client.filesystem import (
+    HostFilesystem,
+    ListedFilesystem,
+    check_parents,
+    normalised,
+    readable,
+    writable,
+)
 from fumehood.client.runtime.session import SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
+from fumehood.client.together import Halt, side_by_side
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
 _log = logging.getLogger(__name__)
+
+_DOWNLOADS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -156,9 +168,10 @@ class ContainerFilesystem(ListedFilesystem):
             self._mirror.delete(place)
 
     def download_all(self, dest: Path) -> None:
-        """Put all files into a directory of this machine. Names that would lead out of it are left out.
+        """Put all files into a directory of this machine, some at a time. Names that would lead out of it are left out.
 
-        Raises OSError if there are files that this machine cannot have; all others are there then.
+        Raises OSError if there are files that this machine cannot have; all others are there then. Whatever else goes
+        wrong ends it at once; then some files are there and others not, but none is there in part.
         """
         dest.mkdir(parents=True, exist_ok=True)
         failed = self._on_container(lambda container: self._download(container, HostFilesystem(dest)))
@@ -181,8 +194,8 @@ class ContainerFilesystem(ListedFilesystem):
     def client(self) -> "OpenAI":
         return self._client() if callable(self._client) else self._client
 
-    def _manager(self, deadline: Deadline | None = None) -> ContainerManager:
-        return ContainerManager(self.client, self._config, policy=self.policy, deadline=deadline)
+    def _manager(self, deadline: Deadline | None = None, halt: Halt | None = None) -> ContainerManager:
+        return ContainerManager(self.client, self._config, policy=self.policy, deadline=deadline, halt=halt)
 
     def _check_open(self) -> None:
         require(not self._closed, "The workspace was cleaned up, and its files are gone; make another one.")
@@ -275,16 +288,25 @@ class ContainerFilesystem(ListedFilesystem):
 
     def _download(self, container_id: str, target: HostFilesystem) -> list[tuple[str, OSError]]:
         """What could not be done, after all that could."""
-        failed: list[tuple[str, OSError]] = []
-        ids, manager = self._listed(container_id), self._manager()
-        for path in sorted(ids.keys() | self._mirrored()):
+        halt = Halt()
+        ids, manager, mirror = self._listed(container_id), self._manager(halt=halt), self._mirror
+        paths = sorted(ids.keys() | self._mirrored())
+        files = frozenset(paths)
+
+        def bring(path: str) -> OSError | None:
             try:
+                check_parents(path, files)  # whichever of them comes first
                 place = target.place_for(path)
                 if (file_id := ids.get(path)) is not None:
                     manager.fetch(container_id, file_id, place)
-                elif self._mirror is not None:
-                    place.write_bytes(self._mirror.read(path))
+                elif mirror is not None:
+                    with halt.part_of(place) as part:
+                        part.write_bytes(mirror.read(path))
             except OSError as error:
+                halt.check()  # then it is not the file's fault
                 _log.warning("The file %.200r could not be brought back: %r", path, error)
-                failed.append((path, error))
-        return failed
+                return error
+            return None
+
+        errors = side_by_side(bring, paths, halt, at_once=_DOWNLOADS_AT_ONCE, name="fumehood download")
+        return [(path, error) for path, error in zip(paths, errors, strict=True) if error is not None]
