@@ -58,8 +58,8 @@ class Scale:
     balances: int  # of each pair
 
 
-FULL = Scale(25, 48, 8, 100, 5, CHUNKS, 300, 7, 10, 8, 20, 3, 4)
-QUICK = Scale(9, 24, 8, 100, 4, CHUNKS // 2, 100, 3, 4, 4, 8, 1, 3)
+FULL = Scale(25, 48, 8, 100, 5, CHUNKS, 300, 7, 10, 8, 20, 6, 2)
+QUICK = Scale(9, 24, 8, 100, 4, CHUNKS // 2, 100, 3, 4, 4, 8, 2, 2)
 
 
 @dataclass(frozen=True)
@@ -454,7 +454,7 @@ def stored_row(sizes: dict[int, int], number: int) -> list[Row]:
 
 async def telemetry_rows(bench: Bench) -> list[Row]:
     """What a gateway costs that sends telemetry, without content, against one that sends none. Two processes of the
-    same program differ by some percent, whatever they do: so there are several of both.
+    same program differ by some percent, whatever they do: so there are several of both, side by side.
     """
     if bench.observed is None:
         return []
@@ -483,19 +483,16 @@ async def telemetry_rows(bench: Bench) -> list[Row]:
         ("turn", "blocking request, answer of 10 tokens", "ms", short, 8, MS / scale.requests, none),
         ("code", "turn with code, gateway alone", "ms", code, 1, MS / scale.tool_turns, a_tenth),
     )
-    told: list[list[float]] = [[] for _ in kinds]
-    untold: list[list[float]] = [[] for _ in kinds]
-    for _ in range(scale.pairs):
-        async with bench.observed() as sides:
-            for number, (*_, work, rounds, share, _) in enumerate(kinds):
-                on, off = await on_balance(sides, scale.balances, rounds, work, share)
-                told[number] += on
-                untold[number] += off
     found: list[Row] = []
-    for (key, what, unit, *_, goals), on, off in zip(kinds, told, untold, strict=True):
-        both = Samples("with telemetry", on), Samples("without telemetry", off)
-        title = f"CPU per {what}, with telemetry"
-        found.append(Row(f"telemetry_{key}", title, unit, *both, goals, measures=("mean",)))
+    async with contextlib.AsyncExitStack() as stack:
+        pairs = [await stack.enter_async_context(bench.observed()) for _ in range(scale.pairs)]
+        sides = [one for pair in pairs for one in pair]
+        for key, what, unit, work, rounds, share, goals in kinds:
+            taken = await on_balance(sides, scale.balances, rounds, work, share)
+            on, off = ([*itertools.chain.from_iterable(taken[side::2])] for side in (0, 1))
+            both = Samples("with telemetry", on), Samples("without telemetry", off)
+            title = f"CPU per {what}, with telemetry"
+            found.append(Row(f"telemetry_{key}", title, unit, *both, goals, measures=("mean",)))
     return found
 
 
