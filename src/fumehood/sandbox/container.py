@@ -338,9 +338,8 @@ class SandboxContainer:
         self._living.change(last_active_at=self._house.clock.now())
         self._living.sandbox = sandbox if end.state_kept and end.status != "lost" else None
         if not end.state_kept:
-            if (
-                self._living.record.sandbox == sandbox.id
-            ):  # else another process has made the next one already
+            # Or another process has made the next one already.
+            if self._living.record.sandbox == sandbox.id:
                 self._living.change(sandbox="", address="", mark="")
                 await self._living.write(self._house.store)
             return ()

@@ -107,9 +107,8 @@ class Endings:
         active_at, living = self.active_at(record), self._living.pop(record.id, None)
         if living is not None:
             living.over = True
-            if (
-                living.record.incarnation >= record.incarnation
-            ):  # else another process has given it a later one
+            # Or another process has given it a later one.
+            if living.record.incarnation >= record.incarnation:
                 record = msgspec.structs.replace(
                     record, sandbox=living.record.sandbox, address=living.record.address
                 )
