@@ -54,7 +54,7 @@ class Scale:
     tool_turns: int  # of one kind in one round
     fresh_containers: int
     conversations: int
-    pairs: int  # of a gateway with telemetry and one without
+    pairs: int  # of a gateway with telemetry and one without, an even number
     balances: int  # of each pair
 
 
@@ -454,7 +454,7 @@ def stored_row(sizes: dict[int, int], number: int) -> list[Row]:
 
 async def telemetry_rows(bench: Bench) -> list[Row]:
     """What a gateway costs that sends telemetry, without content, against one that sends none. Two processes of the
-    same program differ by some percent, whatever they do: so there are several of both, side by side.
+    same program differ by some percent, whatever they do: so there are several of both.
     """
     if bench.observed is None:
         return []
@@ -475,39 +475,43 @@ async def telemetry_rows(bench: Bench) -> list[Row]:
 
     a_tenth, none = {"mean": 1 / 1.1}, dict[str, float]()
     kinds = (
-        ("burst", f"streamed event, {CHUNKS} in a burst", "µs", burst, 4, US / events, a_tenth),
+        ("burst", f"streamed event, {CHUNKS} in a burst", "µs", burst, 6, US / events, a_tenth),
         (
             *("paced", f"streamed event, 50/s × {streams} streams", "µs"),
             *(one_by_one, 1, US / streams / scale.paced_chunks, a_tenth),
         ),
-        ("turn", "blocking request, answer of 10 tokens", "ms", short, 8, MS / scale.requests, none),
-        ("code", "turn with code, gateway alone", "ms", code, 1, MS / scale.tool_turns, a_tenth),
+        ("turn", "blocking request, answer of 10 tokens", "ms", short, 12, MS / scale.requests, none),
+        ("code", "turn with code, gateway alone", "ms", code, 2, MS / scale.tool_turns, a_tenth),
     )
+    told: list[list[float]] = [[] for _ in kinds]
+    untold: list[list[float]] = [[] for _ in kinds]
+    for _ in range(scale.pairs // 2):
+        # Two pairs at a time: while one side works, the others idle, and what they do then is part of their samples.
+        async with bench.observed() as first, bench.observed() as second:
+            for number, (*_, work, rounds, share, _) in enumerate(kinds):
+                taken = await on_balance([*first, *second], scale.balances, rounds, work, share)
+                told[number] += taken[0] + taken[2]
+                untold[number] += taken[1] + taken[3]
     found: list[Row] = []
-    async with contextlib.AsyncExitStack() as stack:
-        pairs = [await stack.enter_async_context(bench.observed()) for _ in range(scale.pairs)]
-        sides = [one for pair in pairs for one in pair]
-        for key, what, unit, work, rounds, share, goals in kinds:
-            taken = await on_balance(sides, scale.balances, rounds, work, share)
-            on, off = ([*itertools.chain.from_iterable(taken[side::2])] for side in (0, 1))
-            both = Samples("with telemetry", on), Samples("without telemetry", off)
-            title = f"CPU per {what}, with telemetry"
-            found.append(Row(f"telemetry_{key}", title, unit, *both, goals, measures=("mean",)))
+    for (key, what, unit, *_, goals), on, off in zip(kinds, told, untold, strict=True):
+        both = Samples("with telemetry", on), Samples("without telemetry", off)
+        title = f"CPU per {what}, with telemetry"
+        found.append(Row(f"telemetry_{key}", title, unit, *both, goals, measures=("mean",)))
     return found
 
 
 async def on_balance(
     sides: Sequence[Served], balances: int, rounds: int, work: Work, share: float
 ) -> list[list[float]]:
-    """CPU time of each side for so many rounds of the same work in turns, `share` of each. Whatever a side does until
-    its next sample begins is in it: what is sent by the batch has no round of its own.
+    """CPU time of each side for so many rounds of the same work in a row, `share` of each; the sides take turns.
+    Whatever a side does until its next sample begins is in it: what is sent by the batch has no round of its own.
     """
     found: list[list[float]] = [[] for _ in sides]
     clocks = [clock_of(one) for one in sides]
     before: list[float] = []
     for number in range(balances + 1):
-        for turn in range(rounds):
-            for one in sides if (turn + number) % 2 else reversed(sides):
+        for one in sides if number % 2 else reversed(sides):
+            for _ in range(rounds):
                 await work(one)
         if number in (0, balances):
             await asyncio.sleep(gateways.SENT_AFTER)
