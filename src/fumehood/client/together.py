@@ -7,9 +7,10 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from uuid import uuid4
 
+_LOOKS_UP_SECONDS = 0.25
 _LAST_SECONDS = 1.0  # for those that are at work when another has failed
 
 
@@ -101,7 +102,7 @@ def side_by_side[T, R](
         for thread in threads:
             thread.start()
         while len(done) < len(items):
-            number, outcome = outcomes.get()
+            number, outcome = _next(outcomes)
             if isinstance(outcome, BaseException):
                 raise outcome
             done[number] = outcome.result
@@ -113,6 +114,13 @@ def side_by_side[T, R](
                 thread.join(max(0.0, until - time.monotonic()))
         halt.remove_parts()
     return [done[number] for number in range(len(items))]
+
+
+def _next[R](outcomes: "SimpleQueue[_Outcome[R]]") -> _Outcome[R]:
+    """Looks up now and then: a signal that comes just before it begins to wait does not wake it."""
+    while True:
+        with suppress(Empty):
+            return outcomes.get(timeout=_LOOKS_UP_SECONDS)
 
 
 def _work[T, R](
