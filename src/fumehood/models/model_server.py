@@ -215,10 +215,10 @@ class ModelServer(ABC):
         trace = request.trace
         if trace is None or not self._settings.trace_context:
             return self._headers
-        lines = f"traceparent: {trace.traceparent}\r\n"
+        told = {"traceparent": trace.traceparent}
         if trace.tracestate:
-            lines += f"tracestate: {trace.tracestate}\r\n"
-        return self._headers + lines.encode("latin-1")
+            told["tracestate"] = trace.tracestate
+        return self._headers + header_lines(told)
 
     def _errors(self, model: str) -> UpstreamErrors:
         return UpstreamErrors(model, self._secrets, api=self.api)

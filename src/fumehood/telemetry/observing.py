@@ -152,7 +152,7 @@ class _ObservedBackend:
         if observer.records_content:
             seen.pieces = []
         observer.began(seen)
-        if take is not None and (seen.moments is not None or seen.pieces is not None):
+        if take is not None:
             take = seen.noting(take)
         return _ObservedTurn(self._backend.stream(seen.request or request, take), seen, observer)
 
