@@ -31,7 +31,8 @@ from fumehood.sandboxd.zygotes import Zygote
 logger = logging.getLogger(__name__)
 
 _INTERRUPT_EVERY = 0.1
-_DEATH_WAIT = 1.0
+_DEATH_WAIT = 5.0  # of a sandbox that was killed, for its last process
+_COMMAND_DEATH_WAIT = 3.0  # of an interrupted command, whose runner waits for the last process it started
 _HAND_OVER = 10
 _HEADROOM = 16 << 20
 _MUCH_OUTPUT = 1 << 20  # of one call that runs: less is not worth a look at all of them
@@ -479,7 +480,10 @@ class LocalSandbox:
     async def _insist(self, execution: Execution) -> None:
         """Interrupt again and again (a child may swallow one), then kill."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._settings.interrupt_grace
+        grace = self._settings.interrupt_grace
+        if execution.language == "shell":
+            grace += _COMMAND_DEATH_WAIT
+        until = loop.time() + grace
         while loop.time() < until:
             self.zygote.interrupt(self.number)
             if not await self._wait(execution, _INTERRUPT_EVERY):

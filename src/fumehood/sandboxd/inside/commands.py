@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 
 from fumehood.sandboxd.inside import layout
 from fumehood.sandboxd.inside.interrupts import Guard
@@ -24,6 +25,9 @@ _popen = subprocess.Popen[bytes]
 _kill = os.kill
 _wait = os.waitpid
 _exit_code = os.waitstatus_to_exitcode
+_look_at_child = os.waitid
+_sleep = time.sleep
+_POLL_SECONDS = 0.002
 
 
 class Commands:
@@ -70,15 +74,31 @@ class Commands:
         self._leader = None
 
     def end(self) -> None:
-        """Kill the command with all that it started. They are stopped first, so that none can start another one."""
+        """Kill the command with all that it started, and return when they are dead.
+
+        They are stopped first, so that none can start another one. There is no time limit here: the supervisor
+        has one, and then kills the sandbox.
+        """
         self.code = INTERRUPTED
+        killed: set[int] = set()
+        while stopped := self._stop_all(killed):
+            for pid in stopped:
+                _send(pid, signal.SIGKILL)
+            killed |= stopped
+            self._kill_leader()
+            _wait_until_dead(stopped)
+        self._kill_leader()
+
+    def _stop_all(self, known: set[int]) -> set[int]:
+        """Stop every process of the command that is not among the known ones."""
         stopped: set[int] = set()
-        while found := self._doomed() - stopped:
+        while found := self._doomed() - stopped - known:
             for pid in found:
                 _send(pid, signal.SIGSTOP)
             stopped |= found
-        for pid in stopped:
-            _send(pid, signal.SIGKILL)
+        return stopped
+
+    def _kill_leader(self) -> None:
         if self._leader is not None:
             _send(-self._leader.pid, signal.SIGKILL)  # where nobody may look at /proc, its group at least
             self._reap(self._leader)
@@ -114,3 +134,23 @@ def _children(pid: int) -> list[int]:
 def _send(pid: int, number: int) -> None:
     with contextlib.suppress(OSError):
         _kill(pid, number)
+
+
+def _wait_until_dead(pids: set[int]) -> None:
+    """Poll instead of opening descriptors: a program may have left none."""
+    alive = pids
+    while alive := {pid for pid in alive if _is_alive(pid)}:
+        _sleep(_POLL_SECONDS)
+
+
+def _is_alive(pid: int) -> bool:
+    """A child that has ended stays its parent's to reap; whatever is not a child here, the first process reaps."""
+    try:
+        return _look_at_child(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
+    except ChildProcessError:
+        pass
+    try:
+        _kill(pid, 0)
+    except OSError:  # gone; or not ours to signal, so no process of the command
+        return False
+    return True
