@@ -121,3 +121,40 @@ async def test_sealed_reasoning_and_summaries_through_the_gateway() -> None:
         await served.create(stream=True, input=[*hidden["output"], again])
     for asked in server.asked[2:]:
         assert asked.json["input"][-3] == reasoning | {"encrypted_content": "gAAA"}
+
+
+def hang(*pieces: bytes) -> Answer:
+    """Send these bytes as they are, then nothing, and keep the connection."""
+
+    async def answer(_: Asked, writer: asyncio.StreamWriter) -> bool:
+        for piece in pieces:
+            writer.write(piece)
+        await writer.drain()
+        await asyncio.Event().wait()
+        return False
+
+    return answer
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+
+
+@pytest.mark.parametrize("backend", ["chat_completions", "responses"])
+@pytest.mark.parametrize("stream", [False, True], ids=["blocking", "streamed"])
+@pytest.mark.parametrize(
+    "pieces", [(), (HEAD,), (HEAD, b'{"choices": [')], ids=["no head", "no body", "half a body"]
+)
+async def test_read_timeout_ends_a_request_whose_server_hangs(
+    backend: str, stream: bool, pieces: tuple[bytes, ...]
+) -> None:
+    async with (
+        asyncio.timeout(60),
+        gateway(hang(*pieces), backend=backend, read_timeout=0.2, retries=0) as (served, _),
+    ):
+        answer = await served.create(stream=stream)
+    if stream:
+        failed = parse(answer.body)[-1][1]["response"]
+        assert (failed["status"], "silent for 0.2 seconds" in failed["error"]["message"]) == ("failed", True)
+    else:
+        assert answer.error == (504, "server_error", None)
+        assert "silent for 0.2 seconds" in answer.json["error"]["message"]

@@ -19,7 +19,6 @@ from fumehood.models.upstream_errors import UpstreamErrors
 from fumehood.protocol.models import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
 
 _USAGE_SECONDS = 5.0  # how long to wait for the usage and the end once the model has stopped
-_WHOLE_SECONDS = 3600.0  # how long a server may be silent that answers in one piece
 _BYTES_A_TOKEN = 4
 _LONGEST_LIST = 1 << 20
 _LONGEST_COUNT = 32 << 20
@@ -97,7 +96,6 @@ class ModelServer(ABC):
         self._settings = settings
         self._upstream = upstream
         self._patience = Patience(settings.connect_timeout, settings.read_timeout)
-        self._long_patience = Patience(settings.connect_timeout, max(settings.read_timeout, _WHOLE_SECONDS))
         self._address = Address.of(settings.base_url or "")
         self._counter = None if settings.tokenize_url is None else Address.of(settings.tokenize_url)
         self._profile = ModelProfile(
@@ -145,9 +143,8 @@ class ModelServer(ABC):
         errors = self._errors(request.model)
         body = self._body(request)
         turn = _Turn(self._reader(request, errors), ForcedCall.of(request), take)
-        patience = self._patience if request.streamed else self._long_patience
         async with self._upstream.request(
-            self._address, self.path, self._headers_of(request), patience, errors, body=body
+            self._address, self.path, self._headers_of(request), self._patience, errors, body=body
         ) as answer:
             del body
             parser = turn.parser

@@ -62,7 +62,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     encrypted_reasoning: whether a `responses` server is asked for its reasoning under seal, and given it back.
     pass_tools: types of tools that a `responses` server is told of as they are, `*` for all; others are left out, but
         for custom tools, which are sent as functions then.
-    connect_timeout, read_timeout: seconds until there is a connection, and seconds of silence.
+    connect_timeout, read_timeout: seconds until there is a connection, and seconds in which not one byte comes: before
+        the first one, which of an answer in one piece is when the model is done, and between two.
     retries: how often a turn that has not begun is asked for again.
     trace_context: whether the server is told which trace a turn is part of, where traces are made.
     extra_body: fields of the request, over those that would be sent; null leaves one out.
@@ -85,7 +86,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     encrypted_reasoning: bool = True
     pass_tools: list[str] = []
     connect_timeout: Seconds = 10.0
-    read_timeout: Seconds = 300.0
+    read_timeout: Seconds = 600.0
     retries: Annotated[int, Meta(ge=0, le=10)] = 2
     trace_context: bool = True
     extra_body: Fields = {}
