@@ -72,7 +72,8 @@ class Process:
         sock: socket.socket, method: str, path: str, body: bytes = b"", token: str | None = None
     ) -> None:
         auth = "" if token is None else f"authorization: Bearer {token}\r\n"
-        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{auth}content-length: {len(body)}\r\n\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{auth}"
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         sock.sendall(head.encode() + body)
 
     @staticmethod
@@ -122,6 +123,7 @@ def server(
 def test_serves_logs_and_stops_without_telling_secrets(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
+    file.chmod(0o600)
     with server(tmp_path, "--token-file", file) as running:
         assert running.where.startswith("http://127.0.0.1:")
         assert running.ask("PUT", "/sandboxes/a")[0] == 401
@@ -298,10 +300,23 @@ def test_used_wrongly(args: list[str], code: int, said: str) -> None:
 def test_tokens_that_are_none(tmp_path: Path, token: str) -> None:
     file = tmp_path / "token"
     file.write_text(token)
+    file.chmod(0o600)
     done = CliRunner().invoke(app, ["sandbox", "--listen", "127.0.0.1:0", "--token-file", str(file)])
     assert done.exit_code == 2
     assert "at least 16 printable characters" in " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stderr).split())
     assert not token or token not in done.stderr
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o660, 0o606, 0o620])
+def test_a_token_file_that_others_can_read_or_change_is_refused(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(mode)
+    ran = command("--listen", "127.0.0.1:0", "--token-file", str(file))
+    said = " ".join(re.sub(r"[│╭╮╰╯─]", " ", ran.stderr).split())
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "Allow nobody else: chmod 600" in said
+    assert TOKEN not in said
 
 
 def test_a_port_that_is_taken() -> None:

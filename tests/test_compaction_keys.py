@@ -65,6 +65,7 @@ async def test_keys_are_changed_by_putting_the_new_one_first(tmp_path: Path) -> 
     assert await refusal(window, chosen, {"KEYS": NEW}) == SEALED
     file = tmp_path / "keys"
     file.write_text(f"{NEW}\n{OLD}\n")
+    file.chmod(0o600)
     assert await refusal(window, config(tmp_path, keys_file=str(file))) is None
     assert not (tmp_path / "gateway.db.keys").exists()
 

@@ -101,3 +101,15 @@ async def test_a_form_of_another_page_is_refused() -> None:
         assert (await served.ask("GET", "/v1/files")).json["data"] == []
         for origin in (PAGE, served.base):
             assert (await served.upload("a.txt", b"x", headers={"origin": origin})).status == 200
+
+
+async def test_an_empty_post_of_another_page_is_refused() -> None:
+    """A browser sends one without asking first."""
+    form = {"content-type": "text/plain"}
+    async with serving_gateway(origins=Origins((PAGE,))) as served:
+        for path in ("/v1/responses/resp_1/cancel", "/v1/responses/compact", "/v1/containers"):
+            refused = await served.ask("POST", path, headers={"origin": "https://evil.example", **form})
+            assert refused.error[:2] == (403, "forbidden"), path
+        for headers in ({"origin": PAGE}, {"origin": served.base}, {}):
+            answer = await served.ask("POST", "/v1/responses/resp_1/cancel", headers={**headers, **form})
+            assert answer.status == 404

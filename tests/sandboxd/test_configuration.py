@@ -76,6 +76,20 @@ def test_variables_stand_above_the_file(tmp_path: Path) -> None:
     Settings(**found)
 
 
+def test_a_file_with_a_password_is_not_for_others_to_read(tmp_path: Path) -> None:
+    file = tmp_path / "sandbox.toml"
+    file.write_text('index_url = "https://user:very-secret@index.example/simple"\n')
+    file.chmod(0o644)
+    with pytest.raises(Misconfigured, match=f"holds a password.*chmod 600 {file}") as refused:
+        given(file, {})
+    assert "very-secret" not in str(refused.value)
+    file.chmod(0o600)
+    assert "very-secret" in given(file, {})["index_url"]
+    file.write_text('index_url = "https://index.example/a@b"\n')
+    file.chmod(0o644)
+    assert given(file, {})["index_url"] == "https://index.example/a@b"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [

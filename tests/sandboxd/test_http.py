@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from fumehood.protocol.sandbox import MEMORY_TIERS
 from tests.support.sandboxes import has_cgroups, settings
-from tests.support.server import Client, Running, serving
+from tests.support.server import Client, Running, body_type, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -162,7 +162,8 @@ async def test_too_large_is_found_while_it_streams(client: Client, path: str) ->
     method = "PUT" if "files" in path else "POST"
     answer = await client.ask(method, path, None)
     del answer
-    async with client.session.request(method, client.url(path), data=endless()) as response:
+    headers = {"content-type": body_type(path)}
+    async with client.session.request(method, client.url(path), data=endless(), headers=headers) as response:
         assert response.status == 413
         assert (await response.json())["error"]["code"] == "too_large"
     listed = (await client.ask("GET", "/sandboxes/box/files")).json["files"]

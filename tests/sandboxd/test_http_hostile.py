@@ -91,7 +91,10 @@ class Server:
         return answer
 
     def alive(self) -> bool:
-        request = b"POST /sandboxes/box/execute HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 14\r\n\r\n"
+        request = (
+            b"POST /sandboxes/box/execute HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+            b"content-type: application/json\r\ncontent-length: 14\r\n\r\n"
+        )
         return b'"status":"ok"' in self.raw(request + b'{"code":"6*7"}', half_close=False)
 
 
@@ -143,7 +146,8 @@ def test_what_the_description_allows_and_what_it_does_not(case: Any, server: Ser
 
 tokens = st.sampled_from(
     [b"GET", b"POST", b"PUT", b"/health", b"/sandboxes/box", b"/sandboxes/box/files/x", b"/execute", b" ", b"\r\n",
-     b"\r\n\r\n", b"\n", b"\0", b"HTTP/1.1", b"HTTP/1.0", b"HTTP/9.9", b"host: x", b"content-length: 5", b"hello",
+     b"\r\n\r\n", b"\n", b"\0", b"HTTP/1.1", b"HTTP/1.0", b"HTTP/9.9", b"host: localhost", b"content-length: 5",
+     b"hello", b"content-type: application/json",
      b"content-length: -1", b"content-length: 99999999999999999999", b"transfer-encoding: chunked", b"0\r\n\r\n",
      b"5\r\nhello\r\n", b"ffffffffffffffff\r\n", b"-1\r\n", b"zz\r\n", b"expect: 100-continue", b"upgrade: websocket",
      b"connection: upgrade", b"connection: close", b"authorization: Bearer \xff", b"\xff\xfe", b"%ff", b"%00", b"?",
@@ -193,7 +197,8 @@ def test_odd_bodies_and_headers(
     server: Server, path: str, body: bytes, headers: list[tuple[str, bytes]]
 ) -> None:
     method = "POST" if path.endswith("execute") else "PUT"
-    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n".encode()
+    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n".encode()
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n".encode()
     head += b"".join(name.encode() + b": " + value + b"\r\n" for name, value in headers)
     assert checked(server.raw(head + b"\r\n" + body, half_close=False)) is not None
 
@@ -201,17 +206,17 @@ def test_odd_bodies_and_headers(
 @pytest.mark.parametrize(
     ("request_bytes", "expected"),
     [
-        (b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 300 + b"\r\n", {400}),
-        (b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 200_000, {400, None}),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"x: y\r\n" * 300 + b"\r\n", {400}),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 200_000, {400, None}),
         (b"GET /" + b"x" * 200_000, {400, None}),
         (b"GET /health HTTP/1.1\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello", {400}),
         (b"GET /health HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", {400}),
         (b"PUT /sandboxes/box/files/x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", {400, None}),
         (b"PUT /sandboxes/box/files/x HTTP/1.1\r\ntransfer-encoding: gzip\r\n\r\nzz\r\n", {400, None}),
-        (b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", {400}),
-        (b"GET http://[::1/health HTTP/1.1\r\nhost: x\r\n\r\n", {400}),
-        (b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n", {400, 404, None}),
-        (b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n", {400, 404, None}),
+        (b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n", {400}),
+        (b"GET http://[::1/health HTTP/1.1\r\nhost: localhost\r\n\r\n", {400}),
+        (b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\n\r\n", {400, 404, None}),
+        (b"CONNECT x:80 HTTP/1.1\r\nhost: localhost\r\n\r\n", {400, 404, None}),
         (b"GET /health HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n", {200}),
         (b"GET /health HTTP/1.1\r\n\r\n" * 50, {200}),
         (b"GET /health?" + b"a&" * 1000 + b" HTTP/1.1\r\n\r\n", {200}),

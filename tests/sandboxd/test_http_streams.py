@@ -21,6 +21,7 @@ print('waiting', flush=True)
 while not os.path.exists('go'): time.sleep(0.01)
 print('going on')
 """
+JSON_TYPE = {"content-type": "application/json"}
 MANY_LINES = "for n in range(1000): print(n, flush=True)"
 
 
@@ -44,7 +45,7 @@ async def lines(response: Any) -> AsyncGenerator[Any]:
 
 def execute(client: Client, code: str, execution_id: str) -> Any:
     body = json.dumps({"code": code, "execution_id": execution_id}).encode()
-    return client.session.post(client.url("/sandboxes/box/execute"), data=body)
+    return client.session.post(client.url("/sandboxes/box/execute"), data=body, headers=JSON_TYPE)
 
 
 def follow(client: Client, execution_id: str, after: int = -1) -> Any:
@@ -186,7 +187,7 @@ async def test_a_slow_reader_costs_no_memory(running: Running, client: Client) -
     writers: list[asyncio.StreamWriter] = []
     for _ in range(8):
         _, writer = await asyncio.open_connection(host, int(port), limit=1 << 10)
-        writer.write(b"GET /sandboxes/box/executions/large HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /sandboxes/box/executions/large HTTP/1.1\r\nhost: localhost\r\n\r\n")
         writers.append(writer)
     async with asyncio.timeout(20):
         while running.server.open_requests < 8:
@@ -225,7 +226,8 @@ async def test_an_upload_that_breaks_off_leaves_nothing(running: Running, client
     host, port = running.where.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
     writer.write(
-        b"PUT /sandboxes/box/files/half HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n" + b"x" * 500
+        b"PUT /sandboxes/box/files/half HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n"
+        + b"x" * 500
     )
     await writer.drain()
     async with asyncio.timeout(20):
@@ -241,7 +243,10 @@ async def test_an_upload_that_breaks_off_leaves_nothing(running: Running, client
 async def test_a_json_body_that_trickles_in_is_not_waited_for() -> None:
     async with serving(settings(preload=(), request_seconds=0.3)) as hasty:
         reader, writer = await asyncio.open_connection(*_place(hasty))
-        writer.write(b"PUT /sandboxes/slow HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
+        writer.write(
+            b"PUT /sandboxes/slow HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n"
+        )
         answer = asyncio.ensure_future(reader.readuntil(b"\r\n\r\n"))
         while not answer.done():
             writer.write(b" ")
@@ -277,7 +282,7 @@ def _place(running: Running) -> tuple[str, int]:
 
 async def _health(running: Running) -> bytes:
     reader, writer = await asyncio.open_connection(*_place(running))
-    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
     answer = await reader.read()
     writer.close()
     return answer

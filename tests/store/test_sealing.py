@@ -86,6 +86,7 @@ def test_keys_are_read_from_files_and_variables(tmp_path: Path) -> None:
     first, second = base64.b64encode(KEY).decode(), base64.urlsafe_b64encode(OTHER).decode()
     file = tmp_path / "keys"
     file.write_text(f"# the new one\n{first}\n\n{second}  # from spring\n")
+    file.chmod(0o600)
     assert read_keys_file(file) == [KEY, OTHER]
     assert read_keys(f"{first},{second}") == [KEY, OTHER]
 
@@ -110,6 +111,15 @@ def test_a_key_is_made_once_and_kept_to_ourselves(tmp_path: Path) -> None:
     file.chmod(0o644)
     with pytest.raises(KeysRefused, match="chmod 600"):
         own_keys(file)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o660, 0o602])
+def test_a_keys_file_that_others_can_read_or_change_is_refused(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "keys"
+    file.write_text(base64.b64encode(KEY).decode())
+    file.chmod(mode)
+    with pytest.raises(KeysRefused, match="chmod 600"):
+        read_keys_file(file)
 
 
 def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:

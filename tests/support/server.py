@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from fumehood.sandboxd.settings import Settings
 from fumehood.serving.sockets import Address, listen
 
 PATIENCE = 30
+_TAKES_BYTES = r"/sandboxes/[^/]*/(files/|write|unpack)"
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Answer:
         return [json.loads(line) for line in self.body.splitlines() if line]
 
 
+def body_type(path: str) -> str:
+    """What the body of a request to that path is sent as."""
+    return "application/octet-stream" if re.search(_TAKES_BYTES, path) else "application/json"
+
+
 class Client:
     """Asks one server; `base` is what its ready line says."""
 
@@ -58,9 +65,13 @@ class Client:
         return yarl.URL(self._url + path, encoded=True)
 
     async def ask(self, method: str, path: str, body: Any = None, **options: Any) -> Answer:
-        """`body` is sent as it is if it is bytes, else as JSON."""
+        """`body` is sent as it is if it is bytes, else as JSON; as bytes only to where bytes belong."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        async with self.session.request(method, self.url(path), data=data, **options) as response:
+        headers = {} if data is None else {"content-type": body_type(path)}
+        headers |= options.pop("headers", {})
+        async with self.session.request(
+            method, self.url(path), data=data, headers=headers, **options
+        ) as response:
             headers = {name.lower(): value for name, value in response.headers.items()}
             return Answer(response.status, headers, await response.read())
 

@@ -177,11 +177,7 @@ def _token(file: Path | None) -> str | None:
     """What callers have to show; never from the command line, where every process could read it."""
     if file is not None:
         hint = "--token-file"
-        try:
-            token = file.read_text().strip()
-        except (OSError, UnicodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not text"
-            raise typer.BadParameter(f"{file}: {reason}", param_hint=hint) from error
+        token = _read_token(file)
     else:
         hint = TOKEN_VARIABLE
         given = os.environ.pop(TOKEN_VARIABLE, None)
@@ -193,6 +189,20 @@ def _token(file: Path | None) -> str | None:
             f"a token has at least {_LEAST_TOKEN} printable characters and no spaces", param_hint=hint
         )
     return token
+
+
+def _read_token(file: Path) -> str:
+    from fumehood.serving.secret_files import SecretFileRefused, read_secret_file
+
+    try:
+        return read_secret_file(file).decode().strip()
+    except SecretFileRefused as error:
+        reason = str(error)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except UnicodeError:
+        reason = "it is not text"
+    raise typer.BadParameter(f"{file}: {reason}", param_hint="--token-file")
 
 
 def _stop_at_end_of_input() -> None:

@@ -16,7 +16,6 @@ from fumehood.gateway.files import Uploads
 from fumehood.gateway.limits import Limits
 from fumehood.gateway.metrics import CONTENT_TYPE, Metrics
 from fumehood.gateway.models import ModelCards
-from fumehood.gateway.multipart import is_form
 from fumehood.gateway.openapi import PUBLIC, document
 from fumehood.gateway.origins import Origins
 from fumehood.gateway.request_log import RequestLog, to_logging
@@ -33,6 +32,7 @@ from fumehood.protocol.errors import (
     ServerFault,
     Unavailable,
 )
+from fumehood.serving.browsers import needs_no_preflight
 from fumehood.serving.exchange import CallerLeft, Receive, Scope, Send
 from fumehood.serving.stalled import SLOWEST
 
@@ -169,7 +169,7 @@ class Gateway:
                     methods = "" if place is None else ", ".join(sorted(place.handlers))
                     await self.origins.answer(exchange, methods)
                     return
-                if is_form(exchange):
+                if exchange.method == "POST" and needs_no_preflight(exchange.method, exchange.headers):
                     self.origins.check_page(exchange)
             caller = NOBODY if place is not None and place.path in PUBLIC else await self._identify(exchange)
             await _handler(place, exchange)(exchange, caller)

@@ -1,4 +1,4 @@
-"""Who a request is from, and whether it may be from there; imports `interfaces`, `protocol` and the standard library.
+"""Who a request is from, and whether it may be from there; imports `interfaces`, `protocol` and `serving`.
 
 To recognise a key nothing is awaited and no database asked: a gateway knows all of them, and looks every few seconds,
 and when somebody shows one that it does not know, whether there are others. What it is told of a request are two
@@ -6,15 +6,14 @@ headers, so any kind of connection can be asked about.
 """
 
 import asyncio
-import ipaddress
 import logging
-import re
 from types import TracebackType
 from typing import Protocol, Self
 
 from fumehood.interfaces import Caller, Clock, Store
 from fumehood.protocol.errors import ApiError, NotAuthenticated
 from fumehood.protocol.keys import digest_of
+from fumehood.serving.browsers import HostNames, decode_header
 
 LOOK_SECONDS = 2.0
 """How long a key that was revoked may still be taken for a good one."""
@@ -22,8 +21,6 @@ LOOK_SECONDS = 2.0
 _SCHEME = b"bearer "
 _NO_KEY = "No API key was given; send one as Authorization: Bearer KEY."
 _WRONG_KEY = "The API key is not known here, or was revoked; `fumehood keys create` makes one."
-
-_AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]*))(?::\d*)?")
 
 logger = logging.getLogger(__name__)
 
@@ -65,30 +62,19 @@ class Everybody:
 
     def __init__(self, hosts: tuple[str, ...] = ()) -> None:
         self._caller = Caller(metrics=True)
-        self._names = frozenset(("localhost", *(name.lower() for name in hosts)))
-        self._known: set[bytes] = set()
+        self._hosts = HostNames(hosts)
 
     def identify(self, authorization: bytes | None, host: bytes) -> Caller:
         del authorization
-        if host not in self._known:
-            self._check(host)
+        if not self._hosts.include(host):
+            raise Forbidden(
+                f"This server is not called {decode_header(host).strip().lower()[:100]!r}; if it should be, add the "
+                "name to server.hosts."
+            )
         return self._caller
 
     async def look_again(self) -> bool:
         return False
-
-    def _check(self, header: bytes) -> None:
-        written = header.decode("latin-1").strip().lower()
-        host = _without_port(written)
-        if host is None or not self._is_ours(host):
-            raise Forbidden(
-                f"This server is not called {written[:100]!r}; if it should be, add the name to server.hosts."
-            )
-        if len(self._known) < 1000:
-            self._known.add(header)
-
-    def _is_ours(self, host: str) -> bool:
-        return host in self._names or host.endswith(".localhost") or _is_address(host)
 
 
 class KeyHolders:
@@ -177,17 +163,3 @@ class KeyHolders:
             expected = isinstance(error, ApiError)
             logger.warning("keys could not be read: %s", error, exc_info=not expected)
             return False
-
-
-def _without_port(authority: str) -> str | None:
-    """The name or address; None for what is neither, with perhaps a port."""
-    found = _AUTHORITY.fullmatch(authority)
-    return None if found is None else found[1] or found[2] or ""
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return host == ""  # HTTP/1.0 knows no Host, and no browser is so old
-    return True

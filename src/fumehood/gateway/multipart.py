@@ -15,6 +15,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from fumehood.gateway.exchange import Exchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.names import clean_name
+from fumehood.serving.browsers import media_type
 
 OVERHEAD = 1 << 20
 """How many bytes of a form may be something else than its file."""
@@ -33,8 +34,7 @@ _silence.disabled = True
 
 def is_form(exchange: Exchange) -> bool:
     """Whether the body says that it is one."""
-    kind = exchange.headers.get(b"content-type", b"")
-    return kind.partition(b";")[0].strip().lower() == _MULTIPART
+    return media_type(exchange.headers) == _MULTIPART
 
 
 class Form:

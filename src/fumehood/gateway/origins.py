@@ -1,4 +1,4 @@
-"""Which web pages may ask: CORS, off unless origins were named; imports the standard library and siblings.
+"""Which web pages may ask: CORS, off unless origins were named; imports `serving` and siblings.
 
 A browser asks first, without a key, whether a page may send what it wants to send; so that is answered before anybody
 is identified. About a WebSocket and about a form it does not ask: it only says from which page it comes.
@@ -8,6 +8,7 @@ import re
 
 from fumehood.gateway.auth import Forbidden
 from fumehood.gateway.exchange import Exchange
+from fumehood.serving.browsers import decode_header, is_own_origin
 from fumehood.serving.exchange import Headers
 
 ANY = "*"
@@ -36,12 +37,12 @@ class Origins:
 
     def check_page(self, exchange: Exchange) -> None:
         """Raises Forbidden for a page of another site that was not named. Programs that are no browsers say nothing."""
-        origin, host = exchange.headers.get(b"origin"), exchange.headers.get(b"host", b"").strip().lower()
-        if self.permits(origin) or (
-            host and origin is not None and origin.lower().partition(b"://")[2] == host
-        ):
+        origin = exchange.headers.get(b"origin")
+        if origin is None or self.permits(origin):
             return
-        shown = (origin or b"").decode("latin-1")[:100]
+        if is_own_origin(origin, exchange.headers.get(b"host", b"")):
+            return
+        shown = decode_header(origin)[:100]
         raise Forbidden(
             f"Web pages of {shown!r} may not use this server, unless server.cors_origins names them."
         )

@@ -1,4 +1,6 @@
-"""Decodes request bodies, and says in OpenAI's words what is wrong with one; imports msgspec and `protocol`."""
+"""Decodes request bodies, and says in OpenAI's words what is wrong with one; imports msgspec, `protocol` and
+`serving`.
+"""
 
 import re
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from fumehood.gateway.exchange import Exchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.folding import INCLUDABLE
 from fumehood.protocol.responses import CreateResponse
+from fumehood.serving.browsers import decode_header, is_json, media_type
 
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _GOT = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`")
@@ -44,9 +47,9 @@ def decode_request(body: bytes) -> CreateResponse:
 
 def check_json(exchange: Exchange) -> None:
     """A web page may post plain text to any address without asking first, but not JSON."""
-    kind = exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if kind != b"application/json" and not kind.endswith(b"+json"):
-        shown = kind.decode("latin-1")[:100]
+    kind = media_type(exchange.headers)
+    if not is_json(kind):
+        shown = decode_header(kind)[:100]
         raise InvalidRequest(f"Unsupported content type: {shown!r}. Send Content-Type: application/json.")
     if exchange.headers.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
         raise InvalidRequest("A compressed body is not understood; send it as it is.")

@@ -3,8 +3,10 @@
 SandboxError                     `code` and `status` are what a remote caller gets
 ├── RequestRefused          400  a parameter that cannot be served; `param` names it
 │   ├── FileRefused         400  a name or type of file that is not served
-│   └── InstallFailed       400  packages that are refused, unknown, or in conflict; nothing ran
+│   ├── InstallFailed       400  packages that are refused, unknown, or in conflict; nothing ran
+│   └── UnsupportedType     415  a body of a type that is not read here
 ├── NotAllowed              401  no token, or the wrong one
+├── Forbidden               403  from a web page of another site, or by a name that is not the server's
 ├── NotThere                404  no such sandbox, execution or file
 │   ├── SandboxNotFound
 │   ├── ExecutionNotFound
@@ -53,9 +55,19 @@ class InstallFailed(RequestRefused):
     code = "install_failed"
 
 
+class UnsupportedType(RequestRefused):
+    code = "unsupported_media_type"
+    status = 415
+
+
 class NotAllowed(SandboxError):
     code = "not_allowed"
     status = 401
+
+
+class Forbidden(SandboxError):
+    code = "forbidden"
+    status = 403
 
 
 class NotThere(SandboxError):

@@ -30,6 +30,8 @@ from fumehood.protocol.sandbox import PROTOCOL_VERSION
 from fumehood.protocol.sandbox_errors import ErrorBody, SandboxError, Unreachable, from_body
 
 VERSION_HEADER = "fumehood-sandbox-protocol"
+JSON_TYPE = "application/json"
+BYTES_TYPE = "application/octet-stream"
 
 _CONNECT_SECONDS = 10.0
 # Less than servers keep an idle connection: else one is used while it is being closed.
@@ -133,11 +135,12 @@ class Connection:
         *,
         query: Mapping[str, str] | None = None,
         body: Content | None = None,
+        kind: str = JSON_TYPE,
     ) -> T:
         """One request and its answer; asked again if the connection broke and the body can be sent again."""
 
         async def once() -> T:
-            async with self.open(method, path, query=query, body=body) as response:
+            async with self.open(method, path, query=query, body=body, kind=kind) as response:
                 with self.translating():
                     content = await response.read()
             try:
@@ -174,11 +177,12 @@ class Connection:
         *,
         query: Mapping[str, str] | None = None,
         body: Content | None = None,
+        kind: str = JSON_TYPE,
         silence: float | None = None,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """The answer to a request, if it is a success; what its body still holds is read with `translating`."""
         session = self._open_session()
-        sent = None if body is None else _Body(body)
+        sent = None if body is None else _Body(body, kind)
         url = URL(f"{self._base}{path}" + (f"?{urlencode(query)}" if query else ""), encoded=True)
         try:
             with self.translating():
@@ -283,9 +287,9 @@ class Connection:
 class _Body:
     """A request's body in pieces, read once and no faster than it is sent."""
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: Content, kind: str) -> None:
         self.failure: BaseException | None = None
-        self.headers = {"Content-Type": "application/octet-stream"}
+        self.headers = {"Content-Type": kind}
         self._content = content
         self._read = False
         if isinstance(content, bytes):

@@ -35,7 +35,7 @@ from fumehood.protocol.sandbox_errors import (
     SandboxNotFound,
     Unreachable,
 )
-from fumehood.sandbox.http import Connection, Interrupted, NotConnected, Patience, Silent, segment
+from fumehood.sandbox.http import BYTES_TYPE, Connection, Interrupted, NotConnected, Patience, Silent, segment
 from fumehood.sandbox.lines import LineSplitter, LineTooLong
 
 _LONGEST_LINE = 256 << 20
@@ -201,10 +201,12 @@ class RemoteSandbox:
             return await response.content.readany()
 
     async def write_all(self, files: AsyncIterable[Sequence[WholeFile]]) -> Written:
-        return await self._connection.ask("POST", self._path("write"), Written, body=bundled(files))
+        return await self._connection.ask(
+            "POST", self._path("write"), Written, body=bundled(files), kind=BYTES_TYPE
+        )
 
     async def write(self, path: str, content: bytes | AsyncIterable[bytes]) -> FileEntry:
-        return await self._connection.ask("PUT", self._file(path), FileEntry, body=content)
+        return await self._connection.ask("PUT", self._file(path), FileEntry, body=content, kind=BYTES_TYPE)
 
     async def delete(self, path: str) -> None:
         address = self._file(path)
@@ -225,7 +227,9 @@ class RemoteSandbox:
         self, content: bytes | AsyncIterable[bytes], *, kind: ArchiveFormat, into: str = ""
     ) -> Unpacked:
         query = {"kind": kind, "into": _text(into)}
-        return await self._connection.ask("POST", self._path("unpack"), Unpacked, query=query, body=content)
+        return await self._connection.ask(
+            "POST", self._path("unpack"), Unpacked, query=query, body=content, kind=BYTES_TYPE
+        )
 
     # ---- addresses --------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from fumehood.protocol.sandbox import (
     SandboxSpec,
 )
 from fumehood.protocol.sandbox_errors import (
+    Forbidden,
     NotAllowed,
     NotThere,
     RequestRefused,
@@ -33,6 +34,7 @@ from fumehood.sandboxd.http_exchange import Exchange, MethodNotAllowed, decode, 
 from fumehood.sandboxd.operations import ARCHIVES, OPERATIONS, Interrupted, Operation, SandboxList
 from fumehood.sandboxd.served import ServedSandbox
 from fumehood.sandboxd.service import NAME, Service, check_name
+from fumehood.serving.browsers import HostNames, decode_header, is_foreign_page
 from fumehood.serving.exchange import CallerLeft, Receive, Scope, Send
 
 SIGN_OF_LIFE = 10.0
@@ -50,12 +52,23 @@ _decode_one_shot = msgspec.json.Decoder(OneShotRequest)
 
 
 class App:
-    """An ASGI application; `token` is what callers have to show, None lets everybody in."""
+    """An ASGI application.
+
+    token: what callers have to show; None serves everybody but the web pages of other sites.
+    hosts: without a token, the names by which the server may be called; None on a unix socket, which browsers do not
+    reach.
+    """
 
     def __init__(
-        self, service: Service, *, token: str | None = None, sign_of_life: float = SIGN_OF_LIFE
+        self,
+        service: Service,
+        *,
+        token: str | None = None,
+        hosts: HostNames | None = None,
+        sign_of_life: float = SIGN_OF_LIFE,
     ) -> None:
         self._service = service
+        self._hosts = hosts
         self._token = None if token is None else b"Bearer " + token.encode()
         self._sign_of_life = sign_of_life
         self._openapi = encode(openapi.document(service.settings, protected=token is not None))
@@ -109,12 +122,25 @@ class App:
         raise NotThere("There is nothing at this path; GET /openapi.json says what there is.")
 
     def check(self, exchange: Exchange, *, protected: bool = True) -> bool:
-        """Whether the caller showed the token; NotAllowed if it is needed."""
+        """Whether the caller showed the token; NotAllowed if it is needed, Forbidden for web pages of other sites."""
+        if self._token is None:
+            self._check_page(exchange)
         allowed = self._token is None or _shows(exchange, self._token)
         if protected and not allowed:
             raise NotAllowed("This server wants its token: Authorization: Bearer TOKEN.")
         exchange.check_version()
         return allowed
+
+    def _check_page(self, exchange: Exchange) -> None:
+        host = exchange.headers.get(b"host", b"")
+        if self._hosts is not None and not self._hosts.include(host):
+            raise Forbidden(
+                f"This server is not called {decode_header(host)[:100]!r}. Call it by its address or as localhost, or "
+                "give it a token (--token-file): then any name will do.",
+                param="host",
+            )
+        if is_foreign_page(exchange.headers):
+            raise Forbidden("Web pages of other sites may not use this server.", param="origin")
 
     def _sandbox(self, exchange: Exchange) -> ServedSandbox:
         return self._service.find(_name(exchange, "id"))
@@ -124,6 +150,7 @@ class App:
     async def put_sandbox(self, exchange: Exchange) -> None:
         name = _name(exchange, "id")
         settings = self._service.settings
+        exchange.check_json()
         body = await exchange.body(settings.request_bytes, settings.request_seconds)
         spec = decode(_decode_spec, body) if body.strip() else SandboxSpec()
         served, new = await self._service.put(name, spec)
@@ -252,6 +279,7 @@ class App:
         await exchange.send(b"", more=False)
 
     async def write_files(self, exchange: Exchange) -> None:
+        exchange.check_bytes()
         served = self._sandbox(exchange)
         chunks = exchange.chunks(self._service.settings.file_bytes)
         await exchange.answer_json(await served.receive(chunks))
@@ -261,6 +289,7 @@ class App:
         await exchange.answer_nothing()
 
     async def unpack(self, exchange: Exchange) -> None:
+        exchange.check_bytes()
         served = self._sandbox(exchange)
         kind = _KINDS.get(exchange.query("kind") or "")
         if kind is None:

@@ -3,6 +3,7 @@
 import difflib
 import ipaddress
 import math
+import os
 import re
 import ssl
 import tomllib
@@ -17,6 +18,7 @@ import msgspec
 from fumehood.sandboxd.egress.names import normalised
 from fumehood.sandboxd.settings import Settings
 from fumehood.serving.addresses import networks
+from fumehood.serving.secret_files import SecretFileRefused, check_secret_file
 
 PREFIX = "FUMEHOOD_SANDBOX_"
 FIELDS = tuple(field.name for field in fields(Settings))
@@ -53,7 +55,15 @@ def given(file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _from_file(file: Path) -> dict[str, Any]:
     try:
-        written = tomllib.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as opened:
+            status = os.fstat(opened.fileno())
+            written = tomllib.loads(opened.read().decode("utf-8"))
+        if _holds_password(written.get("index_url")):
+            check_secret_file(status, file)
+    except SecretFileRefused as error:
+        raise Misconfigured(
+            f"index_url in {file} holds a password, and the file is not safe: {error}"
+        ) from None
     except OSError as error:
         raise Misconfigured(f"{file}: {error.strerror}") from None
     except UnicodeError:
@@ -61,6 +71,10 @@ def _from_file(file: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise Misconfigured(f"{file} is not TOML: {error}") from None
     return {name: _value(name, value, f"{name} in {file}", strict=True) for name, value in written.items()}
+
+
+def _holds_password(address: object) -> bool:
+    return isinstance(address, str) and "@" in address.partition("://")[2].partition("/")[0]
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from fumehood.protocol.sandbox_errors import (
     SandboxError,
     TooLarge,
     TryLater,
+    UnsupportedType,
     to_body,
 )
+from fumehood.serving.browsers import decode_header, is_form_type, is_json, media_type
 from fumehood.serving.exchange import JSON, BareExchange, BodyExceeds, Headers, Receive, Scope, Send
 
 PROTOCOL_HEADER = "fumehood-sandbox-protocol"
@@ -116,7 +118,26 @@ class Exchange(BareExchange):
             ) from None
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def check_json(self) -> None:
+        """Raises UnsupportedType. A web page can have any browser post plain text anywhere, but not JSON."""
+        kind = media_type(self.headers)
+        if self._unread and not is_json(kind):
+            raise UnsupportedType(
+                f"The body is {_shown_type(kind)}; send JSON, with Content-Type: application/json.",
+                param="content-type",
+            )
+
+    def check_bytes(self) -> None:
+        """Raises UnsupportedType for a POST that a form could have sent. Browsers ask before they PUT."""
+        kind = media_type(self.headers)
+        if self.method == "POST" and is_form_type(kind):
+            raise UnsupportedType(
+                f"The body is {_shown_type(kind)}; send bytes, with Content-Type: application/octet-stream.",
+                param="content-type",
+            )
+
     async def read_json[T](self, decoder: msgspec.json.Decoder[T], limit: int, seconds: float) -> T:
+        self.check_json()
         return decode(decoder, await self.body(limit, seconds))
 
     # ---- the answer -------------------------------------------------------------------------------------------
@@ -152,6 +173,10 @@ class Exchange(BareExchange):
         if isinstance(error, TryLater):
             headers.append((b"retry-after", _RETRY_SECONDS))
         await self.end_early(error.status, headers, encode(to_body(error)))
+
+
+def _shown_type(kind: bytes) -> str:
+    return decode_header(kind)[:100] or "of no type"
 
 
 def scope_path(scope: Scope) -> bytes:

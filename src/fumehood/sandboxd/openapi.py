@@ -18,12 +18,14 @@ _REF = "#/components/schemas/{name}"
 _ERRORS = {
     400: "A parameter or body that cannot be served; `param` names it.",
     401: "No token, or the wrong one.",
+    403: "Sent by a web page of another site, or to a name that is not the server's.",
     404: "No such sandbox, execution or file.",
     405: "The path does not know this method.",
     408: "The body took too long to arrive.",
     409: "The id is taken by something else.",
     410: "The sandbox has ended; the message says why.",
     413: "More than a limit allows.",
+    415: "A body of a type that is not read here.",
     429: "The same request may be served later.",
     500: "The server failed.",
     503: "The server is starting or stopping, or a sandbox could not be made.",
@@ -136,7 +138,13 @@ def _responses(
         yield str(status), answer
     if operation.handler == "health":
         yield "503", {**answer_of(operation, schemas), "description": "It is starting or stopping."}
-    statuses = {400, *operation.errors, *([401] if protected and operation.protected else [])}
+    statuses = {400, *operation.errors}
+    if not protected:
+        statuses.add(403)
+    elif operation.protected:
+        statuses.add(401)
+    if operation.body is not None and (operation.method == "POST" or not isinstance(operation.body, str)):
+        statuses.add(415)
     if operation.handler not in ("health", "metrics", "openapi"):
         statuses |= {500, 503}
     for status in sorted(statuses):

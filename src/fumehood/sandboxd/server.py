@@ -1,6 +1,7 @@
 """Runs the sandbox server: starts, serves, stops in good order; imports `serving` and siblings."""
 
 import gc
+import socket
 from collections.abc import Callable
 from typing import override
 
@@ -10,6 +11,7 @@ from fumehood.sandboxd.app import App
 from fumehood.sandboxd.http_exchange import PROTOCOL, encode
 from fumehood.sandboxd.service import Service
 from fumehood.sandboxd.settings import Settings
+from fumehood.serving.browsers import HostNames
 from fumehood.serving.sockets import Listener
 from fumehood.serving.web import WebServer, render_refusal
 
@@ -30,7 +32,10 @@ class Server(WebServer):
         self._listener = listener
         self._grace = grace
         app = App(
-            self.service, token=token, **({} if sign_of_life is None else {"sign_of_life": sign_of_life})
+            self.service,
+            token=token,
+            hosts=None if listener.sock.family == socket.AF_UNIX else HostNames(),
+            **({} if sign_of_life is None else {"sign_of_life": sign_of_life}),
         )
         super().__init__(app, listener.sock, _refusal, connections=settings.connections)
 

@@ -1,4 +1,4 @@
-"""State that clients carry, sealed with keys of the operator's; imports cryptography, `interfaces`, standard library.
+"""State that clients carry, sealed with keys of the operator's; imports cryptography, `interfaces`, `serving`.
 
 A sealed text is base64 of: version, name of the key, nonce, and the content under AES-256-GCM. Version, name and tenant
 are authenticated with it, so that a text is worth nothing to another tenant, and nothing once a bit of it was changed.
@@ -17,6 +17,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from fumehood.interfaces import Unsealable
+from fumehood.serving.secret_files import SecretFileRefused, read_secret_file
 
 KEY_BYTES = 32
 MOST_SEALED = 10 << 20  # characters; what OpenAI's documents allow
@@ -109,10 +110,11 @@ def read_keys(text: str) -> list[bytes]:
 
 
 def read_keys_file(path: Path) -> list[bytes]:
-    """Raises KeysRefused."""
+    """Keys in a file that only we may read; raises KeysRefused."""
     try:
-        with path.open("rb") as file:
-            return read_keys(file.read(_LONGEST_FILE).decode("ascii"))
+        return read_keys(read_secret_file(path, _LONGEST_FILE).decode("ascii"))
+    except SecretFileRefused as error:
+        raise KeysRefused(str(error)) from None
     except OSError as error:
         raise KeysRefused(f"it cannot be read: {error.strerror}") from None
     except UnicodeError:
