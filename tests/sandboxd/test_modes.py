@@ -126,7 +126,7 @@ async def test_degraded_takes_everything_along() -> None:
 
 
 async def test_degraded_needs_landlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Zygote, "about", About("3", {}, 1, 0, neutral=True))
+    monkeypatch.setattr(Zygote, "about", About("3", {}, 1, 0))
     with pytest.raises(IsolationUnavailable, match="no Landlock"):
         async with Supervisor(settings(mode="unsafe-degraded", preload=())):
             pass

@@ -11,9 +11,10 @@ from typing import NoReturn
 import pytest
 
 from fumehood.protocol.sandbox import Mode
-from fumehood.sandboxd import probe, seccomp
+from fumehood.sandboxd import nurseries, probe, seccomp
 from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.probe import Check, Finding, Host, Network
+from fumehood.sandboxd.runtime import PackageDirectory, discover_runtime
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor
 from tests.support import sandboxes
@@ -65,7 +66,8 @@ def test_a_plain_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("release", "state"), [("4.18.0-553.el8", "missing"), ("5.10.0", "warning"), ("7.0.1", "ok")]
+    ("release", "state"),
+    [("4.18.0-553.el8", "missing"), ("5.10.0", "missing"), ("5.12.0", "warning"), ("7.0.1", "ok")],
 )
 def test_kernels(tmp_path: Path, release: str, state: str) -> None:
     finding = find(play(tmp_path, {"proc/sys/kernel/osrelease": release}), probe.check_kernel)
@@ -150,9 +152,9 @@ def test_limits_decide_what_missing_cgroups_mean(tmp_path: Path) -> None:
     assert find(host, probe.check_cgroups, Settings(limits="best-effort")).state == "warning"
 
 
-def test_missing_overlays_and_packages_are_warnings(tmp_path: Path) -> None:
+def test_overlays_are_needed_and_packages_are_not(tmp_path: Path) -> None:
     host = play(tmp_path, {"proc/filesystems": "nodev\tproc\n"})
-    assert find(host, probe.check_overlay).state == "warning"
+    assert find(host, probe.check_overlay).state == "missing"
     packages = find(host, probe.check_python, Settings(preload=("msgspec", "no_such_package")))
     assert packages.state == "warning"
     assert "not installed: no_such_package" in packages.detail
@@ -190,6 +192,25 @@ async def test_missing_bubblewrap_is_told_and_nothing_runs(tmp_path: Path) -> No
     assert findings["sandbox starts"].state == "missing"
     assert "code runs" not in findings
     assert "doctor" not in findings["sandbox starts"].advice.replace("that `doctor` printed", "")
+
+
+async def test_an_isolation_step_that_fails_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is shown to sandboxes in a plainer way when a mask cannot be mounted; `doctor` names the step."""
+    real = discover_runtime()
+    (site,) = real.packages
+    inner = PackageDirectory(site.path / "numpy", frozenset({"linalg"}))
+    nested = replace(real, packages=(site, inner))  # layers of an overlay may not overlap
+    monkeypatch.setattr(nurseries, "discover_runtime", lambda: nested)
+    with pytest.raises(IsolationUnavailable, match=r"could not be laid out.*site-packages.*overlap"):
+        async with Supervisor(sandboxes.settings(preload=())):
+            pytest.fail("it started")
+    report = await probe.examine(sandboxes.settings(preload=()))
+    assert not report.works
+    found = {finding.name: finding for finding in report.findings}
+    assert found["sandbox starts"].state == "missing"
+    assert "site-packages" in found["sandbox starts"].detail
+    assert "layers overlap" in found["sandbox starts"].detail
+    assert "code runs" not in found
 
 
 async def test_code_that_runs_does_not_make_up_for_the_only_wall(tmp_path: Path) -> None:
@@ -320,7 +341,8 @@ def test_trees_that_only_their_owner_may_read(tmp_path: Path) -> None:
 
 def test_root_is_told_what_sandboxes_may_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "site 1").mkdir(mode=0o700)
-    runtime = replace(probe.discover_runtime(), site=tmp_path / "site 1")
+    closed = PackageDirectory(tmp_path / "site 1", frozenset())
+    runtime = replace(probe.discover_runtime(), packages=(closed,))
     monkeypatch.setattr(probe, "discover_runtime", lambda: runtime)
     finding = find(play(tmp_path, uid=0), probe.check_readable)
     assert finding.state == "missing"

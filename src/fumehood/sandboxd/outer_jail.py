@@ -122,11 +122,12 @@ def _exec_other(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
 
 def _exec_bare(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
     """Without namespaces: the zygote straight away, from the host's own trees."""
+    packages = [places[name] for name in config["packages"]]
     source = (
-        f"import sys; sys.path.insert(0, {places['guest']!r}); sys.path.append({places['site']!r}); "
+        f"import sys; sys.path.insert(0, {places['guest']!r}); sys.path.extend({packages!r}); "
         f"from fumehood.sandboxd.inside import bare; bare.main({config['control']})"
     )
-    environ: dict[str, str] = {**config["environ"], "PYTHONPATH": places["site"]}
+    environ: dict[str, str] = {**config["environ"], "PYTHONPATH": ":".join(packages)}
     python: str = config["executable"]
     if "python" in places:
         python = f"{places['python']}/bin/{os.path.basename(python)}"

@@ -33,8 +33,8 @@ from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor
 from fumehood.sandboxd.users import subordinate_users
 
-_OLDEST_KERNEL = (5, 8)  # proc with subset=pid; openat2 and pidfds are older
-_WANTED_KERNEL = (5, 13)  # Landlock; overlays without root came with 5.11
+_OLDEST_KERNEL = (5, 11)  # overlays in user namespaces; proc with subset=pid, openat2 and pidfds are older
+_WANTED_KERNEL = (5, 13)  # Landlock
 PROBE_FILE = "fumehood-probe.txt"
 # It only looks: a socket that is made and closed sends nothing, and nothing is ever connected.
 PROBE_CODE = f"""
@@ -114,7 +114,7 @@ def check_kernel(_: Settings, host: Host) -> Iterator[Finding]:
         return
     version = (int(match[1]), int(match[2]))
     if version < _OLDEST_KERNEL:
-        yield Finding("kernel", "missing", release, "Use Linux 5.8 or later; 5.13 or later is better.")
+        yield Finding("kernel", "missing", release, "Use Linux 5.11 or later; 5.13 or later is better.")
     elif version < _WANTED_KERNEL:
         advice = "Linux 5.13 brings Landlock, the second wall behind the mounts."
         yield Finding("kernel", "warning", release, advice)
@@ -273,8 +273,10 @@ def check_overlay(_: Settings, host: Host) -> Iterator[Finding]:
     if "overlay" in (host.read("proc/filesystems") or ""):
         yield Finding("overlayfs", "ok", "available")
         return
-    advice = "As root: `modprobe overlay`. Without it code can see where this machine keeps its Python."
-    yield Finding("overlayfs", "warning", "not loaded", advice)
+    advice = (
+        "As root: `modprobe overlay`. Without it the host's packages and paths cannot be hidden from code."
+    )
+    yield Finding("overlayfs", "missing", "not loaded", advice)
 
 
 # ---- what the machine gives us --------------------------------------------------------------------------------
@@ -379,7 +381,8 @@ def check_readable(_: Settings, host: Host) -> Iterator[Finding]:
     except RuntimeUnavailable:
         return  # check_python tells
     # Not all of the prefix: one such as /usr/local holds more than Python, and maybe secrets.
-    trees = [Path(sysconfig.get_path("stdlib")), runtime.site, Path(__file__).parents[1]]
+    trees = [Path(sysconfig.get_path("stdlib")), *(item.path for item in runtime.packages)]
+    trees.append(Path(__file__).parents[1])
     closed = {tree: first for tree in trees if (first := closed_to_others(tree))}
     if runtime.prefix is not None:
         for path in (runtime.prefix, runtime.prefix / "bin", runtime.executable, runtime.prefix / "lib"):
@@ -550,9 +553,6 @@ def _seen_from_outside(supervisor: Supervisor, settings: Settings) -> Iterator[F
     about, pid = supervisor.zygote.about, supervisor.zygote.pid
     # The packages of a pod are not those of this machine.
     yield from judge_preload(about.problems, [] if settings.mode == "pod" else _not_installed(settings))
-    if not about.neutral:
-        advice = "Load overlayfs (`modprobe overlay`), or use Linux 5.11 or later."
-        yield Finding("neutral paths", "warning", "code can see where this machine keeps its Python", advice)
     if pid is None or settings.mode == "pod":
         return
     users = _users_below(pid)

@@ -41,18 +41,25 @@ class Bubblewrap:
 
 
 @dataclass(frozen=True, slots=True)
+class PackageDirectory:
+    """A directory of installed packages; only the names in `keep`, at its top, are shown to sandboxes."""
+
+    path: Path
+    keep: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Runtime:
     """The interpreter and packages that sandboxes get; `prefix` is None for the distribution's own Python.
 
-    site_keep: names at the top of `site` that belong into a sandbox; empty means all of them.
+    packages: where the packages of the extra `sandbox` are installed, in the order in which Python finds them.
     """
 
     prefix: Path | None
     executable: Path
     version: str
     library: str
-    site: Path
-    site_keep: frozenset[str]
+    packages: tuple[PackageDirectory, ...]
     certificates: Path | None
 
     @property
@@ -69,17 +76,13 @@ def discover_runtime() -> Runtime:
         raise RuntimeUnavailable(
             f"the interpreter {executable} does not lie in its own prefix {prefix}; use a standard Python build",
         )
-    site = Path(sysconfig.get_path("platlib"))
-    if not site.is_dir():
-        raise RuntimeUnavailable(f"{site} is missing; reinstall fumehood in a virtual environment")
     certificates = next((Path(path) for path in _CERTIFICATES if os.path.isfile(path)), None)
     return Runtime(
         prefix=None if prefix == Path("/usr") else prefix,
         executable=executable,
         version=f"{sys.version_info.major}.{sys.version_info.minor}",
         library=Path(sysconfig.get_path("stdlib")).name,
-        site=site,
-        site_keep=_names_of(sandbox_distributions()),
+        packages=_package_directories(sandbox_distributions()),
         certificates=certificates,
     )
 
@@ -124,16 +127,29 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _names_of(distributions: dict[str, importlib.metadata.Distribution]) -> frozenset[str]:
-    names: set[str] = set()
+def _package_directories(
+    distributions: dict[str, importlib.metadata.Distribution],
+) -> tuple[PackageDirectory, ...]:
+    """Group by directory: with `pip install --user` or a system's packages there is more than one."""
+    names: dict[str, set[str]] = {}
     for distribution in distributions.values():
-        for line in (distribution.read_text("RECORD") or "").splitlines():
-            first = line.split(",", 1)[0].split("/", 1)[0].strip('"')
-            # Import hooks of the environment (.pth) are not for the sandbox.
-            if first not in ("..", "") and not first.endswith(".pth"):
-                names.add(first)
-    # A mask that keeps nothing would mean "all": without packages, keep a name that cannot exist.
-    return frozenset(names) or frozenset({"\x00"})
+        directory = os.path.realpath(str(distribution.locate_file("")))
+        if os.path.isdir(directory):
+            names.setdefault(directory, set()).update(_top_names(distribution))
+    order = {os.path.realpath(entry): number for number, entry in reversed(list(enumerate(sys.path)))}
+    found = sorted(names, key=lambda directory: order.get(directory, len(order)))
+    return tuple(PackageDirectory(Path(directory), frozenset(names[directory])) for directory in found)
+
+
+def _top_names(distribution: importlib.metadata.Distribution) -> set[str]:
+    """The files and directories at the top of its directory that a distribution installed."""
+    names: set[str] = set()
+    for line in (distribution.read_text("RECORD") or "").splitlines():
+        first = line.split(",", 1)[0].split("/", 1)[0].strip('"')
+        # Import hooks of the environment (.pth) are not for the sandbox.
+        if first not in ("..", "") and not first.endswith(".pth"):
+            names.add(first)
+    return names
 
 
 def discover_bubblewrap(configured: Path | None = None) -> Bubblewrap:

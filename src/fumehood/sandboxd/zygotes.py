@@ -28,7 +28,6 @@ class About:
     problems: dict[str, str]
     threads: int
     landlock: int
-    neutral: bool
 
 
 class Zygote:

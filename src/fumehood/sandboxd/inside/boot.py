@@ -6,6 +6,7 @@ read-only overlays instead of plain binds, for two reasons: a mask in front hide
 rather than where the operator keeps things.
 """
 
+import errno
 import json
 import os
 import sys
@@ -16,13 +17,21 @@ from fumehood.sandboxd.inside import layout, syscalls
 
 _NEW = "/new"
 _MASKS = "/masks"
-_FRONT = "/guest/fumehood/sandboxd/inside/front"  # what we put among the sandbox's packages
+_FRONT = "/front"
+_FRONT_SOURCE = "/guest/fumehood/sandboxd/inside/front"  # what we put among the sandbox's packages
 _PIP = "#!{python}\nimport sys\n\nfrom pip import main\n\nsys.exit(main())\n"
 _START_WARDEN = (
     "import sys; sys.path.insert(0, {guest!r}); "
     "from fumehood.sandboxd.inside import warden; warden.main({fd})"
 )
 
+# Why an overlay is refused, where the kernel's own words do not say it.
+_REASONS = {
+    errno.EPERM: " (overlays in user namespaces need Linux 5.11 or later)",
+    errno.ENODEV: " (overlayfs is not loaded: as root, `modprobe overlay`)",
+    errno.ELOOP: " (layers overlap)",
+    errno.EINVAL: " (a file system here cannot be a layer, or overlays are stacked too deep)",
+}
 _ETC = {
     "passwd": "root:x:0:0:root:/root:/usr/sbin/nologin\n"
     f"user:x:{layout.USER_ID}:{layout.USER_ID}:user:{layout.HOME}:/bin/sh\n"
@@ -43,8 +52,7 @@ class Trees:
     library: str  # the name of the standard library's directory, "python3.12"
     executable: str  # the interpreter's file name
     python: str | None
-    site: str
-    site_keep: list[str]
+    packages: list[tuple[str, list[str]]]  # directories of packages, and what is shown of each
     roots: dict[str, str | None]  # "/lib64" -> target of the link, or None for a real directory
     certificates: str | None
     layers: str | None = None  # the store of further packages
@@ -60,19 +68,21 @@ def main(body: str, control_fd: int) -> NoReturn:
     os.mkdir(_NEW)
     os.mkdir(_MASKS)
     syscalls.mount("sandbox", _NEW, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=0755,size=64m")
-    neutral = _lay_out(trees)
+    try:
+        _lay_out(trees)
+    except OSError as error:
+        sys.exit(f"The files of sandboxes could not be laid out: {error}")
     os.chdir(_NEW)
     syscalls.pivot_root(".", ".")
     syscalls.unmount(".", syscalls.MNT_DETACH)
     os.chdir("/")
-    os.environ["FUMEHOOD_NEUTRAL_PATHS"] = "1" if neutral else "0"
     python = f"{layout.ENVIRONMENT}/bin/python"
     source = _START_WARDEN.format(guest=layout.GUEST, fd=control_fd)
     os.execv(python, [python, "-c", source])
 
 
-def _lay_out(trees: Trees) -> bool:
-    """Build the new root; False when a tree had to be bound plainly because overlays are not to be had."""
+def _lay_out(trees: Trees) -> None:
+    """Build the new root; raises OSError if any part of it fails, since each part also hides something."""
     directories = (
         *("/etc", "/opt", "/proc", "/dev", "/mnt", "/home", layout.STAGING),
         *layout.WRITABLE,
@@ -80,17 +90,17 @@ def _lay_out(trees: Trees) -> bool:
     )
     for path in directories:
         os.makedirs(_NEW + path, exist_ok=True)
-    neutral = [_overlay("/usr", "/usr", hidden={"/local", "/src"})]
+    _overlay("/usr", [("/usr", {"/local", "/src", *_system_packages()})])
     for name, link in trees.roots.items():
         if link is not None:
             os.symlink(link, _NEW + name)
         else:
-            neutral.append(_overlay(name, name, hidden=set()))
+            _overlay(name, [(name, set())])
     if trees.python is not None:
-        neutral.append(_overlay(trees.python, layout.PYTHON, hidden=_beside_python(trees, trees.python)))
-    neutral.append(_environment(trees))
+        _overlay(layout.PYTHON, [(trees.python, _beside_python(trees, trees.python))])
+    _environment(trees)
     guest = "/fumehood/sandboxd/inside"
-    neutral.append(_overlay("/guest" + guest, layout.GUEST + guest, hidden=set()))
+    _overlay(layout.GUEST + guest, [("/guest" + guest, set())])
     _etc(trees)
     _first_process()
     _devices()
@@ -100,7 +110,18 @@ def _lay_out(trees: Trees) -> bool:
     syscalls.mount(
         "proc", _NEW + "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC
     )
-    return all(neutral)
+
+
+def _system_packages() -> set[str]:
+    """Where a distribution installs Python packages of its own, below /usr: they are the host's."""
+    return {
+        f"/{library}/{name}/{packages}"
+        for library in ("lib", "lib64")
+        if os.path.isdir(f"/usr/{library}") and not os.path.islink(f"/usr/{library}")
+        for name in os.listdir(f"/usr/{library}")
+        if name.startswith("python")
+        for packages in ("site-packages", "dist-packages")
+    }
 
 
 def _beside_python(trees: Trees, prefix: str) -> set[str]:
@@ -112,11 +133,13 @@ def _beside_python(trees: Trees, prefix: str) -> set[str]:
         # Shared libraries stay: a relocatable build keeps its own OpenSSL and the like beside libpython.
         if name != library and ".so" not in name:
             hidden.add(f"/lib/{name}")
-    hidden.add(f"/lib/{library}/site-packages")
+    for directory in ("lib", "lib64"):
+        if not os.path.islink(f"{prefix}/{directory}"):
+            hidden |= {f"/{directory}/{library}/{name}" for name in ("site-packages", "dist-packages")}
     return hidden
 
 
-def _environment(trees: Trees) -> bool:
+def _environment(trees: Trees) -> None:
     """A virtual environment with the sandbox's packages, so that subprocesses see them as well."""
     home = f"{layout.PYTHON}/bin" if trees.python is not None else "/usr/bin"
     binaries = f"{_NEW}{layout.ENVIRONMENT}/bin"
@@ -129,38 +152,58 @@ def _environment(trees: Trees) -> bool:
         with open(f"{binaries}/{name}", "w") as file:
             file.write(_PIP.format(python=f"{layout.ENVIRONMENT}/bin/python"))
             os.fchmod(file.fileno(), 0o755)
-    keep = set(trees.site_keep)
-    hidden = {f"/{name}" for name in os.listdir(trees.site) if name not in keep} if keep else set[str]()
-    return _overlay(
-        trees.site,
-        f"{layout.ENVIRONMENT}/lib/{trees.library}/site-packages",
-        hidden=hidden | {"/pip"},
-        front=_FRONT,
-    )
+    _copy_files(_FRONT_SOURCE, _FRONT)
+    shown = [
+        (path, {f"/{name}" for name in os.listdir(path) if name not in keep} | {"/pip"})
+        for path, keep in trees.packages
+    ]
+    _overlay(f"{layout.ENVIRONMENT}/lib/{trees.library}/site-packages", shown, front=_FRONT)
 
 
-def _overlay(tree: str, target: str, *, hidden: set[str], front: str | None = None) -> bool:
-    """Show `tree` at `target`, read-only, without the paths in `hidden`, with what lies in `front`."""
+def _copy_files(source: str, target: str) -> None:
+    """Copy a small tree: an installed package lies inside site-packages, and overlays refuse nested layers."""
+    os.mkdir(target)
+    for entry in os.scandir(source):
+        if entry.is_dir():
+            if entry.name != "__pycache__":
+                _copy_files(entry.path, f"{target}/{entry.name}")
+            continue
+        with open(entry.path, "rb") as original, open(f"{target}/{entry.name}", "wb") as copy:
+            copy.write(original.read())
+
+
+def _overlay(target: str, trees: list[tuple[str, set[str]]], *, front: str | None = None) -> None:
+    """Show each tree at `target` without the paths to hide, read-only, with `front` on top; the first tree wins.
+
+    There is no other way: a plain bind would show what is hidden, and the host's paths in mountinfo.
+    """
     os.makedirs(_NEW + target, exist_ok=True)
+    layers = [] if front is None else [front]
+    for tree, hidden in trees:
+        layers += [_mask(tree, hidden), tree]
+    if len(layers) == 1:
+        layers.append(_mask("/", set()))  # an overlay has two layers at least
+    flags = syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
+    # Relative names: what is given here is what mountinfo shows.
+    os.chdir("/")
+    lower = ":".join(path[1:] for path in layers)
+    try:
+        syscalls.mount("sandbox", _NEW + target, "overlay", flags, f"lowerdir={lower}")
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{target}: {error.strerror}{_REASONS.get(error.errno or 0, '')}"
+        ) from error
+
+
+def _mask(tree: str, hidden: set[str]) -> str:
+    """A directory that, laid over a tree, hides these paths of it."""
     mask = f"{_MASKS}/{len(os.listdir(_MASKS))}"
     os.mkdir(mask)
-    flags = syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
-    os.chdir("/")
-    try:
-        for path in hidden:
-            if os.path.lexists(tree + path):
-                os.makedirs(os.path.dirname(mask + path), exist_ok=True)
-                os.mknod(mask + path, 0o20000)  # character device 0:0, an overlay's "not here"
-        # Relative names: what is given here is what mountinfo shows.
-        layers = [path[1:] for path in (front, mask, tree) if path is not None]
-        syscalls.mount("sandbox", _NEW + target, "overlay", flags, f"lowerdir={':'.join(layers)}")
-    except OSError:
-        syscalls.mount(tree, _NEW + target, None, syscalls.MS_BIND | syscalls.MS_REC)
-        syscalls.mount(
-            tree, _NEW + target, None, syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_REC | flags
-        )
-        return False
-    return True
+    for path in hidden:
+        if os.path.lexists(tree + path):
+            os.makedirs(os.path.dirname(mask + path), exist_ok=True)
+            os.mknod(mask + path, 0o20000)  # character device 0:0, an overlay's "not here"
+    return mask
 
 
 def _etc(trees: Trees) -> None:

@@ -194,6 +194,14 @@ def _withdraw_layers() -> int:
     return with_layers
 
 
+def _drop_groups() -> None:
+    """An ordinary user without a range may not, and keeps its groups; nothing in the jail belongs to them."""
+    with open("/proc/self/setgroups") as file:
+        if file.read().strip() == "deny":
+            return
+    os.setgroups([])
+
+
 def _skip_a_number() -> None:
     """Every interpreter is process 2 of its jail, so the zygote must not be process 2 here.
 
@@ -214,9 +222,7 @@ def decoded_programs(request: dict[str, Any]) -> tuple[bytes, bytes]:
 def main(control_fd: int) -> NoReturn:
     """Start the zygote beside, hand its own socket to the supervisor, serve."""
     children.no_stdin()
-    # An ordinary user without a range keeps its groups, which mean nothing here.
-    with contextlib.suppress(PermissionError):
-        os.setgroups([])
+    _drop_groups()
     control = socket.socket(fileno=control_fd)
     request, _ = children.receive(control)
     programs = decoded_programs(request)

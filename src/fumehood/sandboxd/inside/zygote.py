@@ -84,7 +84,6 @@ def about(problems: dict[str, str]) -> dict[str, Any]:
         "problems": problems,
         "threads": preload.threads(),
         "landlock": syscalls.landlock_abi(),
-        "neutral": os.environ.pop("FUMEHOOD_NEUTRAL_PATHS", "1") == "1",
     }
 
 
@@ -130,8 +129,11 @@ def _look_like_a_sandbox() -> None:
 
 
 def forget_guest() -> None:
-    """Programs must not import this package."""
-    sys.path[:] = [entry for entry in dict.fromkeys(sys.path) if entry != _GUEST]
+    """Take this package off the path, unless it is installed among the packages that programs need."""
+    if set(os.listdir(_GUEST)) <= {"fumehood", "__pycache__"}:
+        sys.path[:] = [entry for entry in dict.fromkeys(sys.path) if entry != _GUEST]
+    elif sys.path[0] == _GUEST:  # put there for the zygote; as a directory of packages it comes again
+        del sys.path[0]
 
 
 def _make_root_read_only() -> None:

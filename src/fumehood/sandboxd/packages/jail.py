@@ -163,7 +163,7 @@ class InstallJail:
         self, gate: int, arguments: Sequence[str], inputs: Path, output: Path | None
     ) -> dict[str, Any]:
         """For outer_jail.py: what is staged, as root before the rights are dropped, and bubblewrap's arguments."""
-        bubblewrap, program = bubblewrap_place(self.bubblewrap, self.runtime)
+        bubblewrap, program = bubblewrap_place(self.bubblewrap)
         places = {"bubblewrap": bubblewrap, "uv": str(self.uv), "cache": str(self.cache), "in": str(inputs)}
         jail: list[str | list[str]] = [
             *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"),
