@@ -40,7 +40,7 @@ async def test_a_browser_asks_without_a_key() -> None:
         question = await served.ask("OPTIONS", "/v1/responses", headers=QUESTION)
         assert question.status == 204
         assert told(question)["access-control-allow-origin"] == PAGE
-        assert told(question)["access-control-allow-methods"] == "GET, POST"
+        assert told(question)["access-control-allow-methods"] == "GET, HEAD, POST"
         assert told(question)["access-control-allow-headers"] == QUESTION["access-control-request-headers"]
         assert told(question)["vary"] == "origin"
         assert "access-control-allow-credentials" not in question.headers

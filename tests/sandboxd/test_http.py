@@ -57,7 +57,7 @@ REFUSALS: list[tuple[str, str, Any, tuple[int, str, str | None]]] = [
     ("GET", "/sandboxes/", None, (404, "not_found", None)),
     ("GET", "/sandboxes/box/", None, (404, "not_found", None)),
     ("PATCH", "/sandboxes/box", None, (405, "method_not_allowed", None)),
-    ("HEAD", "/health", None, (405, "", None)),
+    ("HEAD", "/execute", None, (405, "", None)),
     ("GET", "/execute", None, (405, "method_not_allowed", None)),
     ("GET", "/sandboxes/%ff", None, (400, "invalid_request", "path")),
     ("GET", "/sandboxes/none", None, (404, "sandbox_not_found", None)),

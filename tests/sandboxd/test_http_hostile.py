@@ -209,19 +209,37 @@ def test_odd_bodies_and_headers(
         (b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"x: y\r\n" * 300 + b"\r\n", {400}),
         (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 200_000, {400, None}),
         (b"GET /" + b"x" * 200_000, {400, None}),
-        (b"GET /health HTTP/1.1\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello", {400}),
-        (b"GET /health HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", {400}),
-        (b"PUT /sandboxes/box/files/x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", {400, None}),
-        (b"PUT /sandboxes/box/files/x HTTP/1.1\r\ntransfer-encoding: gzip\r\n\r\nzz\r\n", {400, None}),
+        (
+            b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello",
+            {400},
+        ),
+        (
+            (
+                b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n"
+                b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+            ),
+            {400},
+        ),
+        (
+            b"PUT /sandboxes/box/files/x HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+            {400, None},
+        ),
+        (
+            b"PUT /sandboxes/box/files/x HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\nzz\r\n",
+            {400, None},
+        ),
         (b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n", {400}),
         (b"GET http://[::1/health HTTP/1.1\r\nhost: localhost\r\n\r\n", {400}),
         (b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\n\r\n", {400, 404, None}),
         (b"CONNECT x:80 HTTP/1.1\r\nhost: localhost\r\n\r\n", {400, 404, None}),
-        (b"GET /health HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n", {200}),
-        (b"GET /health HTTP/1.1\r\n\r\n" * 50, {200}),
-        (b"GET /health?" + b"a&" * 1000 + b" HTTP/1.1\r\n\r\n", {200}),
-        (b"GET /sandboxes?" + b"a&" * 1000 + b" HTTP/1.1\r\n\r\n", {400}),
-        (b"PUT /sandboxes/box/files/x HTTP/1.1\r\ncontent-length: 9\r\n\r\nhalf", {None}),
+        (
+            b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
+            {200},
+        ),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 50, {200}),
+        (b"GET /health?" + b"a&" * 1000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", {200}),
+        (b"GET /sandboxes?" + b"a&" * 1000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", {400}),
+        (b"PUT /sandboxes/box/files/x HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\nhalf", {None}),
     ],
     ids=range(16),
 )

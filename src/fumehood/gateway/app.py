@@ -34,6 +34,7 @@ from fumehood.protocol.errors import (
 )
 from fumehood.serving.browsers import needs_no_preflight
 from fumehood.serving.exchange import CallerLeft, Receive, Scope, Send
+from fumehood.serving.routes import describe_routes, show_path
 from fumehood.serving.stalled import SLOWEST
 
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
@@ -172,7 +173,7 @@ class Gateway:
                 if exchange.method == "POST" and needs_no_preflight(exchange.method, exchange.headers):
                     self.origins.check_page(exchange)
             caller = NOBODY if place is not None and place.path in PUBLIC else await self._identify(exchange)
-            await _handler(place, exchange)(exchange, caller)
+            await self._routes.handler(place, exchange)(exchange, caller)
         except ApiError as error:
             await self._refuse(exchange, error)
         except CallerLeft:
@@ -258,11 +259,16 @@ class Gateway:
 
 
 class _Path:
-    """All handlers of one path."""
+    """All handlers of one path, which is written as people read it. HEAD is served where GET is."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path = show_path(path)
         self.handlers: dict[str, Handler] = {}
+
+    def add(self, method: str, handler: Handler) -> None:
+        self.handlers[method] = handler
+        if method == "GET":
+            self.handlers["HEAD"] = handler
 
 
 class _Routes:
@@ -272,7 +278,7 @@ class _Routes:
         self.all = [(method, path) for method, path, _ in routes]
         places: dict[str, _Path] = {}
         for method, path, handler in routes:
-            places.setdefault(path, _Path(path)).handlers[method] = handler
+            places.setdefault(path, _Path(path)).add(method, handler)
         self._places = {path: place for path, place in places.items() if "{" not in path}
         self._patterns: list[tuple[Pattern[str], _Path]] = [
             (compile_path(path)[0], place) for path, place in places.items() if "{" in path
@@ -292,14 +298,15 @@ class _Routes:
                 return place
         return None
 
-
-def _handler(place: _Path | None, exchange: Exchange) -> Handler:
-    if place is None:
-        raise NotFound(
-            f"Unknown request URL: {exchange.method} {exchange.path[:200]}. What there is begins with /v1."
-        )
-    handler = place.handlers.get(exchange.method)
-    if handler is None:
-        allowed = ", ".join(sorted(place.handlers))
-        raise MethodNotAllowed(f"Not allowed to {exchange.method} on {place.path}; try {allowed}.", allowed)
-    return handler
+    def handler(self, place: _Path | None, exchange: Exchange) -> Handler:
+        """Raises NotFound, MethodNotAllowed."""
+        if place is None:
+            served = describe_routes(exchange.path, [path for _, path in self.all])
+            raise NotFound(f"Unknown request URL: {exchange.method} {exchange.path[:200]}. {served}")
+        handler = place.handlers.get(exchange.method)
+        if handler is None:
+            allowed = ", ".join(sorted(place.handlers))
+            raise MethodNotAllowed(
+                f"Not allowed to {exchange.method} on {place.path}; try {allowed}.", allowed
+            )
+        return handler

@@ -70,6 +70,9 @@ async def _send(
         if length is not None:
             headers = [*headers, (b"content-length", b"%d" % length)]
         await exchange.begin(status, headers)
+        if exchange.method == "HEAD":
+            await exchange.send(b"", more=False)
+            return 0
         with Vigil(exchange, lambda: None) as vigil:
             async for piece in _chained((first, second), pieces):
                 await exchange.send(piece)

@@ -36,6 +36,7 @@ from fumehood.sandboxd.served import ServedSandbox
 from fumehood.sandboxd.service import NAME, Service, check_name
 from fumehood.serving.browsers import HostNames, decode_header, is_foreign_page
 from fumehood.serving.exchange import CallerLeft, Receive, Scope, Send
+from fumehood.serving.routes import describe_routes
 
 SIGN_OF_LIFE = 10.0
 # What code prints at once travels with the head of the answer: one packet, one wake-up of the reader.
@@ -118,8 +119,11 @@ class App:
 
     async def _nowhere(self, scope: Scope, receive: Receive, send: Send) -> None:
         del receive, send
-        self.check(scope["exchange"])
-        raise NotThere("There is nothing at this path; GET /openapi.json says what there is.")
+        exchange: Exchange = scope["exchange"]
+        self.check(exchange)
+        path: str = scope["path"]
+        served = describe_routes(path, [operation.path for operation in OPERATIONS])
+        raise NotThere(f"Unknown request URL: {exchange.method} {path[:200]}. {served}")
 
     def check(self, exchange: Exchange, *, protected: bool = True) -> bool:
         """Whether the caller showed the token; NotAllowed if it is needed, Forbidden for web pages of other sites."""
@@ -189,6 +193,10 @@ class App:
 
     async def _stream(self, exchange: Exchange, call: Call, after: int = -1) -> None:
         """Write events as they come; the code does not mind when nobody listens any more."""
+        if exchange.method == "HEAD":
+            await exchange.begin_events(call.id)
+            await exchange.send(b"", more=False)
+            return
         if not call.execution.log:
             await call.execution.wait_for_more(_HEAD_START)
         await exchange.begin_events(call.id)
@@ -250,6 +258,9 @@ class App:
     async def read_file(self, exchange: Exchange) -> None:
         async with self._sandbox(exchange).open(exchange.parameters["path"]) as opened:
             await exchange.begin_bytes(opened.size)
+            if exchange.method == "HEAD":
+                await exchange.send(b"", more=False)
+                return
             left = opened.size
             async with contextlib.aclosing(opened.chunks()) as chunks:
                 async for chunk in chunks:
@@ -324,12 +335,14 @@ class _Place(Route):
     def __init__(self, app: App, path: str, operations: dict[str, Operation]) -> None:
         super().__init__(path.replace("{path}", "{path:path}"), app, methods=[*operations])
         self.path_regex = re.compile(self.path_regex.pattern, re.DOTALL)  # a name may hold a newline
-        self.methods = {*operations}  # without the HEAD that starlette adds
         self._application = app
         self._operations = {
             method: (getattr(app, operation.handler), operation.protected)
             for method, operation in operations.items()
         }
+        if "GET" in self._operations:
+            self._operations["HEAD"] = self._operations["GET"]
+        self.methods = {*self._operations}
 
     @override
     def matches(self, scope: Scope) -> tuple[Match, Scope]:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, cast, override
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from fumehood.serving.exchange import SHORTCUT, Application, Headers
+from fumehood.serving.http1 import Http1Protocol
 from fumehood.serving.stalled import LeavesStalled, nobody
 
 type Refusal = Callable[[int, str], bytes]
@@ -164,7 +165,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-class _Protocol(LeavesStalled, HttpToolsProtocol):
+class _Protocol(LeavesStalled, Http1Protocol):
     """Bounds what uvicorn does not: connections, the size of a request's head, the time it takes to arrive, and how
     long an answer may wait for a reader that takes nothing.
     """
@@ -247,7 +248,8 @@ class _Protocol(LeavesStalled, HttpToolsProtocol):
         self._head_bytes = 0
         self._forget_head()
         if len(self.headers) > _HEADER_COUNT:
-            raise ValueError("too many headers")
+            self.head_fault = f"The request has more than {_HEADER_COUNT} headers."
+            raise ValueError(self.head_fault)
         super().on_headers_complete()
         cast("dict[str, object]", self.scope)[SHORTCUT] = _Shortcut(self.cycle)
 
