@@ -12,17 +12,25 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
+from fumehood.aside import LARGE
 from fumehood.models.think_tags import ThinkTags
 from fumehood.models.upstream_errors import UpstreamErrors
 from fumehood.protocol.errors import ModelError
+from fumehood.protocol.json_limits import MOST_VALUES, has_too_many_values
 from fumehood.protocol.models import AnyModelEvent, CallArguments, Text, Thought
 
 LONGEST_LINE = 1 << 25  # and the longest answer that is not streamed
 LONGEST_ANSWER = 1 << 29  # in all, whatever it says or does not say
 MOST_TOKENS = 1 << 48  # that are believed
+# What may come in a row without saying anything: comments, blank lines and fields that are no data; and events of which
+# nobody here knows what to do with them, which may be pictures.
+SILENT_BYTES = 1 << 20
+IGNORED_BYTES = 1 << 26
 
 _LARGEST_PIECE = 1 << 16  # characters
-_LONGEST_ODD = 1 << 21  # bytes that are worth the slow way of reading what is not quite JSON
+_LONGEST_ODD = 1 << 20  # bytes that are worth the slow way of reading what is not quite JSON
+_EVENT_COST = 1 << 10  # of one more event, in bytes of a long one
+_LINE_COST = 1 << 6  # of one more line of an event
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -72,10 +80,13 @@ class AnswerParser[Told](ABC):
         self._longest = longest
         self._left = most
         self._held: list[bytes] = []  # an unfinished line, or an answer that is not a stream
-        self.held = 0
+        self._held_bytes = 0
         self._begun = False
         self._is_document = False
         self._data: list[bytes] = []  # lines of an event that goes on over several
+        self._data_bytes = 0
+        self._silent_bytes = 0  # since the last event that said something
+        self._ignored_bytes = 0
         self._heard = False
         self._is_over = False
         self._tags: ThinkTags | None = None  # where reasoning may be part of the text, until that is known
@@ -87,6 +98,10 @@ class AnswerParser[Told](ABC):
     @property
     def over(self) -> bool:
         return self.ended or self.failure is not None
+
+    @property
+    def held(self) -> int:
+        return self._held_bytes + self._data_bytes
 
     # ---- what the servers differ in ---------------------------------------------------------------------------
 
@@ -128,10 +143,14 @@ class AnswerParser[Told](ABC):
         if self._held:
             block = b"".join([*self._held, block])
             self._held.clear()
-            self.held = 0
+            self._held_bytes = 0
         if cut < len(piece):
             self._hold(piece[cut:])
         self._read(block, events)
+        if events:
+            self._silent_bytes = self._ignored_bytes = 0
+        elif not self.over:
+            self._count_silent(block)
         return events if self._tags is None else self._sifted(events)
 
     def finish(self) -> list[AnyModelEvent]:
@@ -166,21 +185,43 @@ class AnswerParser[Told](ABC):
         """The very first bytes tell a stream from an answer in one piece."""
         start = b"".join([*self._held, piece])
         self._held.clear()
-        self.held = 0
+        self._held_bytes = 0
         if _BOM.startswith(start) and start != _BOM:
             return start
-        start = start.removeprefix(_BOM)
-        if start.strip():
+        size = len(start)
+        start = start.removeprefix(_BOM).lstrip()
+        if start:
             self._begun = True
-            self._is_document = start.lstrip().startswith(b"{")
+            self._is_document = start.startswith(b"{")
+        else:
+            self._add_silent(size)
         return start
 
     def _hold(self, piece: bytes) -> None:
+        if not piece:
+            return
         self._held.append(piece)
-        self.held += len(piece)
-        if self.held > self._longest:
+        self._held_bytes += len(piece)
+        if self._held_bytes > self._longest:
             self._held.clear()
             self.failure = self._errors.unreadable(f"it sent a line of more than {self._longest} bytes")
+
+    def _count_silent(self, block: bytes) -> None:
+        """Bound what says nothing: a server may send it for as long as it likes, and a stream of it times out never."""
+        if self._is_document:
+            return
+        payloads = [line for line in block.split(b"\n") if line.startswith(b"data:")]
+        size = sum(map(len, payloads))
+        self._ignored_bytes += size + _EVENT_COST * len(payloads)
+        if self._ignored_bytes > IGNORED_BYTES:
+            self.failure = self._errors.barren("too many events that say nothing")
+        else:
+            self._add_silent(len(block) - size)
+
+    def _add_silent(self, size: int) -> None:
+        self._silent_bytes += size
+        if self._silent_bytes > SILENT_BYTES:
+            self.failure = self._errors.barren(f"more than {SILENT_BYTES} bytes without an event")
 
     # ---- lines ------------------------------------------------------------------------------------------------
 
@@ -199,13 +240,15 @@ class AnswerParser[Told](ABC):
                 if self.over:
                     break
             elif self._data and not line.strip() and number + 1 < len(lines):
-                data, self._data = b"\n".join(self._data), []
+                data, self._data, self._data_bytes = b"\n".join(self._data), [], 0
                 self._take_slowly(data, events)
         return b""
 
     def _read_data(self, payload: bytes, events: list[AnyModelEvent]) -> bool:
         if self._data:
-            self._data.append(payload)
+            self._add_data(payload)
+            return False
+        if len(payload) >= LARGE and self._is_too_much(payload):
             return False
         try:
             told = self._decoder.decode(payload)
@@ -213,12 +256,27 @@ class AnswerParser[Told](ABC):
             if payload.strip() == b"[DONE]" and self._heard:
                 self._end(events)
             else:
-                self._data.append(payload)  # more of it may be on the next line
+                self._add_data(payload)  # more of it may be on the next line
             return False
         return self._take(told, payload, events)
 
+    def _add_data(self, payload: bytes) -> None:
+        self._data.append(payload)
+        self._data_bytes += len(payload) + _LINE_COST
+        if self._data_bytes > self._longest:
+            self._data, self._data_bytes = [], 0
+            self.failure = self._errors.unreadable(f"it sent an event of more than {self._longest} bytes")
+
+    def _is_too_much(self, payload: bytes) -> bool:
+        if not has_too_many_values(payload):
+            return False
+        self.failure = self._errors.unreadable(f"it sent more than {MOST_VALUES} values at once")
+        return True
+
     def _take_slowly(self, payload: bytes, events: list[AnyModelEvent]) -> None:
         """A payload that was not easy to read: odd types, bytes that are not UTF-8, halves of surrogate pairs."""
+        if len(payload) >= LARGE and self._is_too_much(payload):
+            return
         try:
             try:
                 told = self._decoder.decode(payload)

@@ -14,8 +14,10 @@ import asyncio
 import os
 import socket
 import ssl
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property, partial
+from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple, Self, cast
 from urllib.parse import urlsplit
@@ -27,7 +29,9 @@ _KEEP_ALIVE_SECONDS = 4.0
 _MOST_CONNECTIONS = 1024
 _MOST_IDLE = 256  # of one server
 _LONGEST_HEAD = 1 << 16
-_HIGH_WATER = 1 << 17  # all of it is parsed at once, and nothing else gets done meanwhile
+_HIGH_WATER = 1 << 17  # of a body that nobody has read yet
+_SLICE = 1 << 14  # bytes that are parsed at once
+_SHARE_SECONDS = 0.01  # of parsing, for all connections together, between two rounds of the event loop
 _ONE_WRITE = 1 << 14  # up to here a copy is cheaper than many pieces
 _DRAIN_SECONDS = 1.0
 
@@ -82,11 +86,56 @@ class Address(NamedTuple):
         return cls(secure, host, parts.port or (443 if secure else 80), name, parts.path.rstrip("/"))
 
 
+class _ReadShare:
+    """Divides the event loop's time among connections, and leaves some to everybody else.
+
+    A server may send as fast as it likes, and uvloop reads up to 8 MB of one connection in one round. So bytes are parsed
+    in slices, and once the slices of all connections have taken their time, the rest waits for the next round of the
+    event loop, where each connection has one slice at a time.
+
+    spent: seconds of parsing in this round.
+    """
+
+    __slots__ = ("_is_due", "_waiting", "spent")
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+        self._waiting: deque[_Connection] = deque()
+        self._is_due = False
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.spent > _SHARE_SECONDS
+
+    def wait(self, connection: "_Connection") -> None:
+        """Have it parse what it holds, when it is its turn."""
+        self._waiting.append(connection)
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        self.spent = 0.0
+        waiting = self._waiting
+        while waiting and not self.is_used_up:
+            connection = waiting.popleft()
+            if connection.parse_slice():
+                waiting.append(connection)
+        self._is_due = bool(waiting)
+        if waiting:
+            asyncio.get_running_loop().call_soon(self._run)
+
+
 class _Connection(asyncio.Protocol):
     """One connection: an asyncio protocol, and the callbacks of the parser."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: _ReadShare) -> None:
         self._loop = asyncio.get_running_loop()
+        self._share = share
+        self._unparsed: deque[bytes] = deque()  # bytes that wait for their share of time, in slices
+        self._lost: tuple[Exception | None] | None = (
+            None  # how the connection ended, while some of them waited
+        )
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -143,8 +192,8 @@ class _Connection(asyncio.Protocol):
             await self._wait()
 
     async def read(self) -> bytes:
-        """All of the body that has come since the last time, at least something; nothing at the end. Raises
-        HttpTrouble.
+        """The body that has come since the last time, at least something and about a slice at most; nothing at the end.
+        Raises HttpTrouble.
         """
         while not self._parts:
             if self.complete:
@@ -160,6 +209,8 @@ class _Connection(asyncio.Protocol):
             while self._parts:
                 if not listener(self._taken()):
                     return False
+                if self._parts:
+                    await asyncio.sleep(0)  # others have their turns
             if self.complete and self._trouble is None:
                 return True
             self._listener = listener
@@ -171,18 +222,38 @@ class _Connection(asyncio.Protocol):
                 return False
 
     def _taken(self) -> bytes:
-        parts, self._parts = self._parts, []
-        self._size = 0
-        if self._paused and self._transport is not None:
-            self._paused = False
-            self._transport.resume_reading()
+        """What has come of the body, but for what is more than a slice."""
+        if self._size <= 2 * _SLICE:
+            parts, self._parts = self._parts, []
+            self._size = 0
+        else:
+            size = number = 0
+            while size < _SLICE:
+                size += len(self._parts[number])
+                number += 1
+            parts, self._parts = self._parts[:number], self._parts[number:]
+            self._size -= size
+        if self._paused:
+            self._pause_or_resume()
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _pause_or_resume(self) -> None:
+        """Read from the socket unless something of what it brought is still to be parsed, or much of it to be read."""
+        paused = bool(self._unparsed) or self._size > _HIGH_WATER
+        if self._transport is None or paused == self._paused or self._transport.is_closing():
+            return
+        self._paused = paused
+        if paused:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
 
     def end(self) -> bool:
         """The exchange is over; whether the connection may be used again."""
         if self._timer is not None:
             self._timer.cancel()
-        reusable = self.complete and self._keeps_alive and not self._parts and self.is_open
+        unread = self._parts or self._unparsed
+        reusable = self.complete and self._keeps_alive and not unread and self.is_open
         self._parser = None
         self.used = True
         self.idle_since = self._loop.time()
@@ -232,6 +303,36 @@ class _Connection(asyncio.Protocol):
             self.abort()  # nobody asked
             return
         self._heard = self._loop.time()
+        share = self._share
+        if len(data) > _SLICE or share.is_used_up or self._unparsed:
+            if not self._unparsed:
+                share.wait(self)
+            self._unparsed.extend([data[start : start + _SLICE] for start in range(0, len(data), _SLICE)])
+            self._pause_or_resume()
+            return
+        began = perf_counter()
+        self._parse(data)
+        share.spent += perf_counter() - began
+
+    def parse_slice(self) -> bool:
+        """Parse some of the bytes that wait for it; whether others still do."""
+        if self._parser is None or self._trouble is not None:
+            self._unparsed.clear()
+        if self._unparsed:
+            began = perf_counter()
+            self._parse(self._unparsed.popleft())
+            self._share.spent += perf_counter() - began
+        if self._unparsed:
+            return True
+        if self._lost is not None:
+            self._end_connection(*self._lost)
+        elif self._parser is not None:
+            self._pause_or_resume()
+        return False
+
+    def _parse(self, data: bytes) -> None:
+        if self._parser is None:
+            return
         if not self._in_body:
             self._head_bytes += len(data)
         size = self._size
@@ -248,9 +349,8 @@ class _Connection(asyncio.Protocol):
         if self._parts and self._trouble is None and self._goes_on_listening():
             return
         self._wake()
-        if self._size > _HIGH_WATER and not self._paused and self._transport is not None:
-            self._paused = True
-            self._transport.pause_reading()
+        if self._size > _HIGH_WATER:
+            self._pause_or_resume()
 
     def _goes_on_listening(self) -> bool:
         """Give what has come to whoever listens; False if somebody has to be woken."""
@@ -265,6 +365,12 @@ class _Connection(asyncio.Protocol):
         return self._listener is not None and not self.complete
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._unparsed:
+            self._lost = (exc,)  # what came before that is parsed first
+        else:
+            self._end_connection(exc)
+
+    def _end_connection(self, exc: Exception | None) -> None:
         if self._in_body and self._by_end and exc is None:
             self.complete = True
         self._transport = None
@@ -350,6 +456,7 @@ class HttpClient:
         self._idle: dict[tuple[bool, str, int], list[_Connection]] = {}
         self._all: set[_Connection] = set()
         self._free = asyncio.Semaphore(most_connections)
+        self._share = _ReadShare()
         self._closed = False
 
     async def close(self) -> None:
@@ -415,7 +522,10 @@ class HttpClient:
                 await self._free.acquire()
                 try:
                     _, connection = await loop.create_connection(
-                        _Connection, address.host, address.port, ssl=self._tls if address.secure else None
+                        partial(_Connection, self._share),
+                        address.host,
+                        address.port,
+                        ssl=self._tls if address.secure else None,
                     )
                 except BaseException:
                     self._free.release()

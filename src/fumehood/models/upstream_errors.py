@@ -5,6 +5,7 @@ is the operator's, and neither of them learns from the other. Of what a server s
 without anything that looks like a credential.
 """
 
+import logging
 import re
 from collections.abc import Collection
 
@@ -17,6 +18,8 @@ from fumehood.protocol.errors import (
     ModelTimeout,
     ModelUnreachable,
 )
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_SENTENCE = 300
 _HIDDEN = "[hidden]"
@@ -145,7 +148,17 @@ class UpstreamErrors:
         )
 
     def endless(self) -> ModelError:
-        return ModelError(f"{self._server} answered without end, and was cut off.")
+        return self._misbehaved("answered without end, and was cut off")
+
+    def barren(self, what: str) -> ModelError:
+        """It sends, and says nothing."""
+        return self._misbehaved(f"was cut off: it sent {what}")
+
+    def _misbehaved(self, how: str) -> ModelError:
+        """For what no honest server does: whoever runs the gateway is told, too."""
+        message = f"{self._server} {how}."
+        logger.warning("%s", message)
+        return ModelError(message)
 
 
 def _read(body: bytes) -> _Said | None:

@@ -1,0 +1,34 @@
+"""How many values a document has; imports `fumehood.protocol`."""
+
+import json
+
+import pytest
+
+from fumehood.protocol.json_limits import has_too_many_values
+
+
+@pytest.mark.parametrize(
+    ("document", "many"),
+    [
+        (b"[1,1,1,1]", True),
+        (b"[1,1,1]", False),
+        (b'["a,b,c,d,e,f",1,1]', False),
+        (b'["a\\",b,c,\\\\",1,1]', False),
+        (b'["\\\\",1,1,1]', True),
+        (b'["","","",""]', True),
+        (b'{"a":[],"b":[],"c":[],"d":[]}', True),
+        (b",,,,", True),
+        (b'"a,b,c,d,e', False),
+        (b"", False),
+    ],
+)
+def test_commas_outside_of_strings_are_counted(document: bytes, many: bool) -> None:
+    assert has_too_many_values(document, most=2) is many
+
+
+def test_a_long_document_is_counted_in_steps() -> None:
+    text = json.dumps(["a,b" * 1_000_000, 1, 2]).encode()
+    assert not has_too_many_values(text, most=2)
+    assert has_too_many_values(text, most=1)
+    assert has_too_many_values(b"[" + b"1," * 1_500_000 + b"1]", most=1_499_999)
+    assert not has_too_many_values(b"[" + b"1," * 1_500_000 + b"1]", most=1_500_000)
