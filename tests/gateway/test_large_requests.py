@@ -398,3 +398,14 @@ async def test_messages_are_held_from_when_they_wait_until_they_are_answered_or_
             await served.runs.runs[-1].ended.wait()
         served.runs.script = lambda response: [text_events(response)]
         assert (await served.create(input=BIG)).status == 200
+
+
+async def test_a_body_of_too_many_values_is_refused() -> None:
+    """Decoding them would keep everybody waiting for seconds, be it in another thread."""
+    start = b'{"model":"small","input":'
+    async with serving_gateway(body_bytes=32 << 20) as served:
+        few = await served.ask("POST", "/v1/responses", start + b'"' + b"1," * 510_000 + b'"}')
+        many = await served.ask("POST", "/v1/responses", start + b"[" + b"1," * 510_000 + b"1]}")
+    assert few.status == 200
+    assert many.error == (400, "invalid_json", None)
+    assert "more than 500000 values" in many.json["error"]["message"]

@@ -33,6 +33,10 @@ def _repeat(start: bytes, piece: bytes) -> Callable[[], Iterator[bytes]]:
     return send
 
 
+def _once(answer: bytes) -> Callable[[], Iterator[bytes]]:
+    return lambda: iter([answer])
+
+
 def _call_start() -> bytes:
     function = {"name": "f", "arguments": '{"a":"'}
     return chunk({"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": function}]})
@@ -55,12 +59,15 @@ HOSTILE: Mapping[str, Callable[[], Iterator[bytes]]] = {
     "fields": _repeat(_STREAM, b"event: x\nid: 1\n\n"),
     "line": _repeat(_STREAM + b'data: {"choices":[{"delta":{"content":"', b"x"),
     "blank-lines": _repeat(_STREAM, b"\n"),
+    "spaces": _repeat(_STREAM, b" "),
     "headers": _repeat(_HEAD % b"text/event-stream", b"x-header: and on\r\n"),
     "gzip": _repeat(_HEAD % b"text/event-stream" + b"Content-Encoding: gzip\r\n\r\n", _GZIP_BOMB),
     "arguments": _repeat(_STREAM + _call_start(), _arguments()),
     "whitespace": _repeat(_DOCUMENT + b"{", b" "),
     "document": _repeat(_DOCUMENT + b'{"choices":[{"message":{"content":"', b"x"),
     "items": _repeat(_DOCUMENT + b'{"choices":[', b'{"index":1},'),
+    "whole-document": _once(_DOCUMENT + b'{"choices":[' + b"{}," * (10 << 20) + b"{}]}"),
+    "whole-line": _once(_STREAM + b'data: {"choices":[' + b"{}," * (10 << 20) + b"{}]}\n\n"),
     "small-chunks": _repeat(
         _HEAD % b"text/event-stream" + b"Transfer-Encoding: chunked\r\n\r\n", b"2\r\n: \r\n"
     ),

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from fumehood.aside import aside
+from fumehood.aside import LARGE, aside
 from fumehood.gateway.exchange import Exchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.folding import INCLUDABLE
+from fumehood.protocol.json_limits import MOST_VALUES, has_too_many_values
 from fumehood.protocol.responses import CreateResponse
 from fumehood.serving.browsers import decode_header, is_json, media_type
 
@@ -57,6 +58,11 @@ def check_json(exchange: Exchange) -> None:
 
 def decode[T](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """Raises InvalidRequest, whose `param` names what is at fault."""
+    if len(body) >= LARGE and has_too_many_values(body):
+        raise InvalidRequest(
+            f"The body has more than {MOST_VALUES} values; send fewer at a time, or a file.",
+            code="invalid_json",
+        )
     try:
         if not body.isascii():
             body.decode()  # what stays Raw is passed on as it came, so it has to be text

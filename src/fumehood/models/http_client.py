@@ -89,9 +89,9 @@ class Address(NamedTuple):
 class _ReadShare:
     """Divides the event loop's time among connections, and leaves some to everybody else.
 
-    A server may send as fast as it likes, and uvloop reads up to 8 MB of one connection in one round. So bytes are parsed
-    in slices, and once the slices of all connections have taken their time, the rest waits for the next round of the
-    event loop, where each connection has one slice at a time.
+    A server may send as fast as it likes, and uvloop reads up to 8 MB of one connection in one round. So bytes are
+    parsed in slices, and once the slices of all connections have taken their time, the rest waits for the next round
+    of the event loop, where each connection has one slice at a time.
 
     spent: seconds of parsing in this round.
     """

@@ -1,0 +1,128 @@
+"""Model servers that send without end: each is an error of its own response, and nobody else waits for it."""
+
+import contextlib
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.support import served
+from tests.support.hostile_models import HOSTILE, HOSTILE_RESPONSES, HostileModels
+from tests.support.loop_time import HealthProbe
+from tests.support.served import Served
+from tests.support.sse import parse
+
+SECONDS = 60
+# What a gateway puts up with for as long as a client listens: text, up to millions of characters.
+TALKATIVE = {"deltas", "bare-deltas", "thoughts", "responses-deltas"}
+WITHOUT_EVENTS = {
+    *("comments", "comments-after-text", "empty-events", "fields", "blank-lines", "spaces", "odd-data"),
+    *("responses-comments", "responses-unknown-events"),
+}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with HostileModels() as models:
+        settings = {"models": models.settings(), "providers": {"code_interpreter": {"enabled": False}}}
+        with served.serving(tmp_path_factory.mktemp("gateway"), settings) as gateway:
+            yield gateway
+
+
+class Asker(threading.Thread):
+    """Asks one model, and reads all of the answer unless it is stopped; `body` is that, or what there was of it."""
+
+    def __init__(self, url: str, model: str, *, stream: bool) -> None:
+        super().__init__(daemon=True)
+        self.model = model
+        self.status = 0
+        self.body = bytearray()
+        self._stream = stream
+        self._stopped = threading.Event()
+        self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=5 * SECONDS)
+        self.start()
+
+    def run(self) -> None:
+        body = json.dumps({"model": self.model, "input": "hi", "stream": self._stream})
+        with contextlib.suppress(OSError, http.client.HTTPException, AttributeError):
+            self._connection.request("POST", "/v1/responses", body, {"content-type": "application/json"})
+            answer = self._connection.getresponse()
+            self.status = answer.status
+            while not self._stopped.is_set() and (piece := answer.read1(1 << 16)):
+                self.body += piece
+        self._connection.close()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if (sock := self._connection.sock) is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(2)
+        self.join()
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """How the response ended, which has to be badly."""
+        if not self._stream and self.status != 200:
+            assert self.status == 502
+            return json.loads(self.body)["error"]
+        response = parse(bytes(self.body))[-1][1]["response"] if self._stream else json.loads(self.body)
+        assert response["status"] == "failed"
+        return response["error"]
+
+
+def ask_all(running: Served, models: list[str], *, stream: bool) -> tuple[dict[str, Asker], HealthProbe]:
+    """Ask them all at once, and for the gateway's health meanwhile, until those end that do."""
+    probe = HealthProbe(running.url, running.process.pid)
+    probe.ask()
+    probe.seconds.clear()
+    askers = {model: Asker(running.url, model, stream=stream) for model in models}
+    ending = [asker for model, asker in askers.items() if model not in TALKATIVE]
+    deadline = time.monotonic() + 3 * SECONDS
+    while len(probe.seconds) < 200 or any(asker.is_alive() for asker in ending):
+        assert time.monotonic() < deadline, [asker.model for asker in ending if asker.is_alive()]
+        probe.ask()
+        time.sleep(0.002)  # the machine is others', too
+    for asker in askers.values():
+        asker.stop()
+    probe.close()
+    return askers, probe
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "blocking"])
+def test_nobody_waits_for_servers_that_send_without_end(running: Served, stream: bool) -> None:
+    askers, probe = ask_all(running, [*HOSTILE, *HOSTILE_RESPONSES], stream=stream)
+    assert len(askers) >= 10
+    assert probe.percentile(0.99) < 0.1
+    assert probe.percentile(0.9) < 0.05
+    for model, asker in askers.items():
+        if model not in TALKATIVE:
+            assert asker.error["code"] == "server_error", model
+
+
+@pytest.mark.parametrize("model", sorted(WITHOUT_EVENTS))
+def test_bytes_without_events_have_a_budget(running: Served, model: str) -> None:
+    asker = Asker(running.url, model, stream=True)
+    asker.join(SECONDS)
+    assert not asker.is_alive()
+    assert f"The server of the model '{model}' was cut off: it sent " in asker.error["message"]
+    said = [line for line in running.output if f"'{model}' was cut off" in line]
+    assert said
+    assert all("Traceback" not in line for line in running.output)
+
+
+@pytest.mark.parametrize("model", ["comments", "bare-deltas"])
+def test_several_of_one_kind_are_no_worse(running: Served, model: str) -> None:
+    probe = HealthProbe(running.url, running.process.pid)
+    askers = [Asker(running.url, model, stream=True) for _ in range(4)]
+    for _ in range(100):
+        probe.ask()
+        time.sleep(0.002)
+    for asker in askers:
+        asker.stop()
+    probe.close()
+    assert probe.percentile(0.99) < 0.1
