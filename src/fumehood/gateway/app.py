@@ -40,6 +40,7 @@ from fumehood.serving.routes import describe_routes, show_path
 from fumehood.serving.stalled import SLOWEST
 
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
+type _RouteEntry = tuple[str, str, KeyScope | None, Handler]
 
 NOBODY = Caller()
 _SOCKET_PATH = "/v1/responses"
@@ -117,6 +118,7 @@ class Gateway:
         container = ContainerRoutes(containers, limits)
         container_files = ContainerFiles(containers, limits, self.metrics, file_bytes)
         uploads = Uploads(files, limits, self.metrics, file_bytes)
+        metrics_routes: list[_RouteEntry] = [("GET", "/metrics", "metrics", self._figures)]
         self._routes = _Routes(
             ("POST", "/v1/responses", "responses", responses.create),
             ("GET", _SOCKET_PATH, "responses", sockets.connect),
@@ -150,7 +152,7 @@ class Gateway:
             ("GET", "/healthz", None, self._health),
             ("GET", "/readyz", None, self._readiness),
             ("GET", "/openapi.json", None, self._description),
-            *([("GET", "/metrics", "metrics", self._figures)] if show_metrics else []),
+            *(metrics_routes if show_metrics else []),
         )
         self._socket_place = self._routes.at(_SOCKET_PATH)
 
@@ -309,8 +311,10 @@ class _Path:
 class _Routes:
     """Paths without parameters are looked up, the others are tried one after another."""
 
-    def __init__(self, *routes: tuple[str, str, KeyScope | None, Handler]) -> None:
-        self.scopes = {(method, path): scope for method, path, scope, _ in routes}
+    def __init__(self, *routes: _RouteEntry) -> None:
+        self.scopes: dict[tuple[str, str], KeyScope | None] = {
+            (method, path): scope for method, path, scope, _ in routes
+        }
         places: dict[str, _Path] = {}
         for method, path, scope, handler in routes:
             places.setdefault(path, _Path(path)).add(method, _Route(handler, scope))
