@@ -260,6 +260,16 @@ async def test_files_that_are_none_of_ours(tmp_path: Path) -> None:
         assert connection.execute("SELECT name FROM sqlite_schema").fetchall() == [("theirs",)]
 
 
+async def test_a_file_that_cannot_be_opened_is_closed_again(tmp_path: Path) -> None:
+    garbage = tmp_path / "garbage.db"
+    garbage.write_bytes(b"not a database at all, but long enough to be taken for one" * 100)
+    with pytest.raises(StoreRefused) as refused:
+        await SqliteStore.open(garbage)
+    assert refused.value.__traceback__ is not None  # its frames are alive, and what they refer to
+    opened = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if os.path.lexists(entry)]
+    assert [path for path in opened if path.startswith(str(garbage))] == []
+
+
 async def test_the_writer_is_the_last_to_close_so_that_the_log_is_folded(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     database = await Database.open(tmp_path / "store.db")

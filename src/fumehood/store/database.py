@@ -433,12 +433,16 @@ def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(
         path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False, cached_statements=256
     )
-    for setting in (
-        "synchronous = FULL",
-        "secure_delete = ON",  # what was deleted is not to be found in the file
-        "trusted_schema = OFF",
-        f"cache_size = -{_PAGE_CACHE_KIB}",
-        f"journal_size_limit = {_LARGEST_IDLE_LOG}",
-    ):
-        connection.execute(f"PRAGMA {setting}")
+    try:
+        for setting in (
+            "synchronous = FULL",
+            "secure_delete = ON",  # what was deleted is not to be found in the file
+            "trusted_schema = OFF",
+            f"cache_size = -{_PAGE_CACHE_KIB}",
+            f"journal_size_limit = {_LARGEST_IDLE_LOG}",
+        ):
+            connection.execute(f"PRAGMA {setting}")
+    except BaseException:  # a file that is no database is noticed here
+        connection.close()
+        raise
     return connection
