@@ -3,13 +3,9 @@
 import os
 from typing import Annotated
 
+import typer
+
 from fumehood import __version__
-
-try:
-    import typer
-except ModuleNotFoundError as error:  # the base install is the client library
-    raise SystemExit("The command line needs an extra: pip install 'fumehood[server]'") from error
-
 from fumehood.cli import containers, doctor, execute, keys, parts, sandbox, serve, uploads
 
 app = typer.Typer(
