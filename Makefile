@@ -39,10 +39,10 @@ endif
 $(STAMP): pyproject.toml uv.lock .python-version src/fumehood/__init__.py $(SETUP)
 	@$(SETUP)
 
-.PHONY: help setup setup-clients demo test test-slow test-clients test-phoenix check format-check lint types imports fmt bench bench-sandbox bench-gateway bench-check lock clean
+.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-slow test-clients test-phoenix check format-check lint types imports fmt bench bench-sandbox bench-gateway bench-check lock clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Make .venv with everything in it
 
@@ -55,8 +55,20 @@ WORKERS ?= 3
 test: $(STAMP) ## Run the tests
 	@$(RUN) python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
+# In an environment of its own; fails where there is no Python 3.13.
+test-313: ## Run the tests on Python 3.13
+	@env -u PYTHON $(SETUP) for 3.13
+	@VIRTUAL_ENV="$(CURDIR)/.venv-3.13" PATH="$(CURDIR)/.venv-3.13/bin:$$PATH" \
+		python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-busy: $(STAMP) ## Run the tests with ten busy processes beside them
+	@$(RUN) python -m tools.busy --processes 10 python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-wheel: $(STAMP) ## Test the built wheel, installed by pip and uv, as root and as an ordinary user
+	@$(RUN) python -m pytest -m wheel tests/wheel -n 0 $(ARGS)
+
 test-slow: $(STAMP) ## Run the slow tests
-	@$(RUN) python -m pytest -m "slow and not live" $(ARGS) || { [ $$? -eq 5 ] && echo "There are no slow tests yet."; }
+	@$(RUN) python -m pytest -m "slow and not live and not wheel" $(ARGS) || { [ $$? -eq 5 ] && echo "There are no slow tests yet."; }
 
 # Node.js and npm come with the environment: pyright needs them.
 $(CLIENTS_STAMP): $(CLIENTS)/package-lock.json | $(STAMP)
@@ -121,5 +133,5 @@ lock: ## Bring uv.lock up to date with pyproject.toml
 	@env -u UV_DEFAULT_INDEX -u UV_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL $(SETUP) uv lock
 
 clean: ## Remove the environment and all caches
-	@rm -rf .venv .uv $(PHOENIX) $(CLIENTS)/node_modules .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
+	@rm -rf .venv .venv-3.13 .uv $(PHOENIX) $(CLIENTS)/node_modules .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
 	@find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
