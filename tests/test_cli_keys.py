@@ -65,12 +65,16 @@ def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
     assert key["id"] in keys("list").out
 
 
-def test_a_key_for_figures() -> None:
-    keys("create", "--metrics")
-    keys("create", "--concurrent", "2", "--metrics")
+def test_keys_have_scopes() -> None:
+    keys("create", "--scope", "metrics")
+    keys("create", "--concurrent", "2", "--scope", "models", "--scope", "responses", "--scope", "models")
     keys("create")
-    assert [key["metrics"] for key in listed()] == [True, True, False]
-    assert "concurrent=2 metrics" in keys("list").out
+    assert [key["scopes"] for key in listed()] == [
+        ["metrics"],
+        ["responses", "models"],
+        ["responses", "containers", "files", "models"],
+    ]
+    assert "concurrent=2  responses,models" in keys("list").out
 
 
 def test_a_key_without_a_tenant_is_one() -> None:
@@ -86,6 +90,8 @@ def test_a_key_without_a_tenant_is_one() -> None:
         (["create", "--tenant", ""], "letters, digits"),
         (["create", "--name", "a\nb"], "visible"),
         (["create", "--concurrent", "0"], "--concurrent"),
+        (["create", "--scope", "everything"], "one of responses, containers, files, models, metrics"),
+        (["create", "--scope", "metrics", "--scope", ""], "one of responses"),
         (["list", "--config", "none.yaml"], "none.yaml: No such file or directory."),
     ],
 )

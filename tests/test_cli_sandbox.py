@@ -319,6 +319,27 @@ def test_a_token_file_that_others_can_read_or_change_is_refused(tmp_path: Path, 
     assert TOKEN not in said
 
 
+def test_a_token_for_metrics(tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("token", "metrics")}
+    for name, file in files.items():
+        file.write_text(f"{name}-{TOKEN}\n")
+        file.chmod(0o600)
+    with server(
+        tmp_path, "--token-file", files["token"], "--metrics-token-file", files["metrics"]
+    ) as running:
+        assert running.ask("GET", "/metrics", token=f"metrics-{TOKEN}")[0] == 200
+        assert running.ask("POST", "/execute", b'{"code": "1"}', token=f"metrics-{TOKEN}")[0] == 401
+        assert running.ask("GET", "/metrics", token=f"token-{TOKEN}")[0] == 200
+    alone = CliRunner().invoke(app, ["sandbox", "--metrics-token-file", str(files["metrics"])])
+    same = ["--token-file", str(files["token"]), "--metrics-token-file", str(files["token"])]
+    for done, said in (
+        (alone, "without --token-file"),
+        (CliRunner().invoke(app, ["sandbox", *same]), "another one"),
+    ):
+        assert done.exit_code == 2
+        assert said in " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stderr).split())
+
+
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -20,7 +20,7 @@ from fumehood.protocol.conversation import Entry, Segment, ToolExchange
 from fumehood.protocol.events import StreamEvent
 from fumehood.protocol.files import FileRecord, NewFile
 from fumehood.protocol.items import OutputItem, ProducedFile
-from fumehood.protocol.keys import USUAL, KeyLimits
+from fumehood.protocol.keys import TENANT_SCOPES, USUAL, KeyLimits, KeyScope
 from fumehood.protocol.listing import Window
 from fumehood.protocol.models import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
 from fumehood.protocol.responses import CompactedResponse, CreateResponse, InputTokens, Response
@@ -43,13 +43,13 @@ class Caller:
     """Whose request it is; nothing of another tenant exists for it.
 
     key: the id of the key that it came with, empty where none is needed.
-    metrics: whether it may see the figures of all tenants together.
+    scopes: what its key is for.
     """
 
     tenant: str = ""
     key: str = ""
     limits: KeyLimits = USUAL
-    metrics: bool = False
+    scopes: frozenset[KeyScope] = TENANT_SCOPES
 
 
 class Clock(Protocol):

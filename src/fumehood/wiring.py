@@ -526,5 +526,9 @@ def _local_settings(settings: CodeInterpreterSettings, environ: Mapping[str, str
 def _is_for_sandboxes(variable: str) -> bool:
     """Whether the sandbox server may know it: its settings, and where packages come from, which may hold a password."""
     if variable.startswith("FUMEHOOD_SANDBOX_"):
-        return variable not in ("FUMEHOOD_SANDBOX_TOKEN", "FUMEHOOD_SANDBOX_CONFIG")
+        return variable not in (
+            "FUMEHOOD_SANDBOX_TOKEN",
+            "FUMEHOOD_SANDBOX_METRICS_TOKEN",
+            "FUMEHOOD_SANDBOX_CONFIG",
+        )
     return variable in ("FUMEHOOD_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")

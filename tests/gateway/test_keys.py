@@ -10,7 +10,7 @@ from fumehood.gateway.auth import LOOK_SECONDS, Everybody, Forbidden, KeyHolders
 from fumehood.gateway.request_log import Field
 from fumehood.interfaces import Caller
 from fumehood.protocol.errors import NotAuthenticated, Unavailable
-from fumehood.protocol.keys import KeyLimits
+from fumehood.protocol.keys import SCOPES, KeyLimits
 from fumehood.testing import FakeClock, MemoryStore
 from tests.support.gateway import serving_gateway
 from tests.support.tenants import Party, put_key
@@ -85,7 +85,7 @@ async def test_the_digest_of_a_key_is_no_key() -> None:
 async def test_without_keys_everybody_comes_in_who_calls_it_by_its_name() -> None:
     async with KeyHolders(MemoryStore(), FakeClock(), Everybody()) as holders:
         assert holders.open
-        assert holders.identify(b"Bearer whatever", b"localhost") == Caller(metrics=True)
+        assert holders.identify(b"Bearer whatever", b"localhost") == Caller(scopes=frozenset(SCOPES))
         with pytest.raises(Forbidden):
             holders.identify(None, b"evil.example")
 
@@ -142,7 +142,7 @@ async def test_a_store_that_fails_changes_nothing(caplog: pytest.LogCaptureFixtu
 
 async def test_refusals_are_openais_and_hold_no_key() -> None:
     store = MemoryStore()
-    secret, scraper = await put_key(store, "ann"), await put_key(store, metrics=True)
+    secret, scraper = await put_key(store, "ann"), await put_key(store, scopes=["metrics"])
     lines: list[str] = []
 
     def log(_: int, fields: Mapping[str, Field]) -> None:
@@ -165,7 +165,7 @@ async def test_refusals_are_openais_and_hold_no_key() -> None:
         assert answer.status == 200
         refused = await Party(served, secret).ask("GET", "/metrics")
         figures = await Party(served, scraper).ask("GET", "/metrics")
-    assert refused.error == (403, "forbidden", None)
+    assert refused.error == (403, "missing_scope", None)
     assert b"fumehood_requests" in figures.body
     for told in (figures.body.decode(), repr(lines)):
         assert secret not in told

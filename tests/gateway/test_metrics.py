@@ -55,7 +55,7 @@ async def test_limits_are_counted_by_name() -> None:
     ann = await put_key(store, "ann", KeyLimits(concurrent=1))
     ben, scraper = (
         await put_key(store, "ben", KeyLimits(requests_per_minute=1)),
-        await put_key(store, metrics=True),
+        await put_key(store, scopes=["metrics"]),
     )
     async with (
         KeyHolders(store, FakeClock(), Everybody()) as holders,
@@ -91,7 +91,7 @@ async def test_large_bodies_beyond_a_limit() -> None:
 
 async def test_those_who_may_not_ask() -> None:
     store = MemoryStore()
-    scraper = await put_key(store, metrics=True)
+    scraper = await put_key(store, scopes=["metrics"])
     async with (
         KeyHolders(store, FakeClock(), Everybody()) as holders,
         serving_gateway(callers=holders) as served,
@@ -99,9 +99,10 @@ async def test_those_who_may_not_ask() -> None:
         assert (await served.create()).status == 401
         assert (await Party(served, "fh-wrong").create()).status == 401
         assert (await Party(served, "fh-wrong").create()).status == 401
+        assert (await Party(served, scraper).create()).status == 403
         shown = Exported.of((await Party(served, scraper).ask("GET", "/metrics")).body.decode())
-    reasons = ("no_key", "wrong_key", "host")
-    assert [shown.value("fumehood_not_allowed_total", reason=reason) for reason in reasons] == [1, 2, 0]
+    reasons = ("no_key", "wrong_key", "scope", "host")
+    assert [shown.value("fumehood_not_allowed_total", reason=reason) for reason in reasons] == [1, 2, 1, 0]
     async with serving_gateway() as served:
         assert (await served.create(headers={"host": "evil.example"})).status == 403
         assert (await page(served)).value("fumehood_not_allowed_total", reason="host") == 1

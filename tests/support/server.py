@@ -110,12 +110,15 @@ async def serving(
     *,
     path: Path | None = None,
     token: str | None = None,
+    metrics_token: str | None = None,
     grace: float = 0.0,
     sign_of_life: float | None = None,
 ) -> AsyncGenerator[Running]:
     """A server on a free port or on a unix socket, until the block is left."""
     listener = listen(Address(port=0, path=path))
-    server = Server(settings, listener, token=token, grace=grace, sign_of_life=sign_of_life)
+    server = Server(
+        settings, listener, token=token, metrics_token=metrics_token, grace=grace, sign_of_life=sign_of_life
+    )
     ready = asyncio.get_running_loop().create_future()
     task = asyncio.ensure_future(server.serve(lambda: ready.set_result(None)))
     await asyncio.wait({ready, task}, return_when=asyncio.FIRST_COMPLETED)

@@ -2,7 +2,7 @@
 
 import json
 import sqlite3
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,17 @@ from fumehood.files.inputs import InputFiles
 from fumehood.files.uploads import UploadedFiles
 from fumehood.gateway.auth import Everybody, KeyHolders
 from fumehood.interfaces import Store
-from fumehood.protocol.keys import USUAL, ApiKey, KeyLimits, digest_of, hint_of, new_key_id, new_secret
+from fumehood.protocol.keys import (
+    TENANT_SCOPES,
+    USUAL,
+    ApiKey,
+    KeyLimits,
+    KeyScope,
+    digest_of,
+    hint_of,
+    new_key_id,
+    new_secret,
+)
 from fumehood.protocol.models import ModelRequest
 from fumehood.protocol.sandbox import Stdout
 from fumehood.sandbox.container import ContainerSettings
@@ -42,7 +52,11 @@ INTERPRETER = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 
 async def put_key(
-    store: Store, tenant: str | None = None, limits: KeyLimits = USUAL, *, metrics: bool = False
+    store: Store,
+    tenant: str | None = None,
+    limits: KeyLimits = USUAL,
+    *,
+    scopes: Iterable[KeyScope] = TENANT_SCOPES,
 ) -> str:
     """A new key of that tenant, or of one of its own; its secret."""
     secret, key_id = new_secret(), new_key_id()
@@ -54,7 +68,7 @@ async def put_key(
             hint=hint_of(secret),
             created_at=1.0,
             limits=limits,
-            metrics=metrics,
+            scopes=frozenset(scopes),
         )
     )
     return secret

@@ -17,7 +17,7 @@ import typer
 
 if TYPE_CHECKING:
     from fumehood.interfaces import Store
-    from fumehood.protocol.keys import ApiKey, KeyLimits
+    from fumehood.protocol.keys import ApiKey, KeyLimits, KeyScope
 
 NO_DATABASE = 125
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
@@ -62,9 +62,14 @@ def create(
     concurrent: Annotated[int | None, _bound("Responses that it may have in the making at once.")] = None,
     body_bytes: Annotated[int | None, _bound("The largest body of a request, in bytes.")] = None,
     containers: Annotated[int | None, _bound("Containers of its tenant that may run at once.")] = None,
-    metrics: Annotated[
-        bool, typer.Option("--metrics", help="Let it read /metrics, the figures of all tenants together.")
-    ] = False,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SCOPE",
+            show_default="all but metrics",
+            help="What it is for: responses, containers, files, models or metrics; may be given several times.",
+        ),
+    ] = None,
 ) -> None:
     """Make a key. Its secret is printed, this once, to standard output."""
     from fumehood.protocol.keys import ApiKey, KeyLimits, digest_of, hint_of, new_key_id, new_secret
@@ -89,7 +94,7 @@ def create(
             body_bytes=body_bytes,
             containers=containers,
         ),
-        metrics=metrics,
+        scopes=_scopes(scope),
     )
     _with_store(config, lambda store: store.put_key(key))
     print(secret)
@@ -114,7 +119,7 @@ def list_keys(
     if not keys:
         print("There are no keys; `fumehood keys create` makes one.", file=sys.stderr)
         return
-    rows = [("ID", "SECRET", "TENANT", "CREATED", "REVOKED", "MAY", "NAME")]
+    rows = [("ID", "SECRET", "TENANT", "CREATED", "REVOKED", "LIMITS", "SCOPES", "NAME")]
     rows += [
         (
             key.id,
@@ -122,9 +127,8 @@ def list_keys(
             "its own" if key.tenant == key.id else key.tenant,
             _when(key.created_at),
             "" if key.revoked_at is None else _when(key.revoked_at),
-            " ".join(
-                [f"{name}={value}" for name, value in _chosen(key.limits).items()] + ["metrics"] * key.metrics
-            ),
+            " ".join([f"{name}={value}" for name, value in _chosen(key.limits).items()]),
+            ",".join(_in_order(key.scopes)),
             key.name,
         )
         for key in keys
@@ -184,8 +188,27 @@ def _shown(key: "ApiKey") -> dict[str, object]:
         "created_at": key.created_at,
         "revoked_at": key.revoked_at,
         "limits": _chosen(key.limits),
-        "metrics": key.metrics,
+        "scopes": _in_order(key.scopes),
     }
+
+
+def _scopes(given: list[str] | None) -> "frozenset[KeyScope]":
+    import msgspec
+
+    from fumehood.protocol.keys import SCOPES, TENANT_SCOPES, KeyScope
+
+    if not given:
+        return TENANT_SCOPES
+    try:
+        return msgspec.convert(given, frozenset[KeyScope])
+    except msgspec.ValidationError as error:
+        raise typer.BadParameter(f"one of {', '.join(SCOPES)}", param_hint="--scope") from error
+
+
+def _in_order(scopes: "frozenset[KeyScope]") -> "list[KeyScope]":
+    from fumehood.protocol.keys import SCOPES
+
+    return [scope for scope in SCOPES if scope in scopes]
 
 
 def _chosen(limits: "KeyLimits") -> dict[str, int]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fumehood.sandboxd.settings import Settings
 
 TOKEN_VARIABLE = "FUMEHOOD_SANDBOX_TOKEN"  # noqa: S105 - its name, not its value
+METRICS_TOKEN_VARIABLE = "FUMEHOOD_SANDBOX_METRICS_TOKEN"  # noqa: S105 - its name, not its value
 NOT_HERE = 125  # the exit code where what was asked for cannot be had here
 
 

@@ -9,11 +9,12 @@ import sys
 import threading
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from fumehood.cli.options import (
+    METRICS_TOKEN_VARIABLE,
     NOT_HERE,
     TOKEN_VARIABLE,
     ConfigOption,
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from fumehood.serving.sockets import Address, Listener
 
 EPILOG = """\b
-The token is read from --token-file or from the variable FUMEHOOD_SANDBOX_TOKEN.
+The token is read from --token-file or from the variable FUMEHOOD_SANDBOX_TOKEN, that for metrics from
+--metrics-token-file or from FUMEHOOD_SANDBOX_METRICS_TOKEN.
 Everything else that can be set (network, packages, disks, bounds) is set by --config FILE, or one by one by
 variables such as FUMEHOOD_SANDBOX_EGRESS; docs/sandbox-server.md has all of them. Options come first, then
 variables, then the file.
@@ -74,6 +76,12 @@ def sandbox(
     token_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The file that holds the token which callers have to show."),
+    ] = None,
+    metrics_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The file that holds a token which reads /metrics, and nothing else."
+        ),
     ] = None,
     config: ConfigOption = None,
     mode: ModeOption = Mode.NAMESPACES,
@@ -142,7 +150,9 @@ def sandbox(
     }
     settings = configured(context, config, options)
     address = _address(listen, socket, settings.mode)
-    token = _token(token_file)
+    token = _token(token_file, "--token-file", TOKEN_VARIABLE)
+    metrics_token = _token(metrics_token_file, "--metrics-token-file", METRICS_TOKEN_VARIABLE)
+    _check_metrics_token(token, metrics_token)
     if token is None and not address.private:
         raise typer.BadParameter(
             f"{address.host} can be reached from other machines: put a token into a file and name it with "
@@ -152,7 +162,7 @@ def sandbox(
     logs.configure(log_format.value, getattr(logging, log_level.value.upper()))
     if exit_with_stdin:
         threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
-    raise typer.Exit(_run(settings, address, token, grace))
+    raise typer.Exit(_run(settings, address, _Tokens(token, metrics_token), grace))
 
 
 def _check_seconds(value: float, option: str) -> None:
@@ -173,14 +183,33 @@ def _address(listen: str | None, socket: Path | None, mode: str) -> "Address":
         raise typer.BadParameter(str(error), param_hint="--listen") from error
 
 
-def _token(file: Path | None) -> str | None:
+class _Tokens(NamedTuple):
+    token: str | None
+    metrics_token: str | None
+
+
+def _check_metrics_token(token: str | None, metrics_token: str | None) -> None:
+    if metrics_token is None:
+        return
+    if token is None:
+        raise typer.BadParameter(
+            "without --token-file everybody may read the metrics, and everything else",
+            param_hint="--metrics-token-file",
+        )
+    if token == metrics_token:
+        raise typer.BadParameter(
+            "it is the token itself: make another one", param_hint="--metrics-token-file"
+        )
+
+
+def _token(file: Path | None, option: str, variable: str) -> str | None:
     """What callers have to show; never from the command line, where every process could read it."""
     if file is not None:
-        hint = "--token-file"
-        token = _read_token(file)
+        hint = option
+        token = _read_token(file, option)
     else:
-        hint = TOKEN_VARIABLE
-        given = os.environ.pop(TOKEN_VARIABLE, None)
+        hint = variable
+        given = os.environ.pop(variable, None)
         if given is None:
             return None
         token = given.strip()
@@ -191,7 +220,7 @@ def _token(file: Path | None) -> str | None:
     return token
 
 
-def _read_token(file: Path) -> str:
+def _read_token(file: Path, option: str) -> str:
     from fumehood.serving.secret_files import SecretFileRefused, read_secret_file
 
     try:
@@ -202,7 +231,7 @@ def _read_token(file: Path) -> str:
         reason = error.strerror or str(error)
     except UnicodeError:
         reason = "it is not text"
-    raise typer.BadParameter(f"{file}: {reason}", param_hint="--token-file")
+    raise typer.BadParameter(f"{file}: {reason}", param_hint=option)
 
 
 def _stop_at_end_of_input() -> None:
@@ -211,7 +240,7 @@ def _stop_at_end_of_input() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _run(settings: "Settings", address: "Address", token: str | None, grace: float) -> int:
+def _run(settings: "Settings", address: "Address", tokens: _Tokens, grace: float) -> int:
     from fumehood.sandboxd.errors import IsolationUnavailable
     from fumehood.serving.sockets import CannotListen, listen
 
@@ -221,7 +250,7 @@ def _run(settings: "Settings", address: "Address", token: str | None, grace: flo
         print(error, file=sys.stderr)
         return NOT_HERE
     try:
-        _serve(settings, listener, token, grace)
+        _serve(settings, listener, tokens, grace)
     except IsolationUnavailable as error:
         print(f"Code cannot be isolated here, so nothing is served. {error.reason}", file=sys.stderr)
         print(error.advice, file=sys.stderr)
@@ -231,7 +260,7 @@ def _run(settings: "Settings", address: "Address", token: str | None, grace: flo
     return 0
 
 
-def _serve(settings: "Settings", listener: "Listener", token: str | None, grace: float) -> None:
+def _serve(settings: "Settings", listener: "Listener", tokens: _Tokens, grace: float) -> None:
     import uvloop
 
     from fumehood.sandboxd.server import Server
@@ -240,7 +269,7 @@ def _serve(settings: "Settings", listener: "Listener", token: str | None, grace:
         print(f"Serving sandboxes on {listener.where} (mode {settings.mode}).", flush=True)
 
     async def serve() -> None:
-        await Server(settings, listener, token=token, grace=grace).run(ready)
+        await Server(settings, listener, **tokens._asdict(), grace=grace).run(ready)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())

@@ -5,11 +5,12 @@ It holds no logic of its own: it reads requests, asks what is behind the interfa
 
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 from re import Pattern
 
 from starlette.routing import compile_path
 
-from fumehood.gateway.auth import Callers, Everybody, Forbidden, identified
+from fumehood.gateway.auth import Callers, Everybody, Forbidden, check_scope, identified
 from fumehood.gateway.containers import ContainerFiles, ContainerRoutes
 from fumehood.gateway.exchange import Exchange, encode
 from fumehood.gateway.files import Uploads
@@ -32,12 +33,14 @@ from fumehood.protocol.errors import (
     ServerFault,
     Unavailable,
 )
+from fumehood.protocol.keys import KeyScope
 from fumehood.serving.browsers import needs_no_preflight
 from fumehood.serving.exchange import CallerLeft, Receive, Scope, Send
 from fumehood.serving.routes import describe_routes, show_path
 from fumehood.serving.stalled import SLOWEST
 
 type Handler = Callable[[Exchange, Caller], Awaitable[None]]
+type _RouteEntry = tuple[str, str, KeyScope | None, Handler]
 
 NOBODY = Caller()
 _SOCKET_PATH = "/v1/responses"
@@ -106,7 +109,7 @@ class Gateway:
         )
         sockets = Sockets(
             responses,
-            self._identify,
+            self._identify_socket,
             self.origins,
             self.metrics,
             tell=lambda exchange: self._tell(exchange, self._socket_place),
@@ -115,42 +118,53 @@ class Gateway:
         container = ContainerRoutes(containers, limits)
         container_files = ContainerFiles(containers, limits, self.metrics, file_bytes)
         uploads = Uploads(files, limits, self.metrics, file_bytes)
+        metrics_routes: list[_RouteEntry] = [("GET", "/metrics", "metrics", self._figures)]
         self._routes = _Routes(
-            ("POST", "/v1/responses", responses.create),
-            ("GET", _SOCKET_PATH, sockets.connect),
-            ("POST", "/v1/responses/input_tokens", responses.count),
-            ("POST", "/v1/responses/compact", responses.compact),
-            ("GET", "/v1/responses/{response_id}", responses.get),
-            ("DELETE", "/v1/responses/{response_id}", responses.delete),
-            ("POST", "/v1/responses/{response_id}/cancel", responses.cancel),
-            ("GET", "/v1/responses/{response_id}/input_items", responses.input_items),
-            ("GET", "/v1/models", cards.list),
-            ("GET", "/v1/models/{model:path}", cards.get),
-            ("POST", "/v1/containers", container.create),
-            ("GET", "/v1/containers", container.list),
-            ("GET", "/v1/containers/{container_id}", container.get),
-            ("DELETE", "/v1/containers/{container_id}", container.delete),
-            ("POST", "/v1/containers/{container_id}/files", container_files.create),
-            ("GET", "/v1/containers/{container_id}/files", container_files.list),
-            ("GET", "/v1/containers/{container_id}/files/{file_id}", container_files.get),
-            ("DELETE", "/v1/containers/{container_id}/files/{file_id}", container_files.delete),
-            ("GET", "/v1/containers/{container_id}/files/{file_id}/content", container_files.content),
-            ("POST", "/v1/files", uploads.create),
-            ("GET", "/v1/files", uploads.list),
-            ("GET", "/v1/files/{upload_id}", uploads.get),
-            ("DELETE", "/v1/files/{upload_id}", uploads.delete),
-            ("GET", "/v1/files/{upload_id}/content", uploads.content),
-            ("GET", "/healthz", self._health),
-            ("GET", "/readyz", self._readiness),
-            ("GET", "/openapi.json", self._description),
-            *([("GET", "/metrics", self._figures)] if show_metrics else []),
+            ("POST", "/v1/responses", "responses", responses.create),
+            ("GET", _SOCKET_PATH, "responses", sockets.connect),
+            ("POST", "/v1/responses/input_tokens", "responses", responses.count),
+            ("POST", "/v1/responses/compact", "responses", responses.compact),
+            ("GET", "/v1/responses/{response_id}", "responses", responses.get),
+            ("DELETE", "/v1/responses/{response_id}", "responses", responses.delete),
+            ("POST", "/v1/responses/{response_id}/cancel", "responses", responses.cancel),
+            ("GET", "/v1/responses/{response_id}/input_items", "responses", responses.input_items),
+            ("GET", "/v1/models", "models", cards.list),
+            ("GET", "/v1/models/{model:path}", "models", cards.get),
+            ("POST", "/v1/containers", "containers", container.create),
+            ("GET", "/v1/containers", "containers", container.list),
+            ("GET", "/v1/containers/{container_id}", "containers", container.get),
+            ("DELETE", "/v1/containers/{container_id}", "containers", container.delete),
+            ("POST", "/v1/containers/{container_id}/files", "containers", container_files.create),
+            ("GET", "/v1/containers/{container_id}/files", "containers", container_files.list),
+            ("GET", "/v1/containers/{container_id}/files/{file_id}", "containers", container_files.get),
+            ("DELETE", "/v1/containers/{container_id}/files/{file_id}", "containers", container_files.delete),
+            (
+                "GET",
+                "/v1/containers/{container_id}/files/{file_id}/content",
+                "containers",
+                container_files.content,
+            ),
+            ("POST", "/v1/files", "files", uploads.create),
+            ("GET", "/v1/files", "files", uploads.list),
+            ("GET", "/v1/files/{upload_id}", "files", uploads.get),
+            ("DELETE", "/v1/files/{upload_id}", "files", uploads.delete),
+            ("GET", "/v1/files/{upload_id}/content", "files", uploads.content),
+            ("GET", "/healthz", None, self._health),
+            ("GET", "/readyz", None, self._readiness),
+            ("GET", "/openapi.json", None, self._description),
+            *(metrics_routes if show_metrics else []),
         )
         self._socket_place = self._routes.at(_SOCKET_PATH)
 
     @property
     def routes(self) -> list[tuple[str, str]]:
         """Methods and paths of everything that is served."""
-        return self._routes.all
+        return [*self._routes.scopes]
+
+    @property
+    def scopes(self) -> dict[tuple[str, str], KeyScope | None]:
+        """What a key has to be for, by method and path of everything that is served; None where no key is needed."""
+        return self._routes.scopes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_socket = scope["type"] == "websocket"
@@ -167,13 +181,16 @@ class Gateway:
             if b"origin" in exchange.headers:
                 exchange.extra += self.origins.headers(exchange)
                 if self.origins.is_asked(exchange):
-                    methods = "" if place is None else ", ".join(sorted(place.handlers))
+                    methods = "" if place is None else ", ".join(sorted(place.routes))
                     await self.origins.answer(exchange, methods)
                     return
                 if exchange.method == "POST" and needs_no_preflight(exchange.method, exchange.headers):
                     self.origins.check_page(exchange)
             caller = NOBODY if place is not None and place.path in PUBLIC else await self._identify(exchange)
-            await self._routes.handler(place, exchange)(exchange, caller)
+            route = self._routes.route(place, exchange)
+            if route.scope is not None:
+                self._check_scope(caller, route.scope)
+            await route.handler(exchange, caller)
         except ApiError as error:
             await self._refuse(exchange, error)
         except CallerLeft:
@@ -200,6 +217,19 @@ class Gateway:
         if caller.key:
             exchange.noted["key"] = caller.key
         return caller
+
+    async def _identify_socket(self, exchange: Exchange) -> Caller:
+        """Who sends the next message of a WebSocket."""
+        caller = await self._identify(exchange)
+        self._check_scope(caller, "responses")
+        return caller
+
+    def _check_scope(self, caller: Caller, scope: KeyScope) -> None:
+        try:
+            check_scope(caller, scope)
+        except Forbidden:
+            self.metrics.not_allowed("scope")
+            raise
 
     async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
         exchange.note_refusal(error)
@@ -250,35 +280,44 @@ class Gateway:
         await exchange.answer(self._described)
 
     async def _figures(self, exchange: Exchange, caller: Caller) -> None:
-        if not caller.metrics:
-            raise Forbidden(
-                "These are the figures of all tenants, and this key is not for them; `fumehood keys create --metrics` "
-                "makes one that is."
-            )
+        del caller
         await exchange.answer(await self.metrics.page(), content_type=CONTENT_TYPE)
 
 
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """What serves one method on one path.
+
+    scope: what a key has to be for; None where no key is needed.
+    """
+
+    handler: Handler
+    scope: KeyScope | None
+
+
 class _Path:
-    """All handlers of one path, which is written as people read it. HEAD is served where GET is."""
+    """All routes of one path, which is written as people read it. HEAD is served where GET is."""
 
     def __init__(self, path: str) -> None:
         self.path = show_path(path)
-        self.handlers: dict[str, Handler] = {}
+        self.routes: dict[str, _Route] = {}
 
-    def add(self, method: str, handler: Handler) -> None:
-        self.handlers[method] = handler
+    def add(self, method: str, route: _Route) -> None:
+        self.routes[method] = route
         if method == "GET":
-            self.handlers["HEAD"] = handler
+            self.routes["HEAD"] = route
 
 
 class _Routes:
     """Paths without parameters are looked up, the others are tried one after another."""
 
-    def __init__(self, *routes: tuple[str, str, Handler]) -> None:
-        self.all = [(method, path) for method, path, _ in routes]
+    def __init__(self, *routes: _RouteEntry) -> None:
+        self.scopes: dict[tuple[str, str], KeyScope | None] = {
+            (method, path): scope for method, path, scope, _ in routes
+        }
         places: dict[str, _Path] = {}
-        for method, path, handler in routes:
-            places.setdefault(path, _Path(path)).add(method, handler)
+        for method, path, scope, handler in routes:
+            places.setdefault(path, _Path(path)).add(method, _Route(handler, scope))
         self._places = {path: place for path, place in places.items() if "{" not in path}
         self._patterns: list[tuple[Pattern[str], _Path]] = [
             (compile_path(path)[0], place) for path, place in places.items() if "{" in path
@@ -298,15 +337,15 @@ class _Routes:
                 return place
         return None
 
-    def handler(self, place: _Path | None, exchange: Exchange) -> Handler:
+    def route(self, place: _Path | None, exchange: Exchange) -> _Route:
         """Raises NotFound, MethodNotAllowed."""
         if place is None:
-            served = describe_routes(exchange.path, [path for _, path in self.all])
+            served = describe_routes(exchange.path, [path for _, path in self.scopes])
             raise NotFound(f"Unknown request URL: {exchange.method} {exchange.path[:200]}. {served}")
-        handler = place.handlers.get(exchange.method)
-        if handler is None:
-            allowed = ", ".join(sorted(place.handlers))
+        route = place.routes.get(exchange.method)
+        if route is None:
+            allowed = ", ".join(sorted(place.routes))
             raise MethodNotAllowed(
                 f"Not allowed to {exchange.method} on {place.path}; try {allowed}.", allowed
             )
-        return handler
+        return route

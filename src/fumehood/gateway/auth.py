@@ -12,7 +12,7 @@ from typing import Protocol, Self
 
 from fumehood.interfaces import Caller, Clock, Store
 from fumehood.protocol.errors import ApiError, NotAuthenticated
-from fumehood.protocol.keys import digest_of
+from fumehood.protocol.keys import SCOPES, KeyScope, digest_of
 from fumehood.serving.browsers import HostNames, decode_header
 
 LOOK_SECONDS = 2.0
@@ -29,6 +29,19 @@ class Forbidden(ApiError):
     status = 403
     type = "invalid_request_error"
     code = "forbidden"
+
+
+class MissingScope(Forbidden):
+    code = "missing_scope"
+
+
+def check_scope(caller: Caller, scope: KeyScope) -> None:
+    """Raises MissingScope, in OpenAI's words, for a key that is not for this."""
+    if scope not in caller.scopes:
+        raise MissingScope(
+            f"You have insufficient permissions for this operation. Missing scopes: {scope}. This key is for "
+            f"{', '.join(sorted(caller.scopes))}; `fumehood keys create --scope {scope}` makes one for this."
+        )
 
 
 class Callers(Protocol):
@@ -61,7 +74,7 @@ class Everybody:
     """
 
     def __init__(self, hosts: tuple[str, ...] = ()) -> None:
-        self._caller = Caller(metrics=True)
+        self._caller = Caller(scopes=frozenset(SCOPES))
         self._hosts = HostNames(hosts)
 
     def identify(self, authorization: bytes | None, host: bytes) -> Caller:
@@ -142,7 +155,7 @@ class KeyHolders:
             return False
         keys = await self._store.keys()
         self._callers = {
-            key.digest: Caller(key.tenant, key.id, key.limits, key.metrics)
+            key.digest: Caller(key.tenant, key.id, key.limits, key.scopes)
             for key in keys
             if key.revoked_at is None
         }

@@ -33,7 +33,7 @@ _CALLS = (*get_args(EndStatus.__value__), "abandoned")
 _STARTS = ("warm", "cold")
 _CUT = ("behind", "stalled")
 _LIMITS = ("rate", "key", "total", "key_bytes", "total_bytes")
-_NOT_ALLOWED = ("no_key", "wrong_key", "host")
+_NOT_ALLOWED = ("no_key", "wrong_key", "scope", "host")
 _COMPACTIONS = ("asked", "automatic")
 _DIRECTIONS = ("in", "out")
 

@@ -39,7 +39,7 @@ _ERRORS = {
     400: "A parameter or body that cannot be served; `param` names it.",
     401: "No API key, or one that is not known.",
     403: "The server is not known by the name in `Host`, where no keys are needed; a page may not use it; the key "
-    "is not for figures.",
+    "has not the scope that the message names.",
     404: "Nothing of this tenant's has that id.",
     405: "The path does not know this method.",
     408: "The body took too long to arrive.",

@@ -3,8 +3,18 @@
 import hashlib
 import secrets
 import string
+from typing import Literal, get_args
 
 import msgspec
+
+type KeyScope = Literal["responses", "containers", "files", "models", "metrics"]
+"""What a key is for: `responses` makes and reads responses, and so runs code; `metrics` reads the metrics of all
+tenants together; the others are the routes of that name.
+"""
+
+SCOPES: tuple[KeyScope, ...] = get_args(KeyScope.__value__)
+TENANT_SCOPES: frozenset[KeyScope] = frozenset(SCOPES) - {"metrics"}
+"""The scopes of a key for which none are named: everything of its own tenant."""
 
 PREFIX = "fh-"
 _ALPHABET = string.ascii_letters + string.digits
@@ -32,7 +42,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
 
     digest: of the secret, which nobody keeps.
     hint: the end of the secret, by which its owner recognises it.
-    metrics: whether it shows the figures of all tenants together.
+    scopes: what it is for.
     """
 
     id: str
@@ -43,7 +53,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     revoked_at: float | None = None
     limits: KeyLimits = USUAL
-    metrics: bool = False
+    scopes: frozenset[KeyScope] = TENANT_SCOPES
 
 
 def new_key_id() -> str:

@@ -56,6 +56,7 @@ class App:
     """An ASGI application.
 
     token: what callers have to show; None serves everybody but the web pages of other sites.
+    metrics_token: lets those who show it read the metrics, and nothing else.
     hosts: without a token, the names by which the server may be called; None on a unix socket, which browsers do not
     reach.
     """
@@ -65,12 +66,14 @@ class App:
         service: Service,
         *,
         token: str | None = None,
+        metrics_token: str | None = None,
         hosts: HostNames | None = None,
         sign_of_life: float = SIGN_OF_LIFE,
     ) -> None:
         self._service = service
         self._hosts = hosts
         self._token = None if token is None else b"Bearer " + token.encode()
+        self._metrics_token = None if metrics_token is None else b"Bearer " + metrics_token.encode()
         self._sign_of_life = sign_of_life
         self._openapi = encode(openapi.document(service.settings, protected=token is not None))
         by_path: dict[str, dict[str, Operation]] = {}
@@ -125,11 +128,13 @@ class App:
         served = describe_routes(path, [operation.path for operation in OPERATIONS])
         raise NotThere(f"Unknown request URL: {exchange.method} {path[:200]}. {served}")
 
-    def check(self, exchange: Exchange, *, protected: bool = True) -> bool:
+    def check(self, exchange: Exchange, *, protected: bool = True, for_metrics: bool = False) -> bool:
         """Whether the caller showed the token; NotAllowed if it is needed, Forbidden for web pages of other sites."""
         if self._token is None:
             self._check_page(exchange)
         allowed = self._token is None or _shows(exchange, self._token)
+        if for_metrics and self._metrics_token is not None:
+            allowed = allowed or _shows(exchange, self._metrics_token)
         if protected and not allowed:
             raise NotAllowed("This server wants its token: Authorization: Bearer TOKEN.")
         exchange.check_version()
@@ -337,8 +342,7 @@ class _Place(Route):
         self.path_regex = re.compile(self.path_regex.pattern, re.DOTALL)  # a name may hold a newline
         self._application = app
         self._operations = {
-            method: (getattr(app, operation.handler), operation.protected)
-            for method, operation in operations.items()
+            method: (getattr(app, operation.handler), operation) for method, operation in operations.items()
         }
         if "GET" in self._operations:
             self._operations["HEAD"] = self._operations["GET"]
@@ -359,9 +363,9 @@ class _Place(Route):
         if operation is None:
             self._application.check(exchange)
             raise _WrongMethod(", ".join(sorted(self._operations)))
-        handler, protected = operation
-        if protected:
-            self._application.check(exchange)
+        handler, described = operation
+        if described.protected:
+            self._application.check(exchange, for_metrics=described.for_metrics)
         exchange.parameters = scope["path_params"]
         await handler(exchange)
 

@@ -23,11 +23,21 @@ from fumehood.serving.secret_files import SecretFileRefused, check_secret_file
 PREFIX = "FUMEHOOD_SANDBOX_"
 FIELDS = tuple(field.name for field in fields(Settings))
 # Variables of that prefix which are the command's own.
-_OTHER_VARIABLES = frozenset({"TOKEN", "CONFIG"})
+_OTHER_VARIABLES = frozenset({"TOKEN", "METRICS_TOKEN", "CONFIG"})
 # Kubernetes sets these for every service called fumehood-sandbox, wanted or not.
 _OF_KUBERNETES = re.compile(r"SERVICE_(HOST|PORT)(_.*)?|PORT(_.*)?")
 _OPTIONS = frozenset(
-    {"listen", "socket", "token_file", "grace", "exit_with_stdin", "log_format", "log_level", "config"}
+    {
+        "listen",
+        "socket",
+        "token_file",
+        "metrics_token_file",
+        "grace",
+        "exit_with_stdin",
+        "log_format",
+        "log_level",
+        "config",
+    }
 )
 _BYTES = frozenset(name for name in FIELDS if name.endswith("_bytes")) | {
     *("tenant_memory", "memory_total", "disk_reserve"),

@@ -56,6 +56,7 @@ class Operation:
     body: a type for JSON, a media type for bytes, None for no body.
     answers: status and type of each success; a string is a media type, None no body.
     errors: the statuses of refusals, besides those that every operation may give.
+    for_metrics: whether the token for metrics is enough.
     """
 
     method: Method
@@ -68,6 +69,7 @@ class Operation:
     answers: dict[int, object] = field(default_factory=dict[int, object])
     errors: tuple[int, ...] = ()
     protected: bool = True
+    for_metrics: bool = False
 
 
 BYTES = "application/octet-stream"
@@ -257,6 +259,7 @@ OPERATIONS: tuple[Operation, ...] = (
         handler="metrics",
         summary="Figures for Prometheus.",
         answers={200: PROMETHEUS},
+        for_metrics=True,
     ),
     Operation(
         method="GET",

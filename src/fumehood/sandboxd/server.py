@@ -25,6 +25,7 @@ class Server(WebServer):
         listener: Listener,
         *,
         token: str | None = None,
+        metrics_token: str | None = None,
         grace: float = 10.0,
         sign_of_life: float | None = None,
     ) -> None:
@@ -34,6 +35,7 @@ class Server(WebServer):
         app = App(
             self.service,
             token=token,
+            metrics_token=metrics_token,
             hosts=None if listener.sock.family == socket.AF_UNIX else HostNames(),
             **({} if sign_of_life is None else {"sign_of_life": sign_of_life}),
         )
