@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import importlib
 import logging
-import math
 import socket
 import sys
 import time
@@ -50,6 +49,7 @@ from fumehood.sandbox.container import ContainerSettings
 from fumehood.sandbox.containers import SandboxContainers
 from fumehood.sandbox.kept_files import FileLimits
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings
+from fumehood.sandbox.readiness import SandboxReadiness
 from fumehood.sandbox.remote import RemoteSandboxes
 from fumehood.serving.addresses import networks
 from fumehood.serving.exchange import Application
@@ -72,7 +72,6 @@ _ENDPOINTS = (
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     *(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT" for signal in _SIGNALS),
 )
-_READINESS_SECONDS = 2.0  # that an answer holds, and may take
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +197,7 @@ async def assembled(
             always_include=(OUTPUTS,) if chosen.settings.always_include_outputs else (),
             slowest=config.limits.body_bytes_per_second,
             show_metrics=config.telemetry.metrics,
-            unready=_Readiness(sandboxes if chosen.enabled else None, clock),
+            unready=SandboxReadiness(sandboxes, clock) if chosen.enabled else None,
         )
         app = gateway if signals is None else signals.edge(gateway)
         yield Assembled(app, runs, metrics, keyless)
@@ -316,37 +315,6 @@ def _check_variables(environ: Mapping[str, str]) -> None:
         variable = f"OTEL_EXPORTER_OTLP_{infix}PROTOCOL"
         if environ.get(variable, "http/protobuf").strip().lower() not in ("", "http/protobuf"):
             raise Misconfigured(f"{variable}: only http/protobuf is there.")
-
-
-class _Readiness:
-    """Why nobody should be sent here now, None if there is no reason. Anybody may ask, so the sandbox server is asked
-    at most once in a while.
-    """
-
-    def __init__(self, sandboxes: SandboxProvider | None, clock: Clock) -> None:
-        self._sandboxes = sandboxes
-        self._clock = clock
-        self._known_until = -math.inf
-        self._reason: str | None = None
-        self._asking = asyncio.Lock()
-
-    async def __call__(self) -> str | None:
-        if self._sandboxes is None:
-            return None
-        async with self._asking:
-            if self._clock.monotonic() >= self._known_until:
-                self._reason = await _why_not(self._sandboxes)
-                self._known_until = self._clock.monotonic() + _READINESS_SECONDS
-        return self._reason
-
-
-async def _why_not(sandboxes: SandboxProvider) -> str | None:
-    try:
-        async with asyncio.timeout(_READINESS_SECONDS):
-            await sandboxes.sandboxes()
-    except (SandboxError, TimeoutError):
-        return "The sandbox server does not answer, so no code can be run."
-    return None
 
 
 def _metrics(config: Config, figures: Figures, sandboxes: SandboxProvider) -> Metrics:
@@ -486,7 +454,7 @@ def _tools(config: Config, containers: Containers, files: Files, clock: Clock) -
 
 async def _sandboxes(
     settings: CodeInterpreterSettings, environ: Mapping[str, str], stack: AsyncExitStack, *, start: bool
-) -> SandboxProvider:
+) -> RemoteSandboxes | LocalSandboxes:
     """A server elsewhere, or one of our own, started at once: if code cannot be isolated, nothing is served."""
     if settings.sandbox_url is not None:
         token = secret(

@@ -1,6 +1,7 @@
 """A sandbox server that a process starts for itself; real sandboxes. Imports pytest and fumehood."""
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from fumehood.protocol.sandbox import ExecuteRequest, SandboxSpec, Stdout
 from fumehood.protocol.sandbox_errors import SandboxGone, SandboxNotFound, Unreachable
 from fumehood.sandbox.local import LocalSandboxes, LocalSettings, sweep
 from tests.support.sandboxes import has_cgroups
+from tests.support.slow_start import SlowStart
 
 SETTINGS = LocalSettings(
     pool=0, limits="enforced" if has_cgroups() else "best-effort", options=("--preload", "")
@@ -120,6 +122,53 @@ async def test_callers_at_once_start_one_server(local: LocalSandboxes) -> None:
     await until_dead(local)
     await asyncio.gather(*(local.sandboxes() for _ in range(5)))
     assert len(children_named("sandbox")) == 1
+
+
+async def test_a_start_outlives_the_caller_that_caused_it(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
+    slow = SlowStart(short_path)
+    settings = dataclasses.replace(SETTINGS, options=(*SETTINGS.options, "--config", str(slow.config)))
+    provider = LocalSandboxes(settings)
+    pids: set[int] = set()
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(provider.health(), 0.5)
+        pids.update(children_named("sandbox"))
+    assert len(pids) == 1, "a caller that gave up ended the start"
+    with slow.open():
+        async with asyncio.timeout(PATIENCE):
+            assert (await provider.health()).status == "ok"
+    assert provider.pid in pids
+    await provider.close()
+    assert children_named("sandbox") == []
+
+
+async def test_closing_ends_a_start_and_tells_those_who_wait(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
+    slow = SlowStart(short_path)
+    settings = dataclasses.replace(SETTINGS, options=(*SETTINGS.options, "--config", str(slow.config)))
+    provider = LocalSandboxes(settings)
+    waiting = asyncio.ensure_future(provider.health())
+    while not children_named("sandbox"):
+        await asyncio.sleep(0.01)
+    async with asyncio.timeout(10):  # a server that was never ready has nothing to end in good order
+        await provider.close()
+        with pytest.raises(Unreachable, match="has been closed"):
+            await waiting
+    assert children_named("sandbox") == []
+
+
+async def test_a_failed_start_is_tried_again_by_the_next_caller(tmp_path: Path) -> None:
+    socket = tmp_path / "none"
+    provider = LocalSandboxes(LocalSettings(mode="pod", options=("--guest-socket", str(socket))))
+    for _ in range(2):
+        with pytest.raises(Unreachable, match="Start the code container first"):
+            await provider.health()
+    await provider.close()
 
 
 async def until_dead(local: LocalSandboxes) -> None:

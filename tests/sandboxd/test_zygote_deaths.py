@@ -13,6 +13,7 @@ from fumehood.protocol.sandbox_errors import SandboxGone, SandboxStartFailed
 from fumehood.sandboxd.cgroups import CgroupLimits
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.supervisor import Supervisor
+from fumehood.sandboxd.zygotes import Zygote
 from tests.support.census import descendants
 from tests.support.sandboxes import Outcome, run, settings
 
@@ -93,6 +94,52 @@ async def test_a_zygote_that_dies_while_it_starts_costs_nobody_a_sandbox() -> No
                 await asyncio.sleep(0)
         os.kill(started.pop(), signal.SIGKILL)
         assert (await run(await caller, "1 + 1")).result == "2"
+
+
+async def test_a_zygotes_start_outlives_the_caller_that_caused_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Supervisor(settings(preload=(), pool=0)) as mended:
+        nursery = mended._shards[0]  # pyright: ignore[reportPrivateUsage]
+        gate, starts, start = asyncio.Event(), 0, nursery._start  # pyright: ignore[reportPrivateUsage]
+
+        async def start_slowly() -> Zygote:
+            nonlocal starts
+            starts += 1
+            await gate.wait()
+            return await start()
+
+        monkeypatch.setattr(nursery, "_start", start_slowly)
+        first = mended.zygote.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(mended.create(), 0.3)
+        assert starts == 1
+        gate.set()
+        assert (await run(await mended.create(), "1 + 1")).result == "2"
+        assert starts == 1
+
+
+async def test_closing_ends_a_zygotes_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Supervisor(settings(preload=(), pool=0)) as closed:
+        nursery = closed._shards[0]  # pyright: ignore[reportPrivateUsage]
+        never = asyncio.Event()
+
+        async def start_never() -> Zygote:
+            await never.wait()
+            raise AssertionError
+
+        monkeypatch.setattr(nursery, "_start", start_never)
+        pid = closed.zygote.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        while closed.can_start:
+            await asyncio.sleep(0.001)
+        waiting = asyncio.create_task(closed.create())
+        while nursery._starting is None:  # pyright: ignore[reportPrivateUsage]
+            await asyncio.sleep(0.001)
+    with pytest.raises(SandboxStartFailed):
+        await waiting
 
 
 async def test_a_shard_that_dies_takes_none_of_the_others_sandboxes() -> None:

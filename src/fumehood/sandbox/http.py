@@ -78,6 +78,7 @@ class Connection:
     """What all sandboxes of one server share. `url` is `http://host:port`, `https://…` or `unix:/path`.
 
     explain: may turn an Unreachable into what is known better, e.g. that the server has ended.
+    failures: how often no connection came about, one broke, or the server was silent.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Connection:
         self._socket, self._base = _parse(url)
         self._token = None if token is None else _checked_token(token)
         self._explain = explain
+        self.failures = 0
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -229,6 +231,7 @@ class Connection:
             raise self.explained(unreachable) from cause
 
     def explained(self, error: Unreachable) -> SandboxError:
+        self.failures += 1
         told = error if self._explain is None else self._explain(error)
         told.refused = isinstance(error, NotConnected)
         return told
@@ -265,6 +268,7 @@ class Connection:
                 f"program version {PROTOCOL_VERSION}: bring the older one up to date."
             )
         if response.status in _GATEWAY_TROUBLE:
+            self.failures += 1
             raise Interrupted(
                 f"The sandbox server at {self.url} cannot be reached: something before it answers {response.status}."
             )

@@ -100,13 +100,17 @@ class LocalSandboxes:
     The server listens on a unix socket that only this user can open, and ends with this process, however that ends.
     Its sandboxes end with it: they are then SandboxGone. `async with` starts it at once, and closes it.
 
+    A start is a task of its own: a caller that is cancelled stops waiting for it, and the next caller waits for the
+    same one.
+
     Starting raises Unreachable with the server's own words, e.g. why code cannot be isolated here.
     """
 
     def __init__(self, settings: LocalSettings | None = None) -> None:
         self._settings = settings or LocalSettings()
         self._server: _Server | None = None
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[_Server] | None = None
+        self._past_failures = 0  # of the servers before this one
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -153,27 +157,61 @@ class LocalSandboxes:
 
     async def close(self) -> None:
         self._closed = True
-        async with self._starting:
-            if self._server is not None:
-                await self._server.close()
-                self._server = None
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.close()
 
     @property
     def pid(self) -> int | None:
         """Of the server, while one runs."""
         return None if self._server is None or not self._server.alive else self._server.process.pid
 
+    @property
+    def failures(self) -> int:
+        """How often a server could not be asked, or had died; only ever more."""
+        server = self._server
+        if server is None:
+            return self._past_failures
+        return self._past_failures + server.remote.failures + (not server.alive)
+
     async def _living(self) -> "_Server":
-        async with self._starting:
-            if self._closed:
-                raise Unreachable("The sandbox server on this host has been closed.")
-            if self._server is not None and not self._server.alive:
-                logger.error("The sandbox server on this host ended by itself; another one is started.")
-                await self._server.close()
-                self._server = None
-            if self._server is None:
-                self._server = await _Server.start(self._settings)
-            return self._server
+        """The server, once it is ready; raises Unreachable."""
+        server = self._server
+        if server is not None and server.alive and not self._closed:
+            return server
+        if self._starting is None:
+            self._check_open()
+            self._starting = asyncio.create_task(self._replace(), name="sandbox server: start")
+            self._starting.add_done_callback(self._started)
+        starting = self._starting
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            if starting.cancelled():  # not whoever waits, but `close`
+                self._check_open()
+            raise
+
+    async def _replace(self) -> "_Server":
+        dead, self._server = self._server, None
+        if dead is not None:
+            logger.error("The sandbox server on this host ended by itself; another one is started.")
+            self._past_failures += dead.remote.failures + 1
+            await dead.close()
+        self._server = await _Server.start(self._settings)
+        return self._server
+
+    def _started(self, starting: "asyncio.Task[_Server]") -> None:
+        self._starting = None
+        if not starting.cancelled() and (error := starting.exception()) is not None:
+            # Perhaps nobody waits any more.
+            logger.warning("The sandbox server on this host could not be started: %s", error)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unreachable("The sandbox server on this host has been closed.")
 
 
 class _Server:
@@ -217,7 +255,7 @@ class _Server:
         try:
             await server._wait_ready(settings.start_seconds)
         except BaseException:
-            await asyncio.shield(asyncio.ensure_future(server.close()))
+            await asyncio.shield(asyncio.ensure_future(server.close(at_once=True)))
             raise
         return server
 
@@ -255,12 +293,14 @@ class _Server:
             if text and not _log(text):
                 self._words.append(text)
 
-    async def close(self) -> None:
-        """End it: by its standard input, then by signals; remove what it leaves."""
+    async def close(self, *, at_once: bool = False) -> None:
+        """End it: by its standard input, then by signals; remove what it leaves. `at_once`: it was never ready."""
         await self.remote.close()
         try:
             if self.process.stdin is not None:
                 self.process.stdin.close()
+            if at_once:
+                self._signal(signal.SIGTERM)
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.process.wait(), _STOP_SECONDS)

@@ -98,6 +98,11 @@ class RemoteSandboxes:
     async def sandboxes(self) -> list[SandboxInfo]:
         return (await self.connection.ask("GET", "/sandboxes", _Sandboxes)).sandboxes
 
+    @property
+    def failures(self) -> int:
+        """How often the server could not be asked; only ever more."""
+        return self.connection.failures
+
     async def health(self) -> Health:
         """What the server tells of itself; raises Unreachable also while it starts or stops."""
         return await self.connection.ask("GET", "/health", Health)

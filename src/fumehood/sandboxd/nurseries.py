@@ -32,27 +32,50 @@ class Nursery:
         self._start = start
         self._on_event = on_event
         self._on_death = on_death
-        self._lock = asyncio.Lock()
+        self._starting: asyncio.Task[Zygote] | None = None
         self._closing = False
         self.restarts = Restarts()
         self.starts = 0
         self.zygote: Zygote | None = None  # the last one, alive or not
 
     async def living(self) -> Zygote:
-        """Its zygote, started if there is none; raises SandboxStartFailed, IsolationUnavailable."""
-        async with self._lock:
-            if self._closing:
-                raise SandboxStartFailed("The supervisor is shutting down.")
+        """Its zygote, started if there is none; raises SandboxStartFailed, IsolationUnavailable.
+
+        A start is a task of its own: a caller that is cancelled stops waiting for it, and the next caller waits for
+        the same one.
+        """
+        if self._starting is None:
+            self._check_open()
             if self.zygote is not None and self.zygote.alive:
                 return self.zygote
-            if (pause := self.restarts.pause()) > 0:
-                raise SandboxStartFailed(
-                    f"The process that makes sandboxes ended {self.restarts.recent} times within a minute; the next "
-                    f"one is started in {math.ceil(pause)} s. The server's log says more."
-                )
-            if self.zygote is not None:
-                await self.zygote.close()
-            return await self._replace()
+            self._starting = asyncio.create_task(self._start_next(), name="zygote: start")
+            self._starting.add_done_callback(self._started)
+        starting = self._starting
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            if starting.cancelled():  # not whoever waits, but `close`
+                self._check_open()
+            raise
+
+    def _started(self, starting: asyncio.Task[Zygote]) -> None:
+        self._starting = None
+        if not starting.cancelled():
+            starting.exception()  # perhaps nobody waits any more; `restarts` has counted it
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise SandboxStartFailed("The supervisor is shutting down.")
+
+    async def _start_next(self) -> Zygote:
+        if (pause := self.restarts.pause()) > 0:
+            raise SandboxStartFailed(
+                f"The process that makes sandboxes ended {self.restarts.recent} times within a minute; the next "
+                f"one is started in {math.ceil(pause)} s. The server's log says more."
+            )
+        if self.zygote is not None:
+            await self.zygote.close()
+        return await self._replace()
 
     async def _replace(self) -> Zygote:
         try:
@@ -75,9 +98,11 @@ class Nursery:
     async def close(self) -> None:
         """End the zygote, also one that is just being started, and with it its sandboxes."""
         self._closing = True
-        async with self._lock:
-            if self.zygote is not None:
-                await self.zygote.close()
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        if self.zygote is not None:
+            await self.zygote.close()
 
 
 class ZygoteStarter:
