@@ -166,7 +166,11 @@ class Runs(Protocol):
         ...
 
     async def drain(self, grace_seconds: float) -> None:
-        """Begin nothing more, let what runs end within the time, cancel the rest."""
+        """Begin nothing more, let what runs end within the time, cancel the rest.
+
+        Whoever cancels this is in a hurry: nothing more is stored of what still runs, and the next start marks it
+        failed.
+        """
         ...
 
 

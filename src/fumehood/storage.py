@@ -78,6 +78,10 @@ class Store(Protocol):
     Fenced. Raises Unavailable where the database cannot be reached.
     """
 
+    async def check_writable(self) -> None:
+        """Before work begins whose end has to be written; raises StorageUnavailable where that would be in vain."""
+        ...
+
     async def begin(self, tenant: str, response: Response) -> Lease:
         """A response that runs now; readable soon, and `failed` after the next `recover` if nothing more comes."""
         ...

@@ -2,19 +2,21 @@
 
 import concurrent.futures
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from tests.e2e.conftest import House, client_of, settings_for, settings_without_code
 from tests.support import served
 from tests.support.chat_server import chunk, stream
-from tests.support.served import Model, answer, runs
+from tests.support.served import Model, Served, answer, runs
 
 INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 OUTPUTS: Any = ["code_interpreter_call.outputs"]
@@ -156,3 +158,62 @@ def test_a_graceful_end(place: Path) -> None:
                     threading.Timer(0.5, let_go).start()
         assert seen[-1] == "response.completed"
         assert running.ended() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once_and_what_ran_has_failed(place: Path, number: signal.Signals) -> None:
+    with Model() as model:
+        gate, _ = model.event()
+        running = served.start(place, settings_without_code(model))
+        model.script(stream(chunk({"content": "x"}), gate))
+        response_id, began = "", 0.0
+        with (
+            client_of(running) as client,
+            client.responses.create(model="scripted", input="?", stream=True) as events,
+            contextlib.suppress(httpx.TransportError, openai.APIError),
+        ):
+            for event in events:
+                if event.type == "response.created":
+                    response_id = event.response.id
+                elif event.type == "response.output_text.delta":
+                    running.process.send_signal(number)
+                    until(lambda: not accepts(running))
+                    began = time.monotonic()
+                    running.process.send_signal(number)
+        assert running.ended() == 0
+        assert time.monotonic() - began < 10  # the grace would have been 30 s
+        with served.serving(place, settings_without_code(model)) as again, client_of(again) as client:
+            found = client.responses.retrieve(response_id)
+            assert found.status == "failed"
+            assert found.error is not None
+            assert "stopped while" in found.error.message
+            assert len(model.asked) == 1
+
+
+def test_one_signal_cancels_and_keeps_what_runs_beyond_the_grace(place: Path) -> None:
+    with Model() as model:
+        gate, _ = model.event()
+        settings = {**settings_without_code(model), "server": {"grace": 0.5}}
+        running = served.start(place, settings)
+        model.script(stream(chunk({"content": "x"}), gate))
+        last: Any = None
+        with (
+            client_of(running) as client,
+            client.responses.create(model="scripted", input="?", stream=True) as events,
+        ):
+            for last in events:
+                if last.type == "response.output_text.delta":
+                    running.process.terminate()
+        assert running.ended() == 0
+        assert last.response.status == "cancelled"
+        with served.serving(place, settings) as again, client_of(again) as client:
+            found = client.responses.retrieve(last.response.id)
+            assert (found.status, found.output_text) == ("cancelled", "x")
+
+
+def accepts(running: Served) -> bool:
+    try:
+        httpx.get(running.url.replace("/v1", "/healthz"), timeout=5)
+    except httpx.TransportError:
+        return False
+    return True

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from fumehood.figures import StoreFigures
-from fumehood.interfaces import Fenced
-from fumehood.protocol.errors import Unavailable
+from fumehood.interfaces import Fenced, Lease
+from fumehood.protocol.errors import StorageUnavailable, Unavailable
 from fumehood.store.database import Database, leave_event_loop
 from fumehood.store.migrations import MIGRATIONS, Migration, StoreRefused, migrate
 from fumehood.store.sqlite import SqliteStore
@@ -426,6 +426,24 @@ async def test_what_could_neither_begin_nor_end_is_forgotten(tmp_path: Path) -> 
             assert await store.recover() == 0
     with pytest.raises(Fenced):
         await refused.end(lease)
+    await store.close()
+
+
+async def test_while_the_file_is_full_nothing_is_begun(tmp_path: Path) -> None:
+    database = await Database.open(tmp_path / "store.db")
+    store = SqliteStore(database)
+    await store.check_writable()
+    await _bound(database, 1)
+    refused = turn(store, "x" * 1_000_000)
+    with pytest.raises(StorageUnavailable, match="full"):
+        await refused.end(await refused.begin())
+    await store.check_writable()  # something small can still be written
+    await database.write(lambda db: db.execute("PRAGMA query_only = ON") and None)  # and now nothing can
+    with pytest.raises(StorageUnavailable):
+        await refused.end(Lease(refused.response.id, 1))
+    with pytest.raises(StorageUnavailable) as caught:
+        await store.check_writable()
+    assert caught.value.retry_after
     await store.close()
 
 

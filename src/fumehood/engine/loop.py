@@ -25,7 +25,15 @@ from fumehood.engine.tokens import Tokens
 from fumehood.engine.truncation import fitted, room_for_input
 from fumehood.interfaces import CallContext, Clock, Fenced, Lease, ModelBackend, Store
 from fumehood.protocol.conversation import Entry, Segment, followed
-from fumehood.protocol.errors import ApiError, ModelUnreachable, ServerFault, to_detail
+from fumehood.protocol.errors import (
+    ApiError,
+    ModelUnreachable,
+    NotStored,
+    ServerFault,
+    StorageUnavailable,
+    Unavailable,
+    to_detail,
+)
 from fumehood.protocol.events import (
     Completed,
     Created,
@@ -71,6 +79,7 @@ class Loop:
     """One response.
 
     failure: what went wrong, where it is a fault that a blocking caller should get as an HTTP error.
+    is_lost: whether nothing of the response is stored though it should be; a blocking caller must not be given its id.
     lease: the right to write to the response, once it is recorded.
     """
 
@@ -86,6 +95,7 @@ class Loop:
         compactor: Compactor,
     ) -> None:
         self.failure: ApiError | None = None
+        self.is_lost = False
         self.lease: Lease | None = None
         self._prepared = prepared
         self._backend = backend
@@ -99,6 +109,7 @@ class Loop:
         self._deadline = clock.monotonic() + limits.seconds
         self._phase: Literal["new", "turning", "concluding"] = "new"
         self._given_up = False
+        self._abandoned = False
         self._late = False  # it was given up because its time was over
         self._incomplete: Literal["max_output_tokens", "content_filter"] | None = None
         # What the model is shown: the conversation, and what this response has added to it.
@@ -129,6 +140,11 @@ class Loop:
         """
         first, self._given_up = not self._given_up, True
         return first and self._phase == "turning"
+
+    def abandon(self) -> bool:
+        """As `give_up`, and write no end: whoever recovers the store will mark it failed."""
+        self._abandoned = True
+        return self.give_up()
 
     async def drive(self) -> Response:
         """From the first event to the last; the response as it was told and kept."""
@@ -334,6 +350,7 @@ class Loop:
             await self._commit(response)
         except Exception as error:
             self.failure = _why_not_kept(error)
+            self.is_lost = self.lease is None
             expected = isinstance(error, ApiError | Fenced)
             logger.warning("response %s was not kept: %s", response.id, error, exc_info=not expected)
             response = self._closing("failed")
@@ -361,6 +378,8 @@ class Loop:
     async def _commit(self, response: Response) -> None:
         if not self._prepared.store:
             return
+        if self._abandoned:
+            raise Unavailable("The server stopped before the response had ended.", retry_after=1.0)
         if self.lease is None and response.status == "failed" and not response.output:
             return  # a blocking caller gets an error and no id: there is nothing to come back to
         entries = (*self._unkept(), *self._prepared.input.entries, *self._entries)
@@ -403,6 +422,11 @@ def _is_in(spec: FunctionSpec, toolbox: Toolbox) -> bool:
 
 
 def _why_not_kept(error: Exception) -> ApiError:
+    if isinstance(error, StorageUnavailable):
+        return NotStored(
+            f"The response was made and could not be stored: {error.message} Its code may have run.",
+            retry_after=error.retry_after,
+        )
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Fenced):

@@ -95,7 +95,9 @@ class EngineRun:
         except BaseException as error:
             return error
         failure = self._loop.failure
-        return response if failure is None or response.output else failure
+        if failure is not None and (self._loop.is_lost or not response.output):
+            return failure
+        return response
 
     def conversation(self) -> Sequence[Segment]:
         return self._loop.conversation()
@@ -108,6 +110,12 @@ class EngineRun:
         if self._loop.give_up():
             logger.info("response %s is cancelled: %s", self.id, reason)
             self.task.cancel(reason)
+
+    def abandon(self) -> None:
+        """Stop it and write nothing more of it."""
+        if self._loop.abandon():
+            logger.warning("response %s is abandoned: the server stops at once", self.id)
+            self.task.cancel()
 
 
 class EngineRuns:
@@ -156,6 +164,8 @@ class EngineRuns:
     ) -> EngineRun:
         prepared = await self._preparation.prepare(request, caller, past, take=take)
         prepared.check_files()
+        if prepared.store:
+            await self._store.check_writable()
         if response_id is not None:
             prepared.response.id = response_id
         backend = self._models.backend(prepared.response.model)
@@ -265,17 +275,26 @@ class EngineRuns:
 
     async def drain(self, grace_seconds: float) -> None:
         self._draining = True
+        try:
+            await self._end_runs(grace_seconds)
+        except asyncio.CancelledError:
+            for run in list(self._running):
+                run.abandon()
+            raise
+        finally:
+            if self._renewing is not None:
+                self._renewing.cancel()
+
+    async def _end_runs(self, grace_seconds: float) -> None:
         tasks: list[asyncio.Task[Any]] = [*(run.task for run in self._running), *self._compacting]
-        if tasks:
-            await asyncio.wait(tasks, timeout=grace_seconds)
+        if not tasks:
+            return
+        await asyncio.wait(tasks, timeout=grace_seconds)
         for run in list(self._running):
             run.cancel("the server is shutting down")
         for task in list(self._compacting):
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        if self._renewing is not None:
-            self._renewing.cancel()
+        await asyncio.wait(tasks)
 
 
 def _unrendered(prepared: Prepared) -> int:

@@ -30,6 +30,7 @@ from fumehood.protocol.errors import (
     InvalidRequest,
     NotAuthenticated,
     NotFound,
+    NotStored,
     ServerFault,
     Unavailable,
 )
@@ -239,7 +240,7 @@ class Gateway:
             exchange.extra.append((b"allow", error.allowed.encode()))
         elif isinstance(error, NotAuthenticated):
             exchange.extra.append((b"www-authenticate", b"Bearer"))
-        elif isinstance(error, Conflict) and error.retry_after is None:
+        elif isinstance(error, NotStored) or (isinstance(error, Conflict) and error.retry_after is None):
             exchange.extra.append((b"x-should-retry", b"false"))  # OpenAI's SDKs would repeat it
         await exchange.refuse(error)
 

@@ -19,7 +19,15 @@ from fumehood.gateway.limits import Limits, Room
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.sse import DONE, HEADERS, SIGN_OF_LIFE, encode_events
 from fumehood.interfaces import Caller, IdempotencyClaim, Run, Runs, Store, TakeRoom
-from fumehood.protocol.errors import ApiError, Conflict, InvalidRequest, RateLimited, ServerFault, to_detail
+from fumehood.protocol.errors import (
+    ApiError,
+    Conflict,
+    InvalidRequest,
+    NotStored,
+    RateLimited,
+    ServerFault,
+    to_detail,
+)
 from fumehood.protocol.events import ErrorOccurred
 from fumehood.protocol.folding import project_response
 from fumehood.protocol.ids import new_id
@@ -166,7 +174,9 @@ class Repeats:
             raise _other_request()
         response = await self._store.response(asked.caller.tenant, found.response_id)
         if response is None:
-            raise _gone(found, "it was deleted, or the server stopped before it was complete")
+            raise _gone(
+                found, "it could not be stored, was deleted, or the server stopped before it was complete"
+            )
         if response.status in ("queued", "in_progress"):
             raise Conflict(
                 f"The request of this {HEADER} is still being served.",
@@ -186,8 +196,9 @@ class Repeats:
         joint.begin(run)
         try:
             response = await joint.record(run, asked)
-        except ApiError:
-            if not asked.request.stream:  # a blocking one that raises has made nothing
+        except ApiError as error:
+            # A blocking one that raises has made nothing, unless it could not be stored.
+            if not asked.request.stream and not isinstance(error, NotStored):
                 joint.ran = False
                 await self._release(joint, asked)
             raise

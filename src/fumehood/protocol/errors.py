@@ -10,7 +10,10 @@ ApiError                          `status`, `type`, `code`, `param` and `message
 ├── BodyTooLarge             413  more than a limit allows
 ├── RateLimited              429  the same request may be served later; `retry_after` seconds
 ├── ServerFault              500  ours
+│   └── StorageCorrupted     500  something that is stored cannot be read
 ├── Unavailable              503  something that the gateway needs is not there now
+│   └── StorageUnavailable   503  nothing can be written now, e.g. because the disk is full
+│       └── NotStored        503  a response was made, and could not be written
 └── ModelError               502  a model server refused, failed or lied
     ├── ModelRefused         400  it refused the request: too long, unknown parameter, content
     ├── ModelRateLimited     429  it is busy
@@ -96,6 +99,18 @@ class ServerFault(ApiError):
 class Unavailable(ApiError):
     status = 503
     code = "server_error"
+
+
+class StorageCorrupted(ServerFault):
+    code = "storage_corrupted"
+
+
+class StorageUnavailable(Unavailable):
+    code = "storage_unavailable"
+
+
+class NotStored(StorageUnavailable):
+    """Code may have run for it: clients should not repeat the request by themselves."""
 
 
 class ModelError(ApiError):

@@ -1,7 +1,8 @@
 """An SQLite file behind threads: one that writes in groups, some that read; imports the standard library and siblings.
 
 A job is a function of a connection. Whatever waits when the disk is free becomes one transaction with one sync of it.
-If that fails, each job is tried alone, so that a bad one does not take its neighbours with it.
+If that fails, each job is tried alone, so that a bad one does not take its neighbours with it. Soon after a job that
+deletes, the log is folded into the file and emptied, so that nothing of what was deleted stays there.
 """
 
 import asyncio
@@ -14,11 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
 from fumehood.figures import StoreFigures
-from fumehood.protocol.errors import Unavailable
+from fumehood.protocol.errors import StorageCorrupted, StorageUnavailable, Unavailable
 from fumehood.store.migrations import StoreRefused, is_current, migrate
 
 logger = logging.getLogger(__name__)
@@ -30,8 +32,14 @@ _BUSY_PAUSE = 0.01
 _MOST_BYTES = 256 << 10  # that one transaction may write on the event loop
 _MOST_STEPS = 20_000  # of SQLite's machine in one statement there: about a millisecond
 UNBOUNDED = math.inf
-_PAGE_CACHE_KIB = 16 << 10
+_WRITER_CACHE_KIB = 8 << 10
+_READER_CACHE_KIB = 2 << 10  # each; the kernel has the file in memory as well
 _LARGEST_IDLE_LOG = 64 << 20
+_LEAST_FREE = 1 << 20  # bytes of the disk below which nothing is begun that has to be written
+_RETRY_SECONDS = 5.0
+_CHECKPOINT_DELAY = 0.5  # after a deletion, so that several share one
+_LONGEST_CHECKPOINT_DELAY = 30.0
+_CHECKPOINT_SHARE = 20  # it takes at most one part in so many of the writer's time
 
 type Work[T] = Callable[[sqlite3.Connection], T]
 
@@ -40,10 +48,12 @@ class Job[T]:
     """One piece of work, and who waits for it.
 
     size: about how many bytes it writes.
+    deletes: whether it takes something away that must not stay in the log.
+    about: what it reads or writes, for the log.
     applied: whether what it did is in the database, as the jobs after it see it; for them alone to look at.
     """
 
-    __slots__ = ("_error", "_on_done", "_result", "_waiter", "_work", "applied", "size")
+    __slots__ = ("_error", "_on_done", "_result", "_waiter", "_work", "about", "applied", "deletes", "size")
     _result: T
 
     def __init__(
@@ -52,8 +62,13 @@ class Job[T]:
         waiter: asyncio.Future[T] | None = None,
         on_done: Callable[[T], None] | None = None,
         size: float = UNBOUNDED,
+        *,
+        deletes: bool = False,
+        about: str = "",
     ) -> None:
         self.size = size
+        self.deletes = deletes
+        self.about = about
         self._work = work
         self._waiter = waiter
         self._on_done = on_done
@@ -70,6 +85,11 @@ class Job[T]:
     def fail(self, error: BaseException) -> None:
         self._error = error
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the database could not do it."""
+        return isinstance(self._error, sqlite3.OperationalError)
+
     def deliver(self) -> None:
         """On the event loop: `on_done` hears of it first, also if nobody waits any more."""
         if self._error is None and self._on_done is not None:
@@ -82,7 +102,7 @@ class Job[T]:
         if self._error is None:
             self._waiter.set_result(self._result)
         else:
-            self._waiter.set_exception(_for_callers(self._error))
+            self._waiter.set_exception(_for_callers(self._error, self.about))
 
 
 class _TooLongHere(Exception):
@@ -100,13 +120,35 @@ def leave_event_loop() -> None:
     raise _TooLongHere
 
 
-def _for_callers(error: BaseException) -> BaseException:
-    """The error as callers get it: what the database says is Unavailable, a mistake of ours stays what it is."""
-    if isinstance(error, sqlite3.OperationalError) or type(error) is sqlite3.DatabaseError:
-        unavailable = Unavailable(f"The gateway's database cannot be used now: {error}. Try again later.")
-        unavailable.__cause__ = error
-        return unavailable
-    return error
+def _for_callers(error: BaseException, about: str) -> BaseException:
+    """The error as callers get it: what the database says is theirs, a mistake of ours stays what it is."""
+    if not isinstance(error, sqlite3.DatabaseError):
+        return error
+    if _is_damage(error):
+        logger.error(
+            "storage_corrupted", extra={"fields": {"row": about or "unknown", "reason": repr(error)}}
+        )
+        told: Exception = StorageCorrupted(
+            f"What is stored cannot be read{about and f' ({about})'}: the gateway's database is damaged. "
+            "`fumehood doctor --data` tells its operator more."
+        )
+    elif isinstance(error, sqlite3.OperationalError) or type(error) is sqlite3.DatabaseError:
+        told = StorageUnavailable(
+            f"The gateway's database cannot be used now: {error}. Try again later.",
+            retry_after=_RETRY_SECONDS,
+        )
+    else:
+        return error
+    told.__cause__ = error
+    return told
+
+
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether the file itself is at fault, and trying again would be in vain."""
+    code = getattr(error, "sqlite_errorcode", None)  # the module's own errors have none
+    if code is None:
+        return "decode to UTF-8" in str(error)
+    return code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def _run(connection: sqlite3.Connection, begin: Work[object], jobs: Sequence[Job[object]]) -> None:
@@ -198,6 +240,8 @@ class _Writer:
 
     Small jobs are done on the event loop: in memory that takes less than handing them over, and the thread has only to
     commit. What is not small, or turns out not to be, or fails, is the thread's.
+
+    failing: whether the last transaction was refused.
     """
 
     def __init__(
@@ -210,7 +254,11 @@ class _Writer:
         self._waiting: list[Job[object]] = []
         self._busy = False
         self._closing = False
-        self._groups = SimpleQueue[tuple[list[Job[object]], bool] | None]()
+        self.failing = False
+        self._checkpoint_timer: asyncio.TimerHandle | None = None
+        self._checkpoint_due = False
+        self._checkpoint_delay = _CHECKPOINT_DELAY
+        self._groups = SimpleQueue[tuple[list[Job[object]], bool] | float | None]()
         here = threading.get_ident()
         connection.execute("PRAGMA busy_timeout = 0")  # nobody waits for a lock on the event loop
         connection.set_progress_handler(lambda: threading.get_ident() == here, _MOST_STEPS)
@@ -226,6 +274,8 @@ class _Writer:
     def close(self) -> None:
         """The thread ends when everything is done."""
         self._closing = True
+        if self._checkpoint_timer is not None:
+            self._checkpoint_timer.cancel()
         if not self._busy:
             self._groups.put(None)
 
@@ -233,8 +283,12 @@ class _Writer:
         self._thread.join()
 
     def _begin(self) -> None:
-        jobs, self._waiting = self._waiting[:_LARGEST_GROUP], self._waiting[_LARGEST_GROUP:]
         self._began = time.monotonic()
+        if self._checkpoint_due:
+            self._checkpoint_due = False
+            self._groups.put(self._began)
+            return
+        jobs, self._waiting = self._waiting[:_LARGEST_GROUP], self._waiting[_LARGEST_GROUP:]
         self._figures.group.add(len(jobs))
         self._groups.put((jobs, self._apply_here(jobs)))
 
@@ -249,23 +303,53 @@ class _Writer:
 
     def _end(self, jobs: Sequence[Job[object]]) -> None:
         self._figures.seconds.add(time.monotonic() - self._began)
+        self.failing = any(job.is_refused for job in jobs)
+        if any(job.deletes for job in jobs):
+            self._plan_checkpoint()
         for job in jobs:
             job.deliver()
-        if self._waiting:
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._waiting or self._checkpoint_due:
             self._begin()
         elif self._closing:
             self._groups.put(None)
         else:
             self._busy = False
 
+    def _plan_checkpoint(self) -> None:
+        if self._checkpoint_timer is None and not self._closing:
+            self._checkpoint_timer = self._loop.call_later(self._checkpoint_delay, self._begin_checkpoint)
+
+    def _begin_checkpoint(self) -> None:
+        self._checkpoint_timer = None
+        self._checkpoint_due = not self._closing
+        if self._checkpoint_due and not self._busy:
+            self._busy = True
+            self._begin()
+
+    def _checkpointed(self, emptied: bool, seconds: float) -> None:
+        if emptied:
+            self._checkpoint_delay = max(_CHECKPOINT_DELAY, seconds * _CHECKPOINT_SHARE)
+        else:  # somebody reads, or the disk is full
+            self._checkpoint_delay = min(self._checkpoint_delay * 2, _LONGEST_CHECKPOINT_DELAY)
+            self._plan_checkpoint()
+        self._go_on()
+
     # ---- in the thread ----------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while (group := self._groups.get()) is not None:
-            jobs, applied = group
-            self._settle(jobs, applied)
+            if isinstance(group, tuple):
+                jobs, applied = group
+                self._settle(jobs, applied)
+                told: Callable[[], None] = partial(self._end, jobs)
+            else:
+                emptied = empty_log(self._connection)
+                told = partial(self._checkpointed, emptied, time.monotonic() - group)
             with suppress(RuntimeError):  # the loop ended without closing us
-                self._loop.call_soon_threadsafe(self._end, jobs)
+                self._loop.call_soon_threadsafe(told)
         self._connection.close()
 
     def _settle(self, jobs: Sequence[Job[object]], applied: bool) -> None:
@@ -274,6 +358,16 @@ class _Writer:
                 _commit(self._connection, jobs)
                 return
         _run(self._connection, _begin_writing_patiently, jobs)
+
+
+def empty_log(connection: sqlite3.Connection) -> bool:
+    """Fold the log into the file and leave nothing in it; False if somebody reads meanwhile, or the disk is full."""
+    try:
+        (busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    except sqlite3.Error as error:
+        logger.warning("The log of the database could not be emptied: %s", error)
+        return False
+    return not busy
 
 
 class Database:
@@ -285,7 +379,9 @@ class Database:
         readers: Sequence[sqlite3.Connection],
         lock: int | None,
         figures: StoreFigures | None = None,
+        directory: Path | None = None,
     ) -> None:
+        self._directory = directory
         self._loop = asyncio.get_running_loop()
         self._lock = lock
         self._reads = SimpleQueue[Job[object] | None]()
@@ -302,14 +398,20 @@ class Database:
         """Make it if it is not there; raises StoreRefused. `shared` leaves out the lock against other processes, and
         the file's tables as they are while somebody else holds that lock.
         """
-        return cls(*await asyncio.to_thread(_open, path, shared), figures)
+        return cls(*await asyncio.to_thread(_open, path, shared), figures, path.parent)
 
     def write[T](
-        self, work: Work[T], on_done: Callable[[T], None] | None = None, size: float = UNBOUNDED
+        self,
+        work: Work[T],
+        on_done: Callable[[T], None] | None = None,
+        size: float = UNBOUNDED,
+        *,
+        deletes: bool = False,
+        about: str = "",
     ) -> asyncio.Future[T]:
-        """`size`: about how many bytes are written."""
+        """`size`: about how many bytes are written. `deletes`, `about`: see `Job`."""
         waiter: asyncio.Future[T] = self._loop.create_future()
-        self.post(Job(work, waiter, on_done, size))
+        self.post(Job(work, waiter, on_done, size, deletes=deletes, about=about))
         return waiter
 
     def post[T](self, job: Job[T]) -> None:
@@ -317,19 +419,32 @@ class Database:
         self.check()
         self._writer.post(job)  # pyright: ignore[reportArgumentType]
 
-    def read[T](self, work: Work[T], on_done: Callable[[T], None] | None = None) -> asyncio.Future[T]:
+    def read[T](
+        self, work: Work[T], on_done: Callable[[T], None] | None = None, *, about: str = ""
+    ) -> asyncio.Future[T]:
         self.check()
         waiter: asyncio.Future[T] = self._loop.create_future()
-        self._reads.put(Job(work, waiter, on_done))  # pyright: ignore[reportArgumentType]
+        self._reads.put(Job(work, waiter, on_done, about=about))  # pyright: ignore[reportArgumentType]
         return waiter
 
-    async def glance[T](self, work: Work[T]) -> T:
+    async def glance[T](self, work: Work[T], *, about: str = "") -> T:
         """As `read`, for a row by its key: to find it takes a fraction of what it takes to ask a thread."""
         self.check()
         try:
             return work(self._near)
         except sqlite3.Error:  # the thread will find out what it is
-            return await self.read(work)
+            return await self.read(work, about=about)
+
+    async def check_writable(self) -> None:
+        """Raises StorageUnavailable while the disk is full, or nothing could be written last time and still cannot."""
+        self.check()
+        if self._directory is not None and _free_bytes(self._directory) < _LEAST_FREE:
+            raise StorageUnavailable(
+                "The gateway's disk is full, so nothing can be stored. Try again later.",
+                retry_after=_RETRY_SECONDS,
+            )
+        if self._writer.failing:
+            await self.write(_touch)
 
     async def close(self) -> None:
         """Do what was asked for until now, and let go of the file."""
@@ -353,6 +468,19 @@ class Database:
             raise Unavailable("The gateway's database is closed.")
 
 
+def _touch(db: sqlite3.Connection) -> None:
+    """A write that changes nothing."""
+    db.execute("UPDATE identity SET id = id")
+
+
+def _free_bytes(directory: Path) -> float:
+    try:
+        disk = os.statvfs(directory)
+    except OSError:  # whoever writes will say what it is
+        return math.inf
+    return (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) * disk.f_frsize
+
+
 # --- opening ------------------------------------------------------------------------------------------
 
 
@@ -363,15 +491,16 @@ def _open(path: Path, shared: bool) -> tuple[sqlite3.Connection, Sequence[sqlite
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = None if shared else _locked(path)
         _make_private(path)
-        writer = _connect(path)
+        writer = _connect(path, _WRITER_CACHE_KIB)
         opened.append(writer)
         writer.execute("PRAGMA journal_mode = WAL")
         if shared:
             _migrate_if_alone(path, writer)
         else:
             migrate(writer)
+            empty_log(writer)  # a process that was killed may have left what it had deleted
         for _ in range(1 + _READERS):
-            opened.append(_connect(path))
+            opened.append(_connect(path, _READER_CACHE_KIB))
             opened[-1].execute("PRAGMA query_only = ON")
         return writer, opened[1:], lock
     except BaseException as error:
@@ -429,7 +558,7 @@ def _make_private(path: Path) -> None:
         os.close(directory)
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _connect(path: Path, cache_kib: int) -> sqlite3.Connection:
     connection = sqlite3.connect(
         path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False, cached_statements=256
     )
@@ -438,7 +567,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             "synchronous = FULL",
             "secure_delete = ON",  # what was deleted is not to be found in the file
             "trusted_schema = OFF",
-            f"cache_size = -{_PAGE_CACHE_KIB}",
+            f"cache_size = -{cache_kib}",
             f"journal_size_limit = {_LARGEST_IDLE_LOG}",
         ):
             connection.execute(f"PRAGMA {setting}")

@@ -111,6 +111,9 @@ class SqliteStore:
 
     # --- responses ------------------------------------------------------------------------------------
 
+    async def check_writable(self) -> None:
+        await self._database.check_writable()
+
     async def begin(self, tenant: str, response: Response) -> Lease:
         self._database.check()
         response = msgspec.structs.replace(response, output=[])
@@ -164,7 +167,7 @@ class SqliteStore:
 
         beginning = self._unwritten.pop(response_id, None)
         try:
-            ended = await self._database.write(work, remember, ending.weight)
+            ended = await self._database.write(work, remember, ending.weight, about=f"response {response_id}")
         except sqlite3.IntegrityError:  # there is one of that id
             raise Fenced(response_id) from None
         except Unavailable:
@@ -226,7 +229,12 @@ class SqliteStore:
                 self._running.pop(response_id, None)
 
         self._write_begun()  # what runs stands on what it continues, from before this
-        return await self._database.write(lambda db: rows.delete(db, tenant, response_id), forget)
+        return await self._database.write(
+            lambda db: rows.delete(db, tenant, response_id),
+            forget,
+            deletes=True,
+            about=f"response {response_id}",
+        )
 
     # --- containers -----------------------------------------------------------------------------------
 
@@ -240,12 +248,18 @@ class SqliteStore:
         *,
         seen: ContainerRecord | None = None,
     ) -> bool:
-        return await self._database.write(lambda db: container_rows.change(db, record, deleted_files, seen))
+        return await self._database.write(
+            lambda db: container_rows.change(db, record, deleted_files, seen),
+            deletes=bool(deleted_files) or record.status != "running",
+            about=f"container {record.id}",
+        )
 
     async def container(self, container_id: str) -> ContainerRecord | None:
         if not _storable(container_id):
             return None
-        return await self._database.glance(lambda db: container_rows.one(db, container_id))
+        return await self._database.glance(
+            lambda db: container_rows.one(db, container_id), about=f"container {container_id}"
+        )
 
     async def containers(
         self, tenant: str | None = None, *, running: bool = False
@@ -268,18 +282,28 @@ class SqliteStore:
         return await self._database.read(lambda db: container_rows.ended(db, expired_before, deleted_before))
 
     async def delete_container(self, container_id: str) -> None:
-        await self._database.write(lambda db: container_rows.delete(db, container_id))
+        await self._database.write(
+            lambda db: container_rows.delete(db, container_id),
+            deletes=True,
+            about=f"container {container_id}",
+        )
 
     async def put_files(self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()) -> bool:
-        return await self._database.write(lambda db: container_rows.put_files(db, changed, deleted))
+        return await self._database.write(
+            lambda db: container_rows.put_files(db, changed, deleted), deletes=bool(deleted)
+        )
 
     async def file(self, container_id: str, file_id: str) -> ContainerFileRecord | None:
         if not _storable(file_id):
             return None
-        return await self._database.read(lambda db: container_rows.file(db, container_id, file_id))
+        return await self._database.read(
+            lambda db: container_rows.file(db, container_id, file_id), about=f"file {file_id}"
+        )
 
     async def files(self, container_id: str, window: Window | None = None) -> Sequence[ContainerFileRecord]:
-        return await self._database.read(lambda db: container_rows.files(db, container_id, window))
+        return await self._database.read(
+            lambda db: container_rows.files(db, container_id, window), about=f"files of {container_id}"
+        )
 
     async def unused_blobs(self, names: Sequence[str]) -> Sequence[str]:
         """By the writer: a reader might not see what somebody asked for who was cancelled then."""
@@ -293,7 +317,9 @@ class SqliteStore:
     async def upload(self, tenant: str, file_id: str) -> FileRecord | None:
         if not _storable(file_id):
             return None
-        return await self._database.read(lambda db: upload_rows.one(db, tenant, file_id))
+        return await self._database.read(
+            lambda db: upload_rows.one(db, tenant, file_id), about=f"upload {file_id}"
+        )
 
     async def uploads(
         self, tenant: str, window: Window, *, purpose: str | None = None, now: float
@@ -308,7 +334,9 @@ class SqliteStore:
     async def delete_upload(self, tenant: str, file_id: str) -> FileRecord | None:
         if not _storable(file_id):
             return None
-        return await self._database.write(lambda db: upload_rows.delete(db, tenant, file_id))
+        return await self._database.write(
+            lambda db: upload_rows.delete(db, tenant, file_id), deletes=True, about=f"upload {file_id}"
+        )
 
     async def expired_uploads(self, now: float, limit: int) -> Sequence[FileRecord]:
         return await self._database.read(lambda db: upload_rows.expired(db, now, limit))
@@ -364,8 +392,8 @@ class SqliteStore:
             return None
         if response_id in self._running:
             self._write_begun()
-            return await self._database.write(work)
-        return await self._database.read(work)
+            return await self._database.write(work, about=f"response {response_id}")
+        return await self._database.read(work, about=f"response {response_id}")
 
 
 def _unwritten(begun: _Begun | None, lease: Lease) -> bool:

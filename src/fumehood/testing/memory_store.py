@@ -95,6 +95,9 @@ class MemoryStore:
 
     # --- responses ------------------------------------------------------------------------------------
 
+    async def check_writable(self) -> None:
+        self._open()
+
     async def begin(self, tenant: str, response: Response) -> Lease:
         before = self._row(tenant, response.previous_response_id)
         self._open().responses[response.id] = _Row(

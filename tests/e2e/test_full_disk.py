@@ -1,0 +1,174 @@
+"""A gateway whose disk is full, before and while a response is made; imports the support."""
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.conftest import client_of, settings_without_code
+from tests.support import served
+from tests.support.chat_server import chunk, stream
+from tests.support.served import Model, Served, answer
+
+pytestmark = pytest.mark.root
+LONG = "x" * 200_000  # more than the log has room for
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Generator[Path]:
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(path)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("may not mount")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture
+def model() -> Generator[Model]:
+    with Model() as scripted:
+        yield scripted
+
+
+@pytest.fixture
+def running(disk: Path, model: Model) -> Generator[Served]:
+    with served.serving(disk, settings_without_code(model)) as gateway:
+        yield gateway
+
+
+def fill(disk: Path) -> None:
+    """To the last byte."""
+    with closing((disk / "filler").open("wb", buffering=0)) as file:
+        try:
+            while file.write(b"x" * 4096) == 4096:
+                pass
+        except OSError:
+            return
+
+
+def fill_when_asked(disk: Path, model: Model, let_go: Callable[[], None]) -> None:
+    while not model.asked:
+        time.sleep(0.01)
+    fill(disk)
+    let_go()
+
+
+def free(disk: Path) -> None:
+    (disk / "filler").unlink()
+
+
+def create(running: Served, **more: Any) -> httpx.Response:
+    body = {"model": "scripted", "input": "?", **more}
+    return httpx.post(f"{running.url}/responses", json=body, timeout=60)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_request_is_refused_before_anything_is_made(
+    running: Served, model: Model, disk: Path, streamed: bool
+) -> None:
+    fill(disk)
+    model.script(answer("never"))
+    refused = create(running, stream=streamed)
+    assert refused.status_code == 503
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "storage_unavailable")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert model.asked == []
+    # What is not to be stored needs no disk.
+    assert create(running, store=False).json()["status"] == "completed"
+    free(disk)
+    model.script(answer("again"))
+    made = create(running)
+    assert made.json()["status"] == "completed"
+    assert httpx.get(f"{running.url}/responses/{made.json()['id']}").status_code == 200
+
+
+def test_a_response_that_cannot_be_stored_is_no_success(running: Served, model: Model, disk: Path) -> None:
+    gate, let_go = model.event()
+    model.script(stream(chunk({"content": LONG}), gate, chunk(finish="stop"), b"data: [DONE]\n\n"))
+    with httpx.Client(timeout=60) as client:
+        filling = threading.Thread(target=fill_when_asked, args=(disk, model, let_go))
+        filling.start()
+        refused = client.post(f"{running.url}/responses", json={"model": "scripted", "input": "?"})
+        filling.join()
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "storage_unavailable"
+    assert "could not be stored" in refused.json()["error"]["message"]
+    assert "retry-after" in refused.headers
+    assert refused.headers["x-should-retry"] == "false"  # code may have run for it
+    assert "resp_" not in refused.text
+    free(disk)
+    model.script(answer("again"))
+    assert create(running).json()["status"] == "completed"
+
+
+def test_a_key_of_what_could_not_be_stored_is_not_run_again(
+    running: Served, model: Model, disk: Path
+) -> None:
+    gate, let_go = model.event()
+    model.script(stream(chunk({"content": LONG}), gate, chunk(finish="stop"), b"data: [DONE]\n\n"))
+    body, headers = {"model": "scripted", "input": "?"}, {"Idempotency-Key": "one"}
+    with httpx.Client(timeout=60, headers=headers) as client:
+        filling = threading.Thread(target=fill_when_asked, args=(disk, model, let_go))
+        filling.start()
+        assert client.post(f"{running.url}/responses", json=body).status_code == 503
+        filling.join()
+        free(disk)
+        again = client.post(f"{running.url}/responses", json=body)
+    assert again.status_code == 409
+    assert again.json()["error"]["code"] == "idempotency_response_gone"
+
+
+def test_a_stream_that_cannot_be_stored_ends_as_failed(running: Served, model: Model, disk: Path) -> None:
+    gate, let_go = model.event()
+    model.script(stream(chunk({"content": LONG}), gate, chunk(finish="stop"), b"data: [DONE]\n\n"))
+    seen: list[Any] = []
+    with (
+        client_of(running) as client,
+        client.responses.create(model="scripted", input="?", stream=True) as events,
+    ):
+        for event in events:
+            seen.append(event)
+            if event.type == "response.output_text.delta":
+                assert client.responses.retrieve(seen[0].response.id).status == "in_progress"
+                fill(disk)
+                let_go()
+                break
+        with pytest.raises(openai.APIError, match="could not be stored") as caught:  # by an `error` event
+            seen.extend(events)
+        assert caught.value.code == "storage_unavailable"
+        assert "response.completed" not in {event.type for event in seen}
+        free(disk)
+        # Its beginning is on the disk; its lease will run out.
+        assert client.responses.retrieve(seen[0].response.id).status in ("in_progress", "failed")
+        model.script(answer("again"))
+        assert create(running).json()["status"] == "completed"
+
+
+def test_the_events_of_a_stream_that_cannot_be_stored(running: Served, model: Model, disk: Path) -> None:
+    gate, let_go = model.event()
+    model.script(stream(chunk({"content": LONG}), gate, chunk(finish="stop"), b"data: [DONE]\n\n"))
+    filling = threading.Thread(target=fill_when_asked, args=(disk, model, let_go))
+    filling.start()
+    lines = create(running, stream=True).text.splitlines()
+    filling.join()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    error, failed = events[-2:]
+    assert (error["type"], error["error"]["code"]) == ("error", "storage_unavailable")
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    # The codes that OpenAI's SDK knows here are few, and none of them says it.
+    assert failed["response"]["error"]["code"] == "server_error"
+    assert "could not be stored" in failed["response"]["error"]["message"]
