@@ -197,6 +197,7 @@ async def assembled(
             always_include=(OUTPUTS,) if chosen.settings.always_include_outputs else (),
             slowest=config.limits.body_bytes_per_second,
             show_metrics=config.telemetry.metrics,
+            pass_fields={name for model in config.models for name in model.pass_fields},
             unready=SandboxReadiness(sandboxes, clock) if chosen.enabled else None,
         )
         app = gateway if signals is None else signals.edge(gateway)

@@ -517,6 +517,19 @@ async def test_a_server_that_counts_is_asked() -> None:
         )
 
 
+async def test_the_count_uses_the_clients_template_arguments() -> None:
+    async with chat_server(document(b'{"count": 7}')) as server:
+        settings = ModelSettings(base_url=server.url, tokenize_url=server.url + "/tokenize")
+        connections = Upstream()
+        passed = {"chat_template_kwargs": Raw(b'{"think":false}'), "seed": Raw(b"1"), "n": Raw(b"2")}
+        request = msgspec.structs.replace(REQUEST, sampling=Sampling(passed=passed))
+        assert await ChatCompletions(settings, connections).count(request) == (7, True)
+        await connections.close()
+        asked = server.asked[0].json
+        assert asked["chat_template_kwargs"] == {"think": False}
+        assert not {"seed", "n"} & set(asked)
+
+
 async def test_the_count_is_an_estimate() -> None:
     async with upstream() as (backend, _):
         tokens, exact = await backend.count(REQUEST)

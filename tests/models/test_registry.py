@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,11 +12,14 @@ from fumehood.models.registry import Registry, Rule, open_models
 from fumehood.models.settings import ModelSettings
 from fumehood.protocol.errors import InvalidRequest, ModelUnreachable
 from fumehood.protocol.models import ModelCard, ModelRequest, Text
+from fumehood.protocol.passed_fields import SAMPLING_FIELDS, decided_here
 from fumehood.testing import ScriptedModel
 from fumehood.testing.clock import FakeClock
 from tests.support import chat_server
 from tests.support.chat_server import stream
 from tests.support.conversations import message, segment
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Catalogue:
@@ -172,12 +176,54 @@ def test_settings_from_a_file() -> None:
         ({"base_url": "http://x", "read_timeout": 0}, "> 0"),
         ({"base_url": "http://x", "modle": "y"}, "modle"),
         ({"backend": "direct", "base_url": "http://x"}, "has no server"),
+        ({"backend": "direct", "pass_fields": ["a"]}, "has no server"),
+        ({"base_url": "http://x", "pass_fields": ["a b"]}, "not the name of a field"),
+        ({"base_url": "http://x", "pass_fields": [""]}, "not the name of a field"),
+        ({"base_url": "http://x", "pass_fields": ["a"] * 101}, "length <= 100"),
+        *(
+            (
+                {"base_url": "http://x", "backend": backend, "pass_fields": ["fine", name]},
+                f"cannot have `{name}`",
+            )
+            for backend in ("chat_completions", "responses")
+            for name in (
+                *(
+                    "n",
+                    "model",
+                    "messages",
+                    "input",
+                    "stream",
+                    "stream_options",
+                    "tools",
+                    "tool_choice",
+                    "store",
+                ),
+                *(
+                    "max_tokens",
+                    "max_completion_tokens",
+                    "response_format",
+                    "logprobs",
+                    "temperature",
+                    "include",
+                ),
+                *("best_of", "logits_processors", "previous_response_id", "reasoning", "reasoning_effort"),
+            )
+        ),
     ],
 )
 def test_settings_that_cannot_be(given: dict[str, object], told: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=told) as caught:
         msgspec.convert(given, ModelSettings)
     assert "pw" not in str(caught.value).replace("password", "")
+
+
+def test_fields_that_are_passed_on() -> None:
+    """They are documented, and none of them is one that the gateway decides about."""
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    section = page.partition("### Fields for the model server")[2].partition("**Turns.**")[0]
+    assert [name for name in SAMPLING_FIELDS if f"`{name}`" not in section] == []
+    assert not decided_here() & set(SAMPLING_FIELDS)
+    assert len(set(SAMPLING_FIELDS)) == len(SAMPLING_FIELDS)
 
 
 def test_keys() -> None:

@@ -138,3 +138,22 @@ async def test_an_unknown_route_says_what_is_served(running: Running, path: str,
     served = message.partition("Served here: ")[2].rstrip(".").split(", ")
     paths = dict.fromkeys(operation.path for operation in OPERATIONS if "{" not in operation.path)
     assert served == list(paths)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"", "The body is empty"),
+        (b" \n", "The body is empty"),
+        (rb'{"code":"\ud800"}', "lone surrogate at byte 9 "),
+        (rb'{"code":"1 \udc00 and so on and on"}', "lone surrogate at byte 11 "),
+        (b'{"code":"\xed\xa0\x80"}', "lone surrogate at byte 9 "),
+    ],
+)
+@pytest.mark.parametrize("path", ["/execute", "/sandboxes/box/execute"])
+async def test_what_is_wrong_with_a_body_is_named(
+    running: Running, path: str, body: bytes, told: str
+) -> None:
+    answer = await running.client.ask("POST", path, body, headers={"content-type": "application/json"})
+    assert answer.error == (400, "invalid_request", "body")
+    assert told in answer.json["error"]["message"]

@@ -37,6 +37,7 @@ from fumehood.protocol.tools import (
     FunctionTool,
     ToolChoice,
     ToolSpec,
+    check_name,
     read_choice,
     read_tool,
 )
@@ -332,7 +333,11 @@ def _read_tools(request: CreateResponse) -> list[ToolSpec]:
     raws = request.tools or []
     if len(raws) > _MOST_TOOLS:
         raise InvalidRequest(f"At most {_MOST_TOOLS} tools can be given.", param="tools")
-    return [read_tool(raw, f"tools[{number}]") for number, raw in enumerate(raws)]
+    specs = [read_tool(raw, f"tools[{number}]") for number, raw in enumerate(raws)]
+    for number, spec in enumerate(specs):
+        if spec.type in _CLIENT_TOOLS:
+            check_name(spec, f"tools[{number}]")
+    return specs
 
 
 def _function(spec: ToolSpec, where: str) -> FunctionTool:
@@ -492,4 +497,5 @@ def _sampling(request: CreateResponse) -> Sampling:
         prompt_cache_key=request.prompt_cache_key,
         safety_identifier=request.safety_identifier,
         user=request.user,
+        passed=request.passed,
     )

@@ -19,6 +19,7 @@ from fumehood.gateway.metrics import CONTENT_TYPE, Metrics
 from fumehood.gateway.models import ModelCards
 from fumehood.gateway.openapi import PUBLIC, document
 from fumehood.gateway.origins import Origins
+from fumehood.gateway.reading import RequestReader
 from fumehood.gateway.request_log import RequestLog, to_logging
 from fumehood.gateway.responses import Responses
 from fumehood.gateway.sse import SILENCE
@@ -69,6 +70,7 @@ class Gateway:
     silence: seconds after which a stream that has nothing to say shows that it is alive.
     file_bytes: the largest file that anybody may upload.
     slowest: bytes in a second that a body has to come with, on the whole; 0 lets it drip.
+    pass_fields: fields of requests that model servers are given as they came, besides those that all are.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Gateway:
         file_bytes: int = FILE_BYTES,
         slowest: int = SLOWEST,
         show_metrics: bool = True,
+        pass_fields: Collection[str] = (),
     ) -> None:
         self.metrics = metrics or Metrics()
         self.origins = origins or Origins()
@@ -107,6 +110,7 @@ class Gateway:
             limits=limits,
             always=always_include,
             silence=silence,
+            reader=RequestReader(pass_fields),
         )
         sockets = Sockets(
             responses,

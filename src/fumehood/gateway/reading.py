@@ -3,52 +3,72 @@
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
+from msgspec import Raw
 
 from fumehood.aside import LARGE, aside
 from fumehood.gateway.exchange import Exchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.folding import INCLUDABLE
 from fumehood.protocol.json_limits import MOST_VALUES, has_too_many_values
-from fumehood.protocol.responses import CreateResponse
+from fumehood.protocol.passed_fields import SAMPLING_FIELDS, check_size, request_type
+from fumehood.protocol.responses import CreateResponse, ReasoningConfig
 from fumehood.serving.browsers import decode_header, is_json, media_type
+from fumehood.serving.json_bodies import explain_json_fault
 
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _GOT = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`")
 _ABSENT = re.compile(r"^Object missing required field `([^`]*)`")
 
+_MESSAGES = b'"messages"'
 _NUL = rb"\u0000"  # JSON knows no other way to write one
 
-_requests = msgspec.json.Decoder(CreateResponse)
+_EFFORT = re.compile("[a-z_]{1,32}")
 
 
-async def read_request(
-    exchange: Exchange, limit: int, take: Callable[[int], None]
-) -> tuple[CreateResponse, bytes]:
-    """The body of POST /v1/responses, read and as it came; raises InvalidRequest, BodyTooLarge, Unavailable.
+class RequestReader:
+    """Reads requests for responses.
 
-    take: see `Exchange.body`.
+    pass_fields: what some model's server is given as it comes, besides `SAMPLING_FIELDS`.
     """
-    check_json(exchange)
-    body = await exchange.body(limit, take)
-    return await aside(len(body), decode_request, body), body
 
+    def __init__(self, pass_fields: Iterable[str] = ()) -> None:
+        self._decoder = msgspec.json.Decoder(request_type((*SAMPLING_FIELDS, *pass_fields)))
 
-def decode_request(body: bytes) -> CreateResponse:
-    """Raises InvalidRequest."""
-    request = decode(_requests, body)
-    if request.include:
-        check_include(request.include)
-    if _NUL in body:
-        _check_texts(request)
-    return request
+    async def read(
+        self, exchange: Exchange, limit: int, take: Callable[[int], None]
+    ) -> tuple[CreateResponse, bytes]:
+        """The body of POST /v1/responses, read and as it came; raises InvalidRequest, BodyTooLarge, Unavailable.
+
+        take: see `Exchange.body`.
+        """
+        check_json(exchange)
+        body = await exchange.body(limit, take)
+        return await aside(len(body), self.decode, body), body
+
+    def decode(self, body: bytes) -> CreateResponse:
+        """Raises InvalidRequest."""
+        request = decode(self._decoder, body)
+        if request.include:
+            check_include(request.include)
+        if _MESSAGES in body:
+            _check_api(body)
+        if _NUL in body:
+            _check_texts(request)
+        if request.reasoning is not None:
+            _check_effort(request.reasoning)
+        if passed := request.passed:
+            check_size(passed)
+        return request
 
 
 def check_json(exchange: Exchange) -> None:
     """A web page may post plain text to any address without asking first, but not JSON."""
     kind = media_type(exchange.headers)
+    if not kind and not exchange.has_body:
+        raise InvalidRequest("The body is empty; send a JSON object.", code="invalid_json")
     if not is_json(kind):
         shown = decode_header(kind)[:100]
         raise InvalidRequest(f"Unsupported content type: {shown!r}. Send Content-Type: application/json.")
@@ -69,10 +89,8 @@ def decode[T](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _refused(str(error)) from None
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"The body is not JSON: {error}.", code="invalid_json") from None
-    except UnicodeError:
-        raise InvalidRequest("The body is not UTF-8 text.", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise InvalidRequest(explain_json_fault(body, error), code="invalid_json") from None
     except RecursionError:
         raise InvalidRequest("The body is nested too deeply.", code="invalid_json") from None
 
@@ -86,6 +104,34 @@ def check_include(include: list[str] | tuple[str, ...]) -> None:
                 param=f"include[{number}]",
                 code="invalid_value",
             )
+
+
+class _ChatRequest(msgspec.Struct):
+    messages: Raw = Raw(b"")
+
+
+_chat_requests = msgspec.json.Decoder(_ChatRequest)
+
+
+def _check_api(body: bytes) -> None:
+    """Raises InvalidRequest for what was meant for chat completions."""
+    if bytes(_chat_requests.decode(body).messages) not in (b"", b"null"):
+        raise InvalidRequest(
+            "Unsupported parameter: 'messages'. It belongs to chat completions, which this server does not serve; the "
+            "Responses API takes the conversation as 'input'.",
+            param="messages",
+            code="unsupported_parameter",
+        )
+
+
+def _check_effort(reasoning: ReasoningConfig) -> None:
+    if reasoning.effort is not None and _EFFORT.fullmatch(reasoning.effort) is None:
+        raise InvalidRequest(
+            f"Invalid value for 'reasoning.effort': {reasoning.effort[:100]!r}; it has 1 to 32 lower-case letters and "
+            "underscores, such as 'low', 'medium' or 'high'.",
+            param="reasoning.effort",
+            code="invalid_value",
+        )
 
 
 def _check_texts(request: CreateResponse) -> None:

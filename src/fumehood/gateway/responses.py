@@ -10,7 +10,7 @@ from fumehood.gateway.following import GONE
 from fumehood.gateway.limits import Limits, Room
 from fumehood.gateway.listing import page
 from fumehood.gateway.metrics import Metrics
-from fumehood.gateway.reading import check_include, read_request
+from fumehood.gateway.reading import RequestReader, check_include
 from fumehood.gateway.repeats import Asked, Repeats, body_digest, checked_key
 from fumehood.gateway.shown import shown
 from fumehood.gateway.sse import SILENCE, stream
@@ -40,7 +40,9 @@ class Responses:
         limits: Limits,
         always: Collection[str] = (),
         silence: float = SILENCE,
+        reader: RequestReader | None = None,
     ) -> None:
+        self.reader = reader or RequestReader()
         self._runs = runs
         self._store = store
         self._metrics = metrics
@@ -89,7 +91,7 @@ class Responses:
 
     async def _read(self, exchange: Exchange, caller: Caller, room: Room) -> tuple[CreateResponse, bytes]:
         self._limits.count(caller, exchange.extra)
-        request, body = await read_request(exchange, self._limits.body_bytes(caller), room.take)
+        request, body = await self.reader.read(exchange, self._limits.body_bytes(caller), room.take)
         exchange.noted["model"] = request.model
         return request, body
 

@@ -25,7 +25,7 @@ from fumehood.gateway.limits import Room
 from fumehood.gateway.messages import Messages, text_message
 from fumehood.gateway.metrics import Metrics
 from fumehood.gateway.origins import Origins
-from fumehood.gateway.reading import decode, decode_request
+from fumehood.gateway.reading import decode
 from fumehood.gateway.responses import Responses
 from fumehood.interfaces import Caller, Run
 from fumehood.protocol.conversation import Segment
@@ -410,7 +410,7 @@ class _Connection:
     async def _respond(self, exchange: Exchange, lane: _Lane, waited: _Waiting) -> None:
         previous, failed = waited.envelope.previous_response_id, True
         try:
-            request = await aside(len(waited.body), decode_request, waited.body)
+            request = await aside(len(waited.body), self._sockets.responses.reader.decode, waited.body)
             request.stream = True
             held = self._find(previous)
             # A key may have been revoked since it opened the connection.

@@ -22,7 +22,7 @@ _PASSED_ON = (
     "safety_identifier",
     "user",
 )
-# What of a configured body decides how a conversation becomes tokens.
+# What of a body decides how a conversation becomes tokens.
 _TEMPLATE = ("chat_template", "chat_template_kwargs", "add_special_tokens")
 
 _PLAIN = Sampling()
@@ -62,9 +62,10 @@ class RequestWriter:
         fields: Fields = {"model": self._settings.name or request.model, "add_generation_prompt": True}
         if request.functions:
             fields["tools"] = _tools(request)
-        for name in _TEMPLATE:
-            if self._settings.extra_body.get(name) is not None:
-                fields[name] = self._settings.extra_body[name]
+        said: Fields = {}
+        self._settings.put_passed(said, request.sampling.passed)
+        self._settings.put_extra(said)
+        fields |= {name: said[name] for name in _TEMPLATE if name in said}
         return self._with_messages(request, fields)
 
     def body(self, request: ModelRequest) -> list[bytes]:
@@ -97,6 +98,7 @@ class RequestWriter:
             fields["top_logprobs"] = sampling.top_logprobs
         if sampling.reasoning is not None and sampling.reasoning.effort is not None:
             fields["reasoning_effort"] = sampling.reasoning.effort
+        self._settings.put_passed(fields, sampling.passed)
         text = sampling.text
         if text is not None and text.verbosity is not None:
             fields["verbosity"] = text.verbosity

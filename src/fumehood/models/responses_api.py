@@ -79,6 +79,7 @@ class ResponsesApi(ModelServer):
             include.append(LOGPROBS)
         if include:
             fields["include"] = include
+        self._settings.put_passed(fields, request.sampling.passed)
         self._settings.put_extra(fields)
         return self._with_input(request, fields)
 

@@ -1,4 +1,4 @@
-"""What an operator says about a model, checked before it is used; imports msgspec and the standard library."""
+"""What an operator says about a model, checked before it is used; imports msgspec and `protocol`."""
 
 import re
 from collections.abc import Mapping
@@ -6,9 +6,12 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Raw
+
+from fumehood.protocol.passed_fields import SAMPLING_FIELDS, decided_here
 
 _EXAMPLE = "http://127.0.0.1:8000/v1"
+_FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_.:-]{0,63}")
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 # Fields of a request without which nothing would hold.
@@ -62,6 +65,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     encrypted_reasoning: whether a `responses` server is asked for its reasoning under seal, and given it back.
     pass_tools: types of tools that a `responses` server is told of as they are, `*` for all; others are left out, but
         for custom tools, which are sent as functions then.
+    pass_fields: fields of requests that the server is given as clients sent them, besides `SAMPLING_FIELDS`.
     connect_timeout, read_timeout: seconds until there is a connection, and seconds in which not one byte comes: before
         the first one, which of an answer in one piece is when the model is done, and between two.
     retries: how often a turn that has not begun is asked for again.
@@ -85,6 +89,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     encrypted_reasoning: bool = True
     pass_tools: list[str] = []
+    pass_fields: Annotated[list[str], Meta(max_length=100)] = []
     connect_timeout: Seconds = 10.0
     read_timeout: Seconds = 600.0
     retries: Annotated[int, Meta(ge=0, le=10)] = 2
@@ -93,9 +98,10 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         if self.backend == "direct":
-            if self.base_url or self.api_key_env or self.name or self.tokenize_url:
+            if self.base_url or self.api_key_env or self.name or self.tokenize_url or self.pass_fields:
                 raise ValueError(
-                    "the backend `direct` has no server: leave out base_url, tokenize_url, api_key_env and name"
+                    "the backend `direct` has no server: leave out base_url, tokenize_url, api_key_env, name and "
+                    "pass_fields"
                 )
             return
         if self.base_url is None:
@@ -108,9 +114,17 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ValueError(f"{name!r} is not a header that can be sent")
         if self.backend == "chat_completions" and (self.pass_tools or not self.encrypted_reasoning):
             raise ValueError("pass_tools and encrypted_reasoning are for the backend `responses` only")
+        self._check_pass_fields()
         for name in _OURS[self.backend]:
             if name in self.extra_body:
                 raise ValueError(f"extra_body cannot set `{name}`")
+
+    def _check_pass_fields(self) -> None:
+        for name in self.pass_fields:
+            if _FIELD.fullmatch(name) is None:
+                raise ValueError(f"pass_fields: {name!r} is not the name of a field")
+            if name in decided_here():
+                raise ValueError(f"pass_fields cannot have `{name}`: the gateway decides about it")
 
     def __repr__(self) -> str:
         return f"<ModelSettings {self.match!r} {self.backend} {self.base_url or ''}>"
@@ -118,6 +132,12 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def passes(self, kind: str) -> bool:
         """Whether the server is told of tools of that type as they are."""
         return kind in self.pass_tools or "*" in self.pass_tools
+
+    def put_passed(self, fields: Fields, passed: Mapping[str, Raw]) -> None:
+        """Those fields of a request that only the server understands, and may have."""
+        for name, value in passed.items():
+            if name in SAMPLING_FIELDS or name in self.pass_fields:
+                fields[name] = value
 
     def put_extra(self, fields: Fields) -> None:
         """`extra_body` over the fields of a request."""

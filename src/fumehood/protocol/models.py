@@ -17,7 +17,10 @@ from fumehood.protocol.tools import FunctionSpec, ToolSpec
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model is to write; None leaves it to the server."""
+    """How the model is to write; None leaves it to the server.
+
+    passed: fields of the request that nobody here understands; a server is given those that its model takes.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -32,6 +35,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
+    passed: dict[str, Raw] = {}
 
 
 class TraceContext(msgspec.Struct, frozen=True):

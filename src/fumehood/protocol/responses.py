@@ -12,6 +12,9 @@ type Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 
+# Model servers and databases keep numbers in 32 or 64 bits.
+LARGEST_NUMBER = 2**31 - 1
+
 # An object whose values nobody here looks at. msgspec knows no `Raw | None`.
 type JsonObject = dict[str, Raw]
 
@@ -33,6 +36,8 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReasoningConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`effort` is one that the model's server knows; which those are is its affair."""
+
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
@@ -45,7 +50,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 class CompactionConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="compaction"):
     """An entry of `context_management`: how many tokens are too many; None leaves it to the server."""
 
-    compact_threshold: Annotated[int, Meta(ge=1000)] | None = None
+    compact_threshold: Annotated[int, Meta(ge=1000, le=LARGEST_NUMBER)] | None = None
 
 
 type Share = Annotated[float, Meta(ge=0, le=1)]
@@ -69,8 +74,8 @@ class CreateResponse(msgspec.Struct, kw_only=True):
     tools: list[Raw] | None = None
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
-    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, le=LARGEST_NUMBER)] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=LARGEST_NUMBER)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Share | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
@@ -95,6 +100,11 @@ class CreateResponse(msgspec.Struct, kw_only=True):
     prompt: JsonObject | None = None
     # Made by a function: a default would be in the schema.
     client_metadata: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
+
+    @property
+    def passed(self) -> dict[str, Raw]:
+        """Fields for the model server alone, as they came; see `passed_fields.request_type`."""
+        return {}
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ A tool of a request is kept as its bytes with its type peeked at: newer clients 
 here knows. What is hosted, and how it is configured, is the affair of whoever serves it.
 """
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -12,6 +13,8 @@ from msgspec import Meta, Raw
 from fumehood.protocol.errors import InvalidRequest
 
 type ToolName = Annotated[str, Meta(min_length=1, max_length=128)]
+
+_NAME = re.compile("^[a-zA-Z0-9_-]{1,64}$")  # as OpenAI has it
 
 
 class FunctionTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
@@ -95,6 +98,23 @@ def read_tool(raw: Raw, where: str) -> ToolSpec:
         del fields["name"]
         return ToolSpec(tag.name, None, msgspec.json.encode(fields))
     return ToolSpec(tag.type, tag.name, bytes(raw))
+
+
+def check_name(spec: ToolSpec, where: str) -> None:
+    """Raises InvalidRequest for a function or a custom tool whose name OpenAI would not take, either."""
+    param = f"{where}.name"
+    if spec.name is None:
+        nested = "function" in msgspec.json.decode(spec.raw, type=dict[str, Raw])
+        advice = " It stands beside 'type' here, not in 'function' as in chat completions." if nested else ""
+        raise InvalidRequest(
+            f"Missing required parameter: '{param}'.{advice}", param=param, code="missing_required_parameter"
+        )
+    if _NAME.fullmatch(spec.name) is None:
+        raise InvalidRequest(
+            f"Invalid '{param}': {spec.name[:100]!r} does not match the pattern '{_NAME.pattern}'.",
+            param=param,
+            code="invalid_value",
+        )
 
 
 def read_choice(value: str | dict[str, Raw]) -> ToolChoice:

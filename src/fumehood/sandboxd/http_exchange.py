@@ -20,6 +20,7 @@ from fumehood.protocol.sandbox_errors import (
 )
 from fumehood.serving.browsers import decode_header, is_form_type, is_json, media_type
 from fumehood.serving.exchange import JSON, BareExchange, BodyExceeds, Headers, Receive, Scope, Send
+from fumehood.serving.json_bodies import explain_json_fault
 
 PROTOCOL_HEADER = "fumehood-sandbox-protocol"
 EXECUTION_HEADER = "fumehood-execution-id"
@@ -191,7 +192,7 @@ def decode[T](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     except msgspec.ValidationError as error:
         raise _refused(str(error), decoder.type) from None
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise RequestRefused(f"The body is not JSON: {error}.", param="body") from None
+        raise RequestRefused(explain_json_fault(body, error), param="body") from None
     except RecursionError:
         raise RequestRefused("The body is nested too deeply.", param="body") from None
 

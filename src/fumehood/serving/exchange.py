@@ -62,6 +62,11 @@ class BareExchange:
 
     # ---- the request ------------------------------------------------------------------------------------------
 
+    @property
+    def has_body(self) -> bool:
+        """Whether one was announced that is not empty."""
+        return b"transfer-encoding" in self.headers or self._length() > 0
+
     def parse_query(self) -> list[tuple[str, str]]:
         """Raises ValueError for what is not percent-encoded UTF-8, or too long."""
         if not self.query_string:
