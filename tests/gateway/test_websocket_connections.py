@@ -393,6 +393,7 @@ async def test_every_response_is_logged_and_counted() -> None:
                 "route": "/v1/responses (websocket)",
                 "status": 101,
                 "responses": 2,
+                "close_code": 1000,
             },
         ]
     )

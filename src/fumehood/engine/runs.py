@@ -108,7 +108,8 @@ class EngineRun:
 
     def cancel(self, reason: str) -> None:
         if self._loop.give_up():
-            logger.info("response %s is cancelled: %s", self.id, reason)
+            # Whoever has a reason of its own tells of it; that a client left is told with its request.
+            logger.debug("response %s is cancelled: %s", self.id, reason)
             self.task.cancel(reason)
 
     def abandon(self) -> None:
@@ -232,6 +233,7 @@ class EngineRuns:
 
     def _cut(self, run: EngineRun) -> None:
         self._figures.readers_cut["behind"] += 1
+        logger.info("response %s is cancelled: its events were not read", run.id)
         run.cancel("its events were not read")
 
     async def _begin(self, prepared: Prepared, backend: ModelBackend) -> EngineRun:
@@ -271,6 +273,7 @@ class EngineRuns:
                 logger.warning("%d responses whose end was not written have failed", lost)
             for lease, run in held.items():
                 if lease not in ours:
+                    logger.warning("response %s is cancelled: its lease was lost", run.id)
                     run.cancel("its lease was lost")
 
     async def drain(self, grace_seconds: float) -> None:
@@ -290,6 +293,8 @@ class EngineRuns:
         if not tasks:
             return
         await asyncio.wait(tasks, timeout=grace_seconds)
+        if self._running:
+            logger.info("%d responses are cancelled: the server is shutting down", len(self._running))
         for run in list(self._running):
             run.cancel("the server is shutting down")
         for task in list(self._compacting):

@@ -155,6 +155,7 @@ class Sockets:
         finally:
             self._metrics.sockets -= 1
             exchange.noted["responses"] = connection.answered
+            exchange.noted["close_code"] = connection.close_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +236,12 @@ class _Connection:
     """One client, until it leaves or the server stops.
 
     whose: in whose share it holds conversations: its tenant's, or its own.
+    close_code: with which the connection ended, or 1006 if it broke.
     """
 
     def __init__(self, sockets: Sockets, handshake: Handshake, caller: Caller, most_waiting: int) -> None:
         self.answered = 0
+        self.close_code = 1006
         self._sockets = sockets
         self._handshake = handshake
         self._caller = caller
@@ -274,6 +277,7 @@ class _Connection:
                     continue
                 with self._coming.hand_over() as room:
                     await self._take(received, room)
+            self.close_code = received.get("code", self.close_code)
         finally:
             await self._leave()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, cast, override
 
 import uvicorn
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from fumehood.serving.exchange import SHORTCUT, Application, Headers
@@ -177,6 +178,8 @@ class _Protocol(LeavesStalled, Http1Protocol):
     _in_head = True
     _in_body = False
     _brought_body = False
+    # The request that is being answered; uvicorn's `cycle` is the one that came last, which may have to wait for it.
+    _running: RequestResponseCycle | None = None
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -210,13 +213,7 @@ class _Protocol(LeavesStalled, Http1Protocol):
         elif self._in_body and not self._brought_body:
             self._head_bytes += len(data)
             if self._head_bytes > _HEADER_BYTES:
-                self._end_in_body()
-
-    def _end_in_body(self) -> None:
-        if self.cycle.response_started:  # a second answer would be taken for a part of the first
-            self.transport.close()
-        else:
-            self.send_400_response("What follows the body of the request is too large.")
+                self.send_400_response("What follows the body of the request is too large.")
 
     @override
     def on_message_begin(self) -> None:
@@ -254,12 +251,37 @@ class _Protocol(LeavesStalled, Http1Protocol):
         cast("dict[str, object]", self.scope)[SHORTCUT] = _Shortcut(self.cycle)
 
     @override
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._running is not None and not self._running.response_complete
+
+    @property
+    def _owes_an_answer(self) -> bool:
+        """Whether what comes now belongs to another request than the one that is being answered."""
+        running = self._running
+        if running is None or running.response_complete:
+            return False
+        return running.response_started or not running.more_body
+
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
+        if self._running is not None and self._is_answering:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     @override
     def handle_websocket_upgrade(self) -> None:
+        if (
+            self._is_answering
+        ):  # it would go on writing between the frames, and never learn that the client left
+            self.send_400_response("Another request on this connection has yet to be answered.")
+            return
         self.stop_watching()
         super().handle_websocket_upgrade()
 
@@ -275,7 +297,9 @@ class _Protocol(LeavesStalled, Http1Protocol):
 
     def _end_with(self, head: bytes, status: int, reason: str) -> None:
         logger.debug("What came was refused before it was a request: %s", reason)
-        self.transport.write(b"HTTP/1.1 %s\r\nconnection: close\r\n%s" % (head, self.refusal(status, reason)))
+        if not self._owes_an_answer:  # else this would be taken for it, or for a part of it
+            refusal = self.refusal(status, reason)
+            self.transport.write(b"HTTP/1.1 %s\r\nconnection: close\r\n%s" % (head, refusal))
         self.transport.close()
 
 
@@ -290,7 +314,7 @@ class _Shortcut:
     def answer(self, status: int, headers: Headers, body: bytes) -> bool:
         """In one packet, which takes half of what two take."""
         cycle = self._cycle
-        if cycle.response_started or cycle.disconnected or cycle.flow.write_paused:
+        if cycle.response_started or cycle.flow.write_paused or _is_gone(cycle):
             return False
         if len(body) > _ONE_PACKET or cycle.scope["method"] == "HEAD":
             return False
@@ -308,10 +332,14 @@ class _Shortcut:
         cycle = self._cycle
         if not cycle.chunked_encoding or cycle.response_complete or not body:
             return False
-        if cycle.flow.write_paused or cycle.disconnected:
+        if cycle.flow.write_paused or _is_gone(cycle):
             return False
         cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
         return True
+
+
+def _is_gone(cycle: RequestResponseCycle) -> bool:
+    return cycle.disconnected or cycle.transport.is_closing()
 
 
 def render_refusal(headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:

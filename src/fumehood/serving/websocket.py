@@ -7,7 +7,7 @@ from typing import Any, cast, override
 
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.frames import Frame
+from websockets.frames import CloseCode, Frame
 from websockets.protocol import State
 from websockets.streams import StreamReader
 
@@ -118,6 +118,10 @@ class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
         if self._reader.dropping:
             self._reader.dropping = False
             self.frames = []
+        elif self.curr_msg_data_type == "text" and not all(map(_is_text, self.frames)):
+            self.frames = []
+            self.conn.fail(CloseCode.INVALID_DATA, "a text message is not UTF-8")
+            self.handle_parser_exception()
         else:
             super().send_receive_event_to_app()
 
@@ -170,6 +174,14 @@ class SocketProtocol(LeavesStalled, WebSocketsSansIOProtocol):
         if self._message_timer is not None:
             self._message_timer.cancel()
         super().connection_lost(exc)
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class _Reader:
