@@ -121,7 +121,8 @@ class CodeInterpreterSettings(_Section, frozen=True):
         settings are in docs/sandbox-server.md.
     allowed_domains: the most that a request may allow its container to reach; `*` stands for every domain.
     always_include_outputs: show outputs also to clients that did not ask for them.
-    inline_bytes: pictures up to this size are data: URLs, larger ones addresses of container files.
+    inline_bytes: files up to this size are sent in the item: pictures as data: URLs, others on request in base64.
+    inline_total_bytes: of all contents that `fumehood:execution` holds of one call.
     model_characters, kept_characters: how much of what code prints the model is told, and how much the item holds.
     file_bytes, container_bytes, container_files: what is kept of the files that code writes, and, the last two, how
         much a user may put into a container.
@@ -146,6 +147,7 @@ class CodeInterpreterSettings(_Section, frozen=True):
     allowed_domains: tuple[str, ...] = ()
     always_include_outputs: bool = False
     inline_bytes: Annotated[int, Meta(ge=0)] = 1 << 20
+    inline_total_bytes: Annotated[int, Meta(ge=0)] = 4 << 20
     model_characters: Annotated[int, Meta(ge=100)] = 20_000
     kept_characters: Annotated[int, Meta(ge=100)] = 1 << 18
     file_bytes: Positive = 64 << 20

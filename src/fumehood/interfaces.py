@@ -24,7 +24,7 @@ from fumehood.protocol.keys import TENANT_SCOPES, USUAL, KeyLimits, KeyScope
 from fumehood.protocol.listing import Window
 from fumehood.protocol.models import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
 from fumehood.protocol.responses import CompactedResponse, CreateResponse, InputTokens, Response
-from fumehood.protocol.sandbox import AnyOutput, ArchiveFormat, ExecuteRequest
+from fumehood.protocol.sandbox import AnyOutput, ArchiveFormat, ExecuteRequest, FileEntry
 from fumehood.protocol.tools import FunctionSpec, ToolSpec
 from fumehood.storage import Amount as Amount
 from fumehood.storage import Blobs as Blobs
@@ -239,6 +239,7 @@ class CallContext:
     (by the monotonic clock) it may take.
 
     place: the output index of a further item, which begins now.
+    takes_images: whether the model does. wants_contents: whether the client asked for what produced files hold.
     """
 
     caller: Caller
@@ -248,6 +249,7 @@ class CallContext:
     deadline: float
     place: Callable[[], int]
     takes_images: bool = False
+    wants_contents: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,16 +379,39 @@ class HostedTool(Protocol):
 # --- containers ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A call is handed to its sandbox: it does not wait for another call, or for a sandbox, any more."""
+
+
+type ContainerEvent = Started | AnyOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What calls in a container have left.
+
+    files: written or changed, recorded and kept.
+    missing: written or changed, but not to be fetched, as far as their names are known.
+    complete: whether all were fetched; False with nothing missing means that they could not even be listed.
+    """
+
+    files: Sequence[ContainerFileRecord] = ()
+    missing: Sequence[FileEntry] = ()
+    complete: bool = True
+
+
 class Container(Protocol):
     """A container of a caller's; its sandbox comes with the first call."""
 
     @property
     def id(self) -> str: ...
 
-    def execute(self, request: ExecuteRequest) -> AsyncGenerator[AnyOutput]:
+    def execute(self, request: ExecuteRequest) -> AsyncGenerator[ContainerEvent]:
         """Run code and yield its events, the `End` last; a `Note` before them tells when variables are gone because
-        the sandbox is a new one. Closing the generator interrupts the code. A sandbox that cannot be had or is lost
-        is an `End`, not an exception.
+        the sandbox is a new one. `Started` comes before the first event of the code itself, and again should the
+        sandbox turn out to be gone; a call that cannot run has none. Closing the generator interrupts the code. A
+        sandbox that cannot be had or is lost is an `End`, not an exception.
         """
         ...
 
@@ -394,8 +419,8 @@ class Container(Protocol):
         """Whoever has opened it does not come back; until then it neither expires nor makes room for another."""
         ...
 
-    async def collect(self) -> Sequence[ContainerFileRecord]:
-        """The files that calls of this object have written or changed, recorded and kept; each is told once."""
+    async def collect(self) -> Collected:
+        """The files of calls of this object; each is told once."""
         ...
 
     async def save(self, path: str, content: bytes) -> ContainerFileRecord:

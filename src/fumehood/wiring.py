@@ -60,6 +60,7 @@ from fumehood.store.sqlite import SqliteStore, StoreRefused
 from fumehood.tools.code_interpreter import CodeInterpreter
 from fumehood.tools.code_output import OutputLimits
 from fumehood.tools.code_session import InterpreterSettings
+from fumehood.tools.produced import InlineLimits
 from fumehood.tools.shell import Shell
 from fumehood.tools.shell_session import ShellSettings
 
@@ -420,13 +421,14 @@ def _tools(config: Config, containers: Containers, files: Files, clock: Clock) -
     """The shell is there in any case: it knows which shells are the client's own."""
     interpreter, shell = config.providers.code_interpreter, config.providers.shell
     settings = interpreter.settings
+    inline = InlineLimits(file_bytes=settings.inline_bytes, total_bytes=settings.inline_total_bytes)
     hosted_shell = Shell(
         containers,
         clock,
         ShellSettings(
             execution_timeout=shell.settings.execution_timeout,
             keeps_processes=settings.isolation == "container",
-            inline_bytes=settings.inline_bytes,
+            inline=inline,
             output=OutputLimits(
                 model_characters=shell.settings.model_characters,
                 kept_characters=shell.settings.kept_characters,
@@ -443,7 +445,7 @@ def _tools(config: Config, containers: Containers, files: Files, clock: Clock) -
         InterpreterSettings(
             execution_timeout=settings.execution_timeout,
             keeps_variables=settings.isolation == "container",
-            inline_bytes=settings.inline_bytes,
+            inline=inline,
             output=OutputLimits(
                 model_characters=settings.model_characters, kept_characters=settings.kept_characters
             ),

@@ -128,7 +128,7 @@ def test_a_runner_that_is_stopped_costs_its_sandbox_and_no_more_time(box: Sandbo
     outcome = box.shell("kill -STOP $PPID; sleep 600", timeout=0.3)
     assert (outcome.end.status, outcome.end.state_kept) == ("timeout", False)
     assert outcome.end.reason == (
-        "The command ran longer than 0.3 s, did not stop when interrupted and was killed; variables are gone."
+        "The command ran longer than 0.3 s, did not stop when interrupted and was killed."
     )
 
 

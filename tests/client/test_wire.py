@@ -10,6 +10,7 @@ from fumehood.client import FilteredOutputError, PromptEvaluationError, Tool, To
 from fumehood.client.adapters.openai import (
     AutoContainerConfig,
     CodeInterpreterResult,
+    ExecutionFile,
     ExistingContainerRef,
     OpenAICodeInterpreterTool,
     wire,
@@ -297,6 +298,34 @@ def ran(logs: str = "", status: str = "completed", **execution: Any) -> ToolResu
     (data,) = wire.provider_calls([item, message({"type": "output_text", "annotations": [CITATION]})])
     context: Any = None
     return code_interpreter_output(data, context, CodeInterpreterResult)
+
+
+def test_a_result_has_what_our_gateway_tells_of_files() -> None:
+    file = {
+        "file_id": "cfile_1",
+        "container_id": "cntr_1",
+        "filename": "t.csv",
+        "path": "/mnt/data/t.csv",
+        "bytes": 3,
+        "mime_type": "text/csv",
+        "sha256": "ab" * 32,
+        "content": "MSwy",
+    }
+    found = ran(
+        stdout="1\n",
+        stderr="2\n",
+        exit_code=0,
+        files=[file, {**file, "file_id": "cfile_2", "content": None}, {**file, "content": "?"}],
+        missing_files=[{"filename": "gone", "path": "/mnt/data/gone", "bytes": 1}],
+        files_complete=False,
+    ).value
+    assert found is not None
+    assert (found.stdout, found.stderr, found.exit_code) == ("1\n", "2\n", 0)
+    assert found.produced[0] == ExecutionFile(
+        "cntr_1", "cfile_1", "t.csv", "/mnt/data/t.csv", 3, "text/csv", "ab" * 32, b"1,2"
+    )
+    assert [one.content for one in found.produced] == [b"1,2", None, None]
+    assert found.missing == ("/mnt/data/gone",)
 
 
 TRACEBACK = "before\nTraceback (most recent call last):\n  File x\nValueError: no\n"

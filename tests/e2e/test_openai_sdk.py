@@ -1,6 +1,7 @@
 """The OpenAI SDK against `fumehood serve`, over a socket, with real sandboxes; imports the support."""
 
 import base64
+import hashlib
 import json
 import re
 import subprocess
@@ -240,6 +241,37 @@ def test_execution_details_on_request(house: House) -> None:
     details = ran.to_dict()["fumehood:execution"]
     assert (details["stdout"], details["stderr"], details["exit_code"]) == ("o\n", "e\n", 3)
     assert ran.outputs is None
+
+
+def test_execution_details_of_produced_files(house: House) -> None:
+    large = 1_100_000
+    code = f"open('t.csv', 'w').write('a,b'); open('deep.unknown', 'wb').write(bytes({large}))\nprint('o')"
+    house.model.script(runs(code), answer("x"))
+    include: Any = ["fumehood:execution"]
+    created = house.client.responses.create(model="scripted", input="?", tools=[INTERPRETER], include=include)
+    found: Any = created.output[0]
+    details = found.to_dict()["fumehood:execution"]
+    assert (details["stdout"], details["stderr"], details["exit_code"]) == ("o\n", "", 0)
+    assert (details["files_complete"], details["missing_files"], details["truncated"]) == (True, [], False)
+    unknown, table = details["files"]
+    for file in (unknown, table):
+        content = house.client.containers.files.content.retrieve(
+            file["file_id"], container_id=file["container_id"]
+        ).read()
+        assert file["sha256"] == hashlib.sha256(content).hexdigest()
+        assert file["bytes"] == len(content)
+        assert file["path"] == f"/mnt/data/{file['filename']}"
+    assert (table["filename"], table["mime_type"]) == ("t.csv", "text/csv")
+    assert base64.b64decode(table["content"]) == b"a,b"
+    assert (unknown["mime_type"], unknown["content"]) == ("application/octet-stream", None)
+    # By default there is OpenAI's item alone; and what was not asked for in time is described without content.
+    assert "fumehood:execution" not in house.client.responses.retrieve(created.id).output[0].to_dict()
+    house.model.script(runs("open('u.csv', 'w').write('c')"), answer("x"))
+    plain = house.client.responses.create(model="scripted", input="?", tools=[INTERPRETER])
+    assert "fumehood:execution" not in plain.output[0].to_dict()
+    later: Any = house.client.responses.retrieve(plain.id, include=include).output[0]
+    (file,) = later.to_dict()["fumehood:execution"]["files"]
+    assert (file["sha256"], file["content"]) == (hashlib.sha256(b"c").hexdigest(), None)
 
 
 def test_replayed_items_find_their_container(house: House) -> None:

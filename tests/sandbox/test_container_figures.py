@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from fumehood.interfaces import Caller
+from fumehood.interfaces import Caller, Started
 from fumehood.protocol.containers import ContainerSpec
 from fumehood.protocol.errors import RateLimited
 from fumehood.protocol.sandbox import End, EndStatus, ExecuteRequest
@@ -47,6 +47,7 @@ async def test_a_call_that_nobody_stayed_for() -> None:
     async with host(Step("slow", [asyncio.Event()])) as here:
         container = await here.open()
         events = container.execute(ExecuteRequest(code="slow"))
+        assert await anext(events) == Started()
         begun = asyncio.ensure_future(anext(events))
         while not here.scripted.requests:
             await asyncio.sleep(0)

@@ -57,7 +57,7 @@ class Away:
         try:
             async for _ in container.execute(ExecuteRequest(code=code)):
                 pass
-            return sorted(record.path for record in await container.collect())
+            return sorted(record.path for record in (await container.collect()).files)
         finally:
             container.leave()
 

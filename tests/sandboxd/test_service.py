@@ -344,7 +344,7 @@ async def test_one_shot_gives_back_what_is_new_or_changed(service: Service) -> N
         (
             "while True: pass",
             -1,
-            "The code ran longer than 0.5 s and was interrupted; variables and files are kept.\n",
+            "The code ran longer than 0.5 s and was interrupted.\n",
         ),
         ("import os; os._exit(1)", -1, "The sandbox was lost: the interpreter exited with code 1.\n"),
     ],

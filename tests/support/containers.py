@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from fumehood.figures import ContainerFigures
-from fumehood.interfaces import Caller, SandboxRef
+from fumehood.interfaces import Caller, Collected, SandboxRef, Started
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.sandbox import (
     AnyOutput,
@@ -26,6 +26,7 @@ SOMEBODY = Caller("somebody")
 class Ran:
     events: list[AnyOutput]
     files: Sequence[ContainerFileRecord]
+    collected: Collected
 
     @property
     def end(self) -> End:
@@ -77,8 +78,13 @@ class Host:
     async def run(self, container: SandboxContainer, code: str) -> Ran:
         """The only call for which it was opened."""
         try:
-            events = [event async for event in container.execute(ExecuteRequest(code=code))]
-            return Ran(events, await container.collect())
+            events = [
+                event
+                async for event in container.execute(ExecuteRequest(code=code))
+                if not isinstance(event, Started)
+            ]
+            collected = await container.collect()
+            return Ran(events, collected.files, collected)
         finally:
             container.leave()
 

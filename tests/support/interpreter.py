@@ -81,7 +81,14 @@ class Interpreter:
         )
         self.tool = CodeInterpreter(self.containers, self.clock, self.settings, self.uploads)
 
-    def context(self, number: int = 0, seconds: float = 600, *, takes_images: bool = False) -> CallContext:
+    def context(
+        self,
+        number: int = 0,
+        seconds: float = 600,
+        *,
+        takes_images: bool = False,
+        wants_contents: bool = False,
+    ) -> CallContext:
         return CallContext(
             caller=SOMEBODY,
             response_id="resp_1",
@@ -90,6 +97,7 @@ class Interpreter:
             deadline=self.clock.monotonic() + seconds,
             place=count(number + 1).__next__,
             takes_images=takes_images,
+            wants_contents=wants_contents,
         )
 
     async def run(
@@ -99,6 +107,7 @@ class Interpreter:
         container: object = None,
         seconds: float = 600,
         takes_images: bool = False,
+        wants_contents: bool = False,
         fragment: int = 7,
     ) -> Called:
         """A request with one call."""
@@ -107,6 +116,7 @@ class Interpreter:
             container=container,
             seconds=seconds,
             takes_images=takes_images,
+            wants_contents=wants_contents,
             fragment=fragment,
         )
 
@@ -117,10 +127,12 @@ class Interpreter:
         container: object = None,
         seconds: float = 600,
         takes_images: bool = False,
+        wants_contents: bool = False,
         fragment: int = 7,
     ) -> Called:
         offered = await self.tool.offer(spec(container), SOMEBODY, self.segments)
-        session = offered.begin(self.context(0, seconds, takes_images=takes_images))
+        context = self.context(0, seconds, takes_images=takes_images, wants_contents=wants_contents)
+        session = offered.begin(context)
         events, result = await call(session, text, fragment)
         offered.close()
         self.segments.append(Segment((entry(result.item),)))

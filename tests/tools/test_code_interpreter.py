@@ -114,8 +114,13 @@ b
                                     "filename": "t.csv",
                                     "path": "/mnt/data/t.csv",
                                     "bytes": 3,
+                                    "mime_type": "text/csv; charset=utf-8",
+                                    "sha256": "17f8af97ad4a7f7639a4c9171d5185cbafb85462877a4746c21bdb0a4f940ca0",
+                                    "content": None,
                                 }
                             ],
+                            "files_complete": True,
+                            "missing_files": [],
                             "truncated": False,
                         },
                     },
@@ -134,7 +139,7 @@ Files: /mnt/data/t.csv\
 
 
 async def test_the_events_of_a_call_that_fails() -> None:
-    reason = "It ran longer than 60 s and was interrupted; variables are kept."
+    reason = "It ran longer than 60 s and was interrupted."
     end = End(status="timeout", exit_code=-1, duration_ms=60_000, state_kept=True, reason=reason)
     async with scripted(Step("loop()", [Stdout("so far"), end])) as interpreter:
         called = await interpreter.run("loop()", fragment=100)
@@ -181,16 +186,18 @@ async def test_the_events_of_a_call_that_fails() -> None:
                                 "type": "logs",
                                 "logs": """\
 so far
-It ran longer than 60 s and was interrupted; variables are kept.\
+It ran longer than 60 s and was interrupted. Variables and files are kept.\
 """,
                             }
                         ],
                         "fumehood:execution": {
                             "stdout": "so far",
-                            "stderr": "It ran longer than 60 s and was interrupted; variables are kept.",
+                            "stderr": "It ran longer than 60 s and was interrupted. Variables and files are kept.",
                             "exit_code": -1,
                             "duration_ms": 60000,
                             "files": [],
+                            "files_complete": True,
+                            "missing_files": [],
                             "truncated": False,
                         },
                     },
@@ -199,7 +206,7 @@ It ran longer than 60 s and was interrupted; variables are kept.\
         )
         assert called.told == snapshot("""\
 so far
-It ran longer than 60 s and was interrupted; variables are kept.
+It ran longer than 60 s and was interrupted. Variables and files are kept.
 Exit code: -1\
 """)
 
@@ -258,14 +265,16 @@ async def test_a_call_that_is_stopped_keeps_what_it_said() -> None:
         session = offered.begin(interpreter.context())
         session.feed(['{"code": "wait()"}'])
         async with aclosing(session.run()) as steps:
-            events = await anext(steps)
-            assert not isinstance(events, ToolResult)
+            written = await anext(steps)
+            assert not isinstance(written, ToolResult)
+            interpreting = await anext(steps)
+            assert not isinstance(interpreting, ToolResult)
             running = asyncio.ensure_future(anext(steps))
             await started.wait()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
         result = session.abort("it was cancelled")
-        assert outline([*events, *result.events]) == snapshot(
+        assert outline([*written, *interpreting, *result.events]) == snapshot(
             ["ci_code.done wait()", "ci.interpreting", "output_item.done incomplete"]
         )
         assert result.exchange.output == snapshot("""\
@@ -376,7 +385,7 @@ async def test_the_sandbox_server_is_away() -> None:
         called = await interpreter.run("x")
         assert called.item.status == "failed"
         assert called.told == snapshot("""\
-The sandboxes cannot be reached at the moment; try again later.
+The sandboxes cannot be reached at the moment; try again later. The code did not run.
 Exit code: -1\
 """)
         interpreter.provider.trouble = None
@@ -387,11 +396,11 @@ async def test_the_sandbox_is_lost() -> None:
     async with scripted(Step("x", [Stdout("so far"), gone]), Step("y", [Stdout("z")])) as interpreter:
         called = await interpreter.run("x")
         assert called.item.status == "failed"
-        assert called.told == snapshot("""\
-so far
-The sandbox was lost; variables are gone. The next call begins in a new sandbox, with the files of earlier calls.
-Exit code: -1\
-""")
+        assert called.told == (
+            "so far\nThe sandbox was lost. The code may have run, in part or to its end: check what it did before you "
+            "run it again. Variables are gone: the next call begins in a new sandbox, with the files of earlier calls."
+            "\nExit code: -1"
+        )
         assert (await interpreter.run("y")).told == snapshot("""\
 A new sandbox: variables, imports and packages of earlier calls are gone, files in /mnt/data are there.
 z\

@@ -58,7 +58,7 @@ def test_the_page_tells_the_bounds() -> None:
     assert f"more than {output.model_characters:,} characters" in page
     assert f"at most {output.kept_characters:,} characters" in page
     assert f"At most\n  {output.images} a call" in page
-    assert f"Up to {InterpreterSettings().inline_bytes >> 20} MiB the URL holds" in page
+    assert f"Up to {InterpreterSettings().inline.file_bytes >> 20} MiB the URL holds" in page
     assert f"| one file | {files.file_bytes >> 20} MiB;" in page
     assert f"| all files of a container | {files.container_bytes >> 30} GiB," in page
     assert f"| files of a container | {files.files:,};" in page

@@ -10,6 +10,7 @@ from fumehood.protocol.sandbox import Display, End, Note, Raised, Result, Stdout
 from fumehood.testing import Step, WriteFile
 from fumehood.tools.code_output import OutputLimits
 from fumehood.tools.code_session import InterpreterSettings
+from fumehood.tools.produced import InlineLimits
 from tests.support.interpreter import SOMEBODY, Interpreter, scripted
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
@@ -122,7 +123,7 @@ async def test_a_picture_that_is_written_and_shown_is_one() -> None:
 
 
 async def test_a_large_picture_is_an_address() -> None:
-    settings = InterpreterSettings(inline_bytes=len(PNG))
+    settings = InterpreterSettings(inline=InlineLimits(file_bytes=len(PNG)))
     actions = [display(PNG), display(PNG + b"!"), WriteFile("wide.png", PNG + b"??")]
     async with scripted(Step("plot()", actions), settings=settings) as interpreter:
         called = await interpreter.run("plot()", takes_images=True)

@@ -230,6 +230,8 @@ async def test_the_events_of_a_call() -> None:
                             "exit_code": 1,
                             "duration_ms": 1,
                             "files": [],
+                            "files_complete": True,
+                            "missing_files": [],
                             "truncated": False,
                         },
                     },
@@ -293,13 +295,15 @@ async def test_a_time_out_is_told_and_the_rest_runs() -> None:
     async with workshop(*steps) as shop:
         ran = await shop.run("sleep 9", "ls")
         assert ran.output.output == [
-            ShellOutput(stdout="", stderr="It ran longer.", outcome=ShellTimeout()),
+            ShellOutput(
+                stdout="", stderr="It ran longer. Variables and files are kept.", outcome=ShellTimeout()
+            ),
             ShellOutput(stdout="a\n", stderr="", outcome=ShellExit(exit_code=0)),
         ]
         assert ran.output.status == "completed"
         assert ran.told == snapshot("""\
 $ sleep 9
-It ran longer.
+It ran longer. Variables and files are kept.
 Exit code: -1
 $ ls
 a\
@@ -316,7 +320,10 @@ async def test_what_openai_has_no_place_for_is_of_all_commands_together() -> Non
         ran = await shop.run("a", "b", "c")
         execution = ran.output.execution
         assert isinstance(execution, Execution)
-        assert (execution.stdout, execution.stderr) == ("1\n2\n3\n", "It ran longer.\noops\n")
+        assert (execution.stdout, execution.stderr) == (
+            "1\n2\n3\n",
+            "It ran longer. Variables and files are kept.\noops\n",
+        )
         assert (execution.exit_code, execution.truncated) == (0, False)
         assert [file.path for file in execution.files] == ["/mnt/data/x.csv"]
         hidden = project_item(ran.output, ())

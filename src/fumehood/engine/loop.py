@@ -337,6 +337,7 @@ class Loop:
             deadline=self._deadline,
             place=self._output.place,
             takes_images=self._backend.profile(self._prepared.response.model).takes_images,
+            wants_contents=self._prepared.wants_contents,
         )
 
     # --- the end ---

@@ -20,7 +20,7 @@ from fumehood.interfaces import Caller, Clock, HostedTool, Models, OfferedTool, 
 from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import Segment, last_compacted, size_of
 from fumehood.protocol.errors import InvalidRequest
-from fumehood.protocol.folding import LOGPROBS
+from fumehood.protocol.folding import EXECUTION, LOGPROBS
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.models import ModelRequest, Sampling
 from fumehood.protocol.responses import (
@@ -56,6 +56,7 @@ _SERVICE_TIERS = frozenset({"default", "flex", "scale", "priority", "fast", "ult
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a loop needs, checked.
 
+    wants_contents: whether the client asked for the contents of files that hosted tools produce.
     generate: False if the model is not to be asked: what it will be shown is only made ready to be continued.
     past: the conversation before this request.
     unkept: whether the store does not have that conversation.
@@ -71,6 +72,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     response: Response
     store: bool
     streamed: bool
+    wants_contents: bool
     generate: bool
     instructions: str | None
     past: Sequence[Segment]
@@ -184,6 +186,7 @@ class Preparation:
             response=self._opening(request, specs, choice),
             store=request.store is not False,
             streamed=bool(request.stream),
+            wants_contents=EXECUTION in (request.include or ()),
             generate=request.generate is not False,
             instructions=_instructions(request),
             past=past,

@@ -129,14 +129,40 @@ class ProducedFile(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
 
 
+class ExecutionFile(ProducedFile, frozen=True, kw_only=True):
+    """A produced file with what identifies its content.
+
+    sha256: hexadecimal; None where no copy of the file is kept.
+    content: base64; None where the client did not ask for it in time, or the file is too large.
+    """
+
+    mime_type: str
+    sha256: str | None = None
+    content: str | None = None
+
+
+class MissingFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that a call wrote or changed and that could not be fetched."""
+
+    filename: str
+    path: str
+    bytes: int
+
+
 class Execution(msgspec.Struct, frozen=True, kw_only=True):
-    """What OpenAI's item has no place for; sent on request, as `fumehood:execution`."""
+    """What OpenAI's item has no place for; sent on request, as `fumehood:execution`.
+
+    files_complete: whether all files that the call wrote are in `files`; those that are known not to be are in
+        `missing_files`.
+    """
 
     stdout: str
     stderr: str
     exit_code: int
     duration_ms: int
-    files: list[ProducedFile] = []
+    files: list[ExecutionFile] = []
+    files_complete: bool = True
+    missing_files: list[MissingFile] = []
     truncated: bool = False
 
 

@@ -122,6 +122,11 @@ class ExecuteRequest(
     requirements: Requirements = []
     execution_id: Name | None = None
 
+    @property
+    def noun(self) -> str:
+        """What runs, for sentences."""
+        return "command" if self.language == "shell" else "code"
+
 
 class OutputEvent(msgspec.Struct, frozen=True, tag_field="type"):
     """One step of an execution; exactly one `End` comes last."""

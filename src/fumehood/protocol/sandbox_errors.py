@@ -30,6 +30,8 @@ class SandboxError(Exception):
     """`param` names the parameter at fault, where there is one.
 
     refused: whether the server said so, or was never reached: then nothing of what it was asked for has begun.
+    given_up: whether a broken connection was tried to be restored for as long as is worth it.
+    broke_at: when that connection broke, by the event loop's clock; None where none did.
     """
 
     code: ClassVar[str] = "sandbox_error"
@@ -40,6 +42,8 @@ class SandboxError(Exception):
         self.message = message
         self.param = param
         self.refused = False
+        self.given_up = False
+        self.broke_at: float | None = None
 
 
 class RequestRefused(SandboxError):

@@ -12,10 +12,19 @@ from typing import Literal
 import msgspec
 
 from fumehood.figures import ContainerFigures
-from fumehood.interfaces import Clock, Sandbox, SandboxProvider, SandboxRef, Store
+from fumehood.interfaces import (
+    Clock,
+    Collected,
+    ContainerEvent,
+    Sandbox,
+    SandboxProvider,
+    SandboxRef,
+    Started,
+    Store,
+)
 from fumehood.phases import Phase, phase
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
-from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest, Note, SandboxSpec, Tenant
+from fumehood.protocol.sandbox import End, ExecuteRequest, Note, SandboxSpec, Tenant
 from fumehood.protocol.sandbox_errors import (
     AtCapacity,
     RequestRefused,
@@ -29,7 +38,7 @@ from fumehood.protocol.sandbox_errors import (
 from fumehood.sandbox.ceiling import beyond
 from fumehood.sandbox.domain_secrets import DomainSecrets
 from fumehood.sandbox.executions import followed, lost
-from fumehood.sandbox.kept_files import FileLimits, KeptFiles, Placed
+from fumehood.sandbox.kept_files import FileLimits, KeptFiles, Look, Placed, name_files
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +51,9 @@ _LONGEST_PAUSE = 1.0
 _NEW_SANDBOX = (
     "A new sandbox: variables, imports and packages of earlier calls are gone, files in /mnt/data are there."
 )
-_BEGINS_ANEW = "The next call begins in a new sandbox, with the files of earlier calls."
 _OVER = "The container is not there any more: it has expired, or was deleted."
-_NO_VARIABLES = "The next call begins without variables."
+_INTERRUPTED = frozenset({"timeout", "interrupted"})
+_RAN = frozenset({"ok", "error"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +199,7 @@ class SandboxContainer:
     def __init__(self, house: House, living: Living) -> None:
         self._house = house
         self._living = living
-        self._found: Sequence[ContainerFileRecord] = ()
+        self._found = Collected()
         self._just_opened = True
         self._stays = True
         living.stays += 1
@@ -199,14 +208,14 @@ class SandboxContainer:
     def id(self) -> str:
         return self._living.record.id
 
-    async def execute(self, request: ExecuteRequest) -> AsyncGenerator[AnyOutput]:
+    async def execute(self, request: ExecuteRequest) -> AsyncGenerator[ContainerEvent]:
         execution_id = request.execution_id or secrets.token_hex(12)
         request = msgspec.structs.replace(request, execution_id=execution_id)
         every_call_alone = self._house.settings.isolation == "execution"
         run = self._in_fresh_sandbox if every_call_alone else self._in_kept_sandbox
         figures = self._house.figures
         figures.running += 1
-        event: AnyOutput | None = None
+        event: ContainerEvent | None = None
         try:
             with self._living.used():
                 async with aclosing(run(request, execution_id)) as events:
@@ -222,8 +231,8 @@ class SandboxContainer:
             self._living.stays -= 1
             self._living.change(last_active_at=self._house.clock.now())
 
-    async def collect(self) -> Sequence[ContainerFileRecord]:
-        found, self._found = self._found, ()
+    async def collect(self) -> Collected:
+        found, self._found = self._found, Collected()
         return found
 
     async def save(self, path: str, content: bytes) -> ContainerFileRecord:
@@ -235,7 +244,9 @@ class SandboxContainer:
 
     # ---- one sandbox for all calls --------------------------------------------------------------------------------
 
-    async def _in_kept_sandbox(self, request: ExecuteRequest, execution_id: str) -> AsyncGenerator[AnyOutput]:
+    async def _in_kept_sandbox(
+        self, request: ExecuteRequest, execution_id: str
+    ) -> AsyncGenerator[ContainerEvent]:
         waiting = self._living.turn.locked()
         async with self._living.turn:
             if not await self._still_runs(waiting):
@@ -250,24 +261,25 @@ class SandboxContainer:
                 except SandboxError as error:
                     is_gone = isinstance(error, SandboxGone | SandboxNotFound)
                     if not is_gone or self._living.sandbox is None:
-                        yield _over(_OVER) if self._living.over else not_to_be_had(error)
+                        yield _over(_OVER) if self._living.over else not_to_be_had(error, request)
                         return
                     self._living.sandbox = None  # it was only taken to live: once more, with another
 
-    async def _call(self, request: ExecuteRequest, execution_id: str) -> AsyncGenerator[AnyOutput]:
+    async def _call(self, request: ExecuteRequest, execution_id: str) -> AsyncGenerator[ContainerEvent]:
         """Raises SandboxError if the call could not begin."""
         sandbox, notes = await self._kept_sandbox()
         for text in notes:
             yield Note(text)
+        yield Started()
         began = self._house.clock.monotonic()
         async with aclosing(followed(sandbox, request, execution_id, self._house.clock)) as events:
             async for event in events:
                 if isinstance(event, End):
                     self._house.figures.run.add(self._house.clock.monotonic() - began)
-                    for text in await self._after(sandbox, event):
+                    event, notes = await self._after(sandbox, event)
+                    for text in notes:
                         yield Note(text)
-                    if not event.state_kept:
-                        event = _with(event, _OVER if self._living.over else _BEGINS_ANEW)
+                    event = _with(event, _OVER if self._living.over else _describe_kept_sandbox(event))
                 yield event
 
     async def _kept_sandbox(self) -> tuple[Sandbox, list[str]]:
@@ -333,40 +345,53 @@ class SandboxContainer:
             return None
         return sandbox, [*([_NEW_SANDBOX] if number > 1 else []), *restored.notes()]
 
-    async def _after(self, sandbox: Sandbox, end: End) -> Sequence[str]:
-        """Look for files, note how things stand; what there is to tell."""
+    async def _after(self, sandbox: Sandbox, end: End) -> tuple[End, Sequence[str]]:
+        """Look for files, note how things stand; the end, as it is when files are lost, and what there is to tell."""
         self._living.change(last_active_at=self._house.clock.now())
+        notes: Sequence[str] = ()
+        if end.state_kept and end.status != "lost":  # else nobody answers
+            look = await self._look(sandbox, self._living.record.mark)
+            self._living.change(mark=look.mark)
+            notes = look.notes
+            if not self._found.complete:
+                if await self._is_gone(look.failure):
+                    end = _with_files_lost(end, self._found)
+                else:
+                    notes = [*notes, _describe_not_fetched(self._found)]
         self._living.sandbox = sandbox if end.state_kept and end.status != "lost" else None
-        if not end.state_kept:
-            # Or another process has made the next one already.
-            if self._living.record.sandbox == sandbox.id:
-                self._living.change(sandbox="", address="", mark="")
-                await self._living.write(self._house.store)
-            return ()
-        if end.status == "lost":  # nobody answers
-            return ()
-        mark, notes = await self._look(sandbox, self._living.record.mark)
-        self._living.change(mark=mark)
-        return notes
+        # Or another process has made the next one already.
+        if not end.state_kept and self._living.record.sandbox == sandbox.id:
+            self._living.change(sandbox="", address="", mark="")
+            await self._living.write(self._house.store)
+        return end, notes
 
-    async def _look(
-        self, sandbox: Sandbox, mark: str, began: dict[str, Placed] | None = None
-    ) -> tuple[str, Sequence[str]]:
+    async def _is_gone(self, failure: SandboxError | None) -> bool:
+        """Whether the container's sandbox has ended, where its files could not be fetched."""
+        if isinstance(failure, SandboxGone | SandboxNotFound):
+            return True
+        try:
+            return await self._attached() is None
+        except SandboxError:
+            return False  # nobody knows
+
+    async def _look(self, sandbox: Sandbox, mark: str, began: dict[str, Placed] | None = None) -> Look:
+        """Find what a call has written, for `collect`."""
         try:
             with self._house.filing():
                 async with self._living.filing:
                     look = await self._house.files.look(self.id, sandbox, mark, began)
         except SandboxError as error:
             logger.warning("The files of %s could not be listed: %s", self.id, error.message)
-            return mark, ["The files of this call could not be listed."]
-        self._found = look.changed
-        return look.mark, look.notes
+            self._found = Collected(complete=False)
+            return Look(mark, failure=error)
+        self._found = Collected(files=look.changed, missing=look.missing, complete=not look.missing)
+        return look
 
     # ---- a sandbox for every call ---------------------------------------------------------------------------------
 
     async def _in_fresh_sandbox(
         self, request: ExecuteRequest, execution_id: str
-    ) -> AsyncGenerator[AnyOutput]:
+    ) -> AsyncGenerator[ContainerEvent]:
         if not await self._still_runs():
             yield _over(_OVER)
             return
@@ -377,6 +402,7 @@ class SandboxContainer:
                     restored = await self._house.files.restore(self.id, sandbox)
                 for text in restored.notes():
                     yield Note(text)
+                yield Started()
                 began = self._house.clock.monotonic()
                 async with aclosing(followed(sandbox, request, execution_id, self._house.clock)) as events:
                     async for event in events:
@@ -386,14 +412,16 @@ class SandboxContainer:
                         end = event
                         self._house.figures.run.add(self._house.clock.monotonic() - began)
                         if end.state_kept and end.status != "lost":
-                            _, notes = await self._look(sandbox, restored.mark, restored.placed)
-                            for text in notes:
+                            look = await self._look(sandbox, restored.mark, restored.placed)
+                            for text in look.notes:
                                 yield Note(text)
         except SandboxError as error:
-            end = not_to_be_had(error)
+            end = not_to_be_had(error, request)
         self._living.change(last_active_at=self._house.clock.now())
         if end is not None:
-            yield msgspec.structs.replace(_with(end, _NO_VARIABLES), state_kept=False)
+            if not self._found.complete:  # they end with their sandbox
+                end = _with_files_lost(end, self._found)
+            yield msgspec.structs.replace(_with(end, _describe_passing_sandbox(end)), state_kept=False)
 
     # ---- the record -----------------------------------------------------------------------------------------------
 
@@ -499,11 +527,11 @@ def _tenant_name(tenant: str) -> str:
         return hashlib.sha256(tenant.encode()).hexdigest()
 
 
-def not_to_be_had(error: SandboxError) -> End:
+def not_to_be_had(error: SandboxError, request: ExecuteRequest) -> End:
     """The code did not run."""
     if isinstance(error, TryLater):
         return _over(f"No sandbox is free at the moment, try again later: {error.message}")
-    return lost(error)
+    return lost(error, request.noun)
 
 
 def _over(reason: str) -> End:
@@ -512,4 +540,42 @@ def _over(reason: str) -> End:
 
 def _with(end: End, words: str) -> End:
     """Say what comes next, where a reason is given at all."""
-    return msgspec.structs.replace(end, reason=f"{end.reason} {words}") if end.reason else end
+    if not end.reason or not words:
+        return end
+    return msgspec.structs.replace(end, reason=f"{end.reason} {words}")
+
+
+def _describe_kept_sandbox(end: End) -> str:
+    """What the next call finds in the sandbox that calls share."""
+    if not end.state_kept:
+        return "Variables are gone: the next call begins in a new sandbox, with the files of earlier calls."
+    return "Variables and files are kept." if end.status in _INTERRUPTED else ""
+
+
+def _describe_passing_sandbox(end: End) -> str:
+    """What the next call finds where every call has a sandbox of its own."""
+    if end.state_kept and end.status in _INTERRUPTED:
+        return "Files are kept; the next call begins in a new sandbox, without variables."
+    return "The next call begins in a new sandbox, without variables, with the files of earlier calls."
+
+
+def _with_files_lost(end: End, found: Collected) -> End:
+    """The end of a call whose sandbox was lost with its files. The exit code stays what the code left."""
+    if found.missing:
+        names = name_files([file.path for file in found.missing])
+        words = f"The sandbox was lost while the files of this call were fetched, and with it: {names}."
+    else:
+        words = "The sandbox was lost before the files of this call could be listed: those that it wrote are lost."
+    return msgspec.structs.replace(
+        end,
+        status="lost" if end.status in _RAN else end.status,
+        state_kept=False,
+        reason=f"{end.reason} {words}" if end.reason else words,
+    )
+
+
+def _describe_not_fetched(found: Collected) -> str:
+    if not found.missing:
+        return "The files of this call could not be listed; they are looked for again after the next call."
+    names = name_files([file.path for file in found.missing])
+    return f"These files could not be fetched yet, and are looked for again after the next call: {names}."

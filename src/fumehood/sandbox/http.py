@@ -63,12 +63,14 @@ class Patience:
     silence: between two signs of life of a running call; servers send one every ten seconds.
     retries: how often in a row a broken connection is made again without anything having come of it.
     backoff: the wait before the first of them; it doubles each time, up to two seconds.
+    resume: how long after its connection broke a running call is tried to be resumed.
     """
 
     answer: float = 600.0
     silence: float = 45.0
     retries: int = 6
     backoff: float = 0.1
+    resume: float = 2.0
 
     def pause(self, attempt: int) -> float:
         return min(self.backoff * 2 ** (attempt - 1), 2.0)

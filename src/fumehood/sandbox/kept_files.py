@@ -72,11 +72,16 @@ class _There(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one look found: `mark` names the state that was seen, `notes` tell what could not be kept."""
+    """What one look found: `mark` names the state that was seen, `notes` tell what could not be kept.
+
+    missing: what changed and could not be fetched. failure: why, if the sandbox said so.
+    """
 
     mark: str
     changed: Sequence[ContainerFileRecord] = ()
     notes: Sequence[str] = ()
+    missing: Sequence[FileEntry] = ()
+    failure: SandboxError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +94,14 @@ class Restored:
     refused: Collection[str]
 
     def notes(self) -> list[str]:
-        notes = [f"Not to be had any more: {_named(sorted(self.gone))}."] if self.gone else []
+        notes = [f"Not to be had any more: {name_files(sorted(self.gone))}."] if self.gone else []
         return [
             *notes,
-            *([f"Not to be had in this sandbox: {_named(sorted(self.refused))}."] if self.refused else []),
+            *(
+                [f"Not to be had in this sandbox: {name_files(sorted(self.refused))}."]
+                if self.refused
+                else []
+            ),
         ]
 
 
@@ -149,7 +158,8 @@ class KeptFiles:
         replaced = [seen.known[record.path] for record in taken if record.path in seen.known]
         await self.drop((*seen.gone, *replaced))
         changed = [record for record in taken if not _is_the_same(record, seen.before.get(record.path))]
-        return Look(mark if harvest.cut_short else listing.mark, changed, harvest.notes())
+        mark = mark if harvest.missing else listing.mark
+        return Look(mark, changed, harvest.notes(), harvest.missing, harvest.failure)
 
     async def _take_all(
         self, sandbox: Sandbox, files: Iterable[FileEntry], harvest: "_Harvest", arrivals: AsyncExitStack
@@ -164,7 +174,8 @@ class KeptFiles:
                 async for batch in batches:
                     await aside(ITEM * len(batch) // 4, harvest.add_all, batch, now)
         except (SandboxError, TimeoutError) as error:
-            harvest.cut_short = True
+            harvest.missing = [file for file in admitted if file.path not in harvest.answered]
+            harvest.failure = error if isinstance(error, SandboxError) else None
             reason = str(error) or "out of time"
             logger.warning("Files of %s could not all be kept: %s", harvest.container_id, reason)
 
@@ -271,6 +282,7 @@ class _Harvest:
     """One look in the making.
 
     taken: by path. unkept: what is recorded without a copy; left_out: how many are not even that.
+    answered: the paths of which the sandbox has said something. missing: those that it has not, when it failed.
     room: bytes that nobody has taken or asked for.
     """
 
@@ -281,7 +293,9 @@ class _Harvest:
     taken: dict[str, ContainerFileRecord] = field(default_factory=dict[str, ContainerFileRecord])
     unkept: list[str] = field(default_factory=list[str])
     left_out: int = 0
-    cut_short: bool = False
+    answered: set[str] = field(default_factory=set[str])
+    missing: Sequence[FileEntry] = ()
+    failure: SandboxError | None = None
     room: int = field(init=False)
     places: int = field(init=False)
     reserved: dict[str, int] = field(default_factory=dict[str, int])
@@ -315,6 +329,7 @@ class _Harvest:
 
     def add_all(self, batch: Iterable[Taken], now: float) -> None:
         for file, kept in batch:
+            self.answered.add(file.path)
             if isinstance(kept, Kept):
                 self._add(file, kept.bytes, kept.name, now)
                 continue
@@ -345,7 +360,7 @@ class _Harvest:
     def notes(self) -> list[str]:
         notes: list[str] = []
         if self.unkept:
-            names = _named(self.unkept)
+            names = name_files(self.unkept)
             notes.append(f"There is no room to keep these when the sandbox ends: {names}.")
         if self.left_out:
             notes.append(
@@ -437,5 +452,6 @@ def kept_bytes(records: Iterable[ContainerFileRecord]) -> int:
     return sum(record.bytes for record in records if record.blob)
 
 
-def _named(names: Sequence[str]) -> str:
+def name_files(names: Sequence[str]) -> str:
+    """The first of them, fit for a sentence."""
     return in_words([clean_name(name) for name in names], _NAMED)

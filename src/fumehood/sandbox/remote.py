@@ -164,15 +164,16 @@ class RemoteSandbox:
                         yield event
                 return
             except (NotConnected, Interrupted, Silent) as error:
-                refused = isinstance(error, NotConnected) and not stream.accepted
-                if refused or stream.failures >= self._connection.patience.retries:
+                pause = stream.pause_before_retry(error)
+                if pause is None:
                     raise
             except SandboxError as error:
                 # After a connection that broke, the first request may have begun the call.
                 error.refused = error.refused and not stream.failures
+                error.broke_at = stream.broke_at
                 raise
             stream.failures += 1
-            await asyncio.sleep(self._connection.patience.pause(stream.failures))
+            await asyncio.sleep(pause)
 
     async def interrupt(self, execution_id: str | None = None) -> bool:
         query = None if execution_id is None else {"execution_id": execution_id}
@@ -253,12 +254,14 @@ class _Stream:
     after: the number of the last event that has come.
     accepted: whether the server has taken the request.
     failures: connections in a row that brought nothing.
+    broke_at: when the first of them broke, by the event loop's clock.
     """
 
     def __init__(self, connection: Connection, path: str, after: int) -> None:
         self.after = self._asked_after = after
         self.accepted = False
         self.failures = 0
+        self.broke_at: float | None = None
         self._connection = connection
         self._path = path
         self._start: tuple[str, bytes] | None = None
@@ -277,6 +280,7 @@ class _Stream:
             while piece := await self._piece(response):
                 for line in self._lines(splitter, piece):
                     self.failures = 0
+                    self.broke_at = None
                     if not line:  # a sign of life
                         continue
                     event = self._decoded(line)
@@ -292,6 +296,24 @@ class _Stream:
                 f"The sandbox server at {self._connection.url} ended a call's events before their end."
             )
         )
+
+    def pause_before_retry(self, error: NotConnected | Interrupted | Silent) -> float | None:
+        """How long to wait before the next connection; None when it is not worth another one, and then the error
+        tells what whoever gets it has to know.
+        """
+        if isinstance(error, NotConnected) and not self.accepted and not self.failures:
+            return None  # nothing has begun
+        patience = self._connection.patience
+        now = asyncio.get_running_loop().time()
+        if self.broke_at is None:
+            self.broke_at = now
+        left = self.broke_at + patience.resume - now
+        if self.failures < patience.retries and left > 0:
+            return min(patience.pause(self.failures + 1), left)
+        error.refused = False
+        error.given_up = True
+        error.broke_at = self.broke_at
+        return None
 
     def _open(self) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         silence = self._connection.patience.silence

@@ -491,28 +491,25 @@ class LocalSandbox:
         self.kill(f"the {execution.noun} did not stop when it was interrupted")
 
     def _interrupted_end(self, execution: Execution) -> End:
+        """The reasons of ends say what happened; what is kept of it, `state_kept` says and the caller knows."""
         if execution.interrupted_by_caller:
-            reason = f"The {execution.noun} was interrupted; variables and files are kept."
-            return self._end(execution, "interrupted", -1, reason=reason)
-        reason = (
-            f"The {execution.noun} ran longer than {execution.timeout:g} s and was interrupted; variables and files "
-            "are kept."
-        )
+            return self._end(execution, "interrupted", -1, reason=f"The {execution.noun} was interrupted.")
+        reason = f"The {execution.noun} ran longer than {execution.timeout:g} s and was interrupted."
         return self._end(execution, "timeout", -1, reason=reason)
 
     async def _lost_end(self, execution: Execution, kills_before: int, *, interrupted: bool) -> End:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._exited), _DEATH_WAIT)
         if self._oom_kills() > kills_before and not interrupted:
-            reason = f"The sandbox ran out of memory ({self.memory}) and was ended; variables are gone."
+            reason = f"The sandbox ran out of memory ({self.memory}) and was ended."
             return self._end(execution, "out_of_memory", -1, reason=reason)
         if interrupted and execution.interrupted_by_caller:
-            reason = f"The {execution.noun} did not stop when it was interrupted and was killed; variables are gone."
+            reason = f"The {execution.noun} did not stop when it was interrupted and was killed."
             return self._end(execution, "interrupted", -1, reason=reason)
         if interrupted:
             reason = (
                 f"The {execution.noun} ran longer than {execution.timeout:g} s, did not stop when interrupted and was "
-                "killed; variables are gone."
+                "killed."
             )
             return self._end(execution, "timeout", -1, reason=reason)
         return self._end(execution, "lost", -1, reason=f"The sandbox was lost: {execution.lost.result()}.")

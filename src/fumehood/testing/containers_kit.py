@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
+from fumehood.interfaces import Collected
 from fumehood.protocol.containers import ContainerSpec
 from fumehood.protocol.errors import ContainerExpired, NotFound
 from fumehood.protocol.sandbox import AnyOutput, Note, Raised, Stdout
@@ -191,14 +192,14 @@ class FilesKit:
 
     async def test_a_file_is_found_once(self, subject: Subject) -> None:
         container = await subject.open()
-        assert await container.collect() == ()
+        assert await container.collect() == Collected()
         files = await subject.run_for_files(container, "writes out.txt")
         record = files["out.txt"]
         assert list(files) == ["out.txt"]
         assert record.id.startswith("cfile_")
         assert len(record.id) <= 64
         assert (record.container_id, record.bytes, record.source) == (container.id, 4, "assistant")
-        assert not await container.collect()
+        assert await container.collect() == Collected()
         assert await subject.run_for_files(container, "prints hello") == {}
         assert await subject.containers.files(SOMEBODY, container.id) == [record]
         assert await subject.containers.file(SOMEBODY, container.id, record.id) == record

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fumehood.interfaces import Caller, Container, Containers
+from fumehood.interfaces import Caller, Container, Containers, Started
 from fumehood.protocol.containers import ContainerFileRecord, ContainerSpec
 from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest, Stdout
 
@@ -66,8 +67,12 @@ class Subject:
         name = self.containers.reserve() if container_id is None else container_id
         return await self.containers.open(SOMEBODY, name, spec or ContainerSpec())
 
-    def start(self, container: Container, program: Program) -> AsyncGenerator[AnyOutput]:
-        return container.execute(ExecuteRequest(code=self.programs[program]))
+    async def start(self, container: Container, program: Program) -> AsyncGenerator[AnyOutput]:
+        """What the call says, without the word that it has started."""
+        async with aclosing(container.execute(ExecuteRequest(code=self.programs[program]))) as events:
+            async for event in events:
+                if not isinstance(event, Started):
+                    yield event
 
     async def run(self, container: Container, program: Program) -> list[AnyOutput]:
         """All events, after which it is left; fails unless one `End` comes, and comes last."""
@@ -82,7 +87,7 @@ class Subject:
         records: Sequence[ContainerFileRecord] = ()
         for program in programs:
             await self.run(container, program)
-            records = await container.collect()
+            records = (await container.collect()).files
         return {record.path: record for record in records}
 
     async def content(

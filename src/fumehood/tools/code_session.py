@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from fumehood.interfaces import CallContext, Clock, Container, ToolResult, ToolStep
+from fumehood.interfaces import CallContext, Clock, Container, Started, ToolResult, ToolStep
 from fumehood.protocol.conversation import ToolExchange
 from fumehood.protocol.errors import ApiError
 from fumehood.protocol.events import (
@@ -27,7 +27,7 @@ from fumehood.protocol.sandbox import End, ExecuteRequest, Requirements
 from fumehood.protocol.streaming_json import StringField
 from fumehood.tools.arguments import read_arguments, replayable
 from fumehood.tools.code_output import CodeOutput, OutputLimits
-from fumehood.tools.produced import Gatherer, Produced, named
+from fumehood.tools.produced import Gatherer, InlineLimits, Produced, named
 from fumehood.tools.running import NOTHING, RAN, ended, executed
 from fumehood.tools.workplace import Workplace
 
@@ -48,13 +48,13 @@ class InterpreterSettings:
 
     execution_timeout: seconds that the code of one call may run.
     keeps_variables: whether they are there in the next call: what the containers do, for the model to know.
-    inline_bytes: pictures up to this size are data: URLs, larger ones addresses of container files.
+    inline: how much of what produced files hold is sent inside of items.
     python, libraries: what the model is told is there.
     """
 
     execution_timeout: float = 60.0
     keeps_variables: bool = True
-    inline_bytes: int = 1 << 20
+    inline: InlineLimits = field(default_factory=InlineLimits)
     output: OutputLimits = field(default_factory=OutputLimits)
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
     libraries: tuple[str, ...] = LIBRARIES
@@ -83,6 +83,7 @@ class CodeSession:
         self._field = StringField("code")
         self._output = CodeOutput(settings.output)
         self._code_is_done = False
+        self._started_at: float | None = None
 
     # ---- while the model writes -----------------------------------------------------------------------------------
 
@@ -108,19 +109,22 @@ class CodeSession:
         except ValueError as error:
             yield self._failed(f"Nothing ran: {error}.")
             return
-        yield (*self._code_done(), InterpreterInterpreting(item_id=self._id, output_index=self._index))
+        yield self._code_done()
         try:
             container = await self._place.open()
         except ApiError as error:
             yield self._failed(f"The code did not run: {error.message}")
             return
-        await self._execute(container, arguments)
+        async with aclosing(self._execute(container, arguments)) as steps:
+            async for step in steps:
+                yield step
         gatherer = Gatherer(
             self._place.containers,
             container,
             self._context.caller,
-            inline_bytes=self._settings.inline_bytes,
+            limits=self._settings.inline,
             most=self._settings.output.images,
+            contents_left=self._settings.inline.total_bytes if self._context.wants_contents else None,
         )
         yield self._result(await gatherer.gather(self._output.figures))
 
@@ -131,7 +135,9 @@ class CodeSession:
             raise ValueError("the arguments name `code` more than once")
         return arguments
 
-    async def _execute(self, container: Container, arguments: _Arguments) -> None:
+    async def _execute(
+        self, container: Container, arguments: _Arguments
+    ) -> AsyncGenerator[Sequence[StreamEvent]]:
         """Run the code, at most as long as the whole response has; what it says is in `self._output`."""
         remaining = self._context.deadline - self._clock.monotonic()
         request = ExecuteRequest(
@@ -141,10 +147,15 @@ class CodeSession:
         )
         async with aclosing(executed(container, request, remaining)) as events:
             async for event in events:
-                self._output.take(event)
+                if not isinstance(event, Started):
+                    self._output.take(event)
+                elif self._started_at is None:
+                    self._started_at = self._clock.monotonic()
+                    yield (InterpreterInterpreting(item_id=self._id, output_index=self._index),)
 
     def abort(self, reason: str) -> ToolResult:
-        self._output.take(ended("interrupted", f"The call was not finished: {reason}."))
+        ran = 0.0 if self._started_at is None else self._clock.monotonic() - self._started_at
+        self._output.take(ended("interrupted", f"The call was not finished: {reason}.", ran))
         return self._settled("incomplete", self._code_done(), Produced())
 
     # ---- what comes of it -----------------------------------------------------------------------------------------
@@ -164,7 +175,8 @@ class CodeSession:
         completed = self._output.end is not None and self._output.end.status in RAN
         kind = InterpreterCompleted if completed else InterpreterFailed
         last = kind(item_id=self._id, output_index=self._index)
-        return self._settled("completed" if completed else "failed", (*self._code_done(), last), produced)
+        status: CallStatus = "completed" if completed else "failed"
+        return self._settled(status, (*self._code_done(), last), produced)
 
     def _settled(self, status: CallStatus, events: Sequence[StreamEvent], produced: Produced) -> ToolResult:
         output, end = self._output, self._output.end or ended("lost", "")
@@ -179,7 +191,9 @@ class CodeSession:
                 stderr=output.stderr.text(),
                 exit_code=end.exit_code,
                 duration_ms=end.duration_ms,
-                files=list(produced.files),
+                files=produced.detailed_files(),
+                files_complete=produced.complete,
+                missing_files=produced.missing,
                 truncated=output.truncated,
             ),
         )

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from fumehood.interfaces import CallContext, Clock, Container, FurtherItem, ToolResult, ToolStep
+from fumehood.interfaces import CallContext, Clock, Container, FurtherItem, Started, ToolResult, ToolStep
 from fumehood.protocol.conversation import ToolExchange
 from fumehood.protocol.errors import ApiError
 from fumehood.protocol.events import (
@@ -44,7 +44,7 @@ from fumehood.protocol.sandbox import AnyOutput, End, ExecuteRequest, Note, Stde
 from fumehood.protocol.streaming_json import StringPiece, StringsField
 from fumehood.tools.arguments import read_arguments, replayable
 from fumehood.tools.code_output import CodeOutput, OutputLimits
-from fumehood.tools.produced import Gatherer, Produced, named
+from fumehood.tools.produced import Gatherer, InlineLimits, Produced, named
 from fumehood.tools.running import NOTHING, RAN, ended, executed
 from fumehood.tools.workplace import Workplace
 
@@ -62,12 +62,12 @@ class ShellSettings:
     execution_timeout: seconds that one command may run; the model may choose less.
     keeps_processes: whether what runs in the background is there in the next call: what the containers do, for the
         model to know.
-    inline_bytes: pictures up to this size are shown to models that see.
+    inline: how much of what produced files hold is sent inside of items; larger pictures are not shown to models.
     """
 
     execution_timeout: float = 60.0
     keeps_processes: bool = True
-    inline_bytes: int = 1 << 20
+    inline: InlineLimits = field(default_factory=InlineLimits)
     output: OutputLimits = field(default_factory=OutputLimits)
 
 
@@ -181,24 +181,31 @@ class ShellSession:
         answer.begin()
         async with aclosing(executed(container, request, remaining)) as events:
             async for event in events:
-                step = answer.take(event)
-                if step:
+                if not isinstance(event, Started) and (step := answer.take(event)):
                     yield step
 
     async def _gather(self, container: Container, produced: Produced) -> None:
         """What a command left, beside what those before it did."""
         settings = self._settings
+        left = None
+        if self._context.wants_contents:
+            sent = sum(file.bytes for file in produced.details.values() if file.content is not None)
+            left = max(0, settings.inline.total_bytes - sent)
         gatherer = Gatherer(
             self._place.containers,
             container,
             self._context.caller,
-            inline_bytes=settings.inline_bytes,
+            limits=settings.inline,
             most=max(0, settings.output.images - len(produced.urls)),
+            contents_left=left,
         )
         found = await gatherer.gather(())
         again = {file.file_id for file in found.files}
         produced.files = [file for file in produced.files if file.file_id not in again] + found.files
+        produced.details |= found.details
         produced.urls += found.urls
+        # What one command could not fetch, the look after the next one may have.
+        produced.missing, produced.complete = found.missing, found.complete
 
     async def _forget_deleted(self, produced: Produced, commands: int) -> None:
         """What one command wrote, a later one may have removed."""
@@ -230,7 +237,7 @@ class ShellSession:
         answer = self._answer
         if answer is None:
             raise AssertionError("a result without commands that ran")
-        item, done = answer.done(produced.files)
+        item, done = answer.done(produced)
         images = tuple(produced.urls) if self._context.takes_images else ()
         exchange = self._exchange(self._told(answer, produced.files), images)
         return ToolResult(
@@ -330,7 +337,7 @@ class _Answer:
             events += self.take(ended("lost", reason))
         return events
 
-    def done(self, files: Sequence[ProducedFile]) -> tuple[ShellCallOutput, StreamEvent]:
+    def done(self, produced: Produced) -> tuple[ShellCallOutput, StreamEvent]:
         ends = [one.end or ended("lost", "") for one in self.said]
         whole = all(end.status in _WENT_ON for end in ends)
         status: ItemStatus = "completed" if whole else "incomplete"
@@ -340,7 +347,9 @@ class _Answer:
             stderr=_in_a_row(one.stderr for one in output),
             exit_code=ends[-1].exit_code,
             duration_ms=sum(end.duration_ms for end in ends),
-            files=list(files),
+            files=produced.detailed_files(),
+            files_complete=produced.complete,
+            missing_files=produced.missing,
             truncated=any(one.truncated for one in self.said),
         )
         item = replace(self._item, output=output, status=status, execution=execution)

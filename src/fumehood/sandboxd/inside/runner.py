@@ -466,7 +466,7 @@ class _Exit:
         self._name = name
 
     def __repr__(self) -> str:
-        return f"Use {self._name}() to end this call; its variables stay"
+        return f"Use {self._name}() to end this call"
 
     def __call__(self, code: Any = None) -> NoReturn:
         raise SystemExit(code)

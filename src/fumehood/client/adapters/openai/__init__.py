@@ -5,6 +5,7 @@ from fumehood.client.adapters.openai.code_interpreter import (
     AutoContainerConfig,
     CodeInterpreterConfig,
     CodeInterpreterResult,
+    ExecutionFile,
     ExistingContainerRef,
     OpenAICodeInterpreterTool,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "ContainerConfig",
     "ContainerFilesystem",
     "ContainerManager",
+    "ExecutionFile",
     "ExistingContainerRef",
     "FileSearchConfig",
     "OpenAIAdapter",

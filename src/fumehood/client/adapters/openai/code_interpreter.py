@@ -1,5 +1,6 @@
 """OpenAI's code interpreter as a provider tool, and what comes out of it; imports `wire`, `config` and `prompt`."""
 
+import base64
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -69,8 +70,31 @@ class CodeInterpreterConfig:
 
 
 @dataclass(frozen=True)
+class ExecutionFile:
+    """A file that a call wrote, as our gateway describes it.
+
+    sha256: hexadecimal, None where no copy is kept. content: None where the file is too large to be sent along;
+        the container's files endpoint serves it.
+    """
+
+    container_id: str
+    file_id: str
+    filename: str
+    path: str
+    size: int
+    mime_type: str
+    sha256: str | None = None
+    content: bytes | None = None
+
+
+@dataclass(frozen=True)
 class CodeInterpreterResult:
-    """What a call has left behind. `exit_code` is known of our gateway only; `images` are URLs."""
+    """What a call has left behind.
+
+    images: URLs. files: those that are cited or listed.
+    exit_code, produced, missing: known of our gateway only. produced: the files with what they hold. missing: the
+        paths of files that the call wrote and that could not be fetched.
+    """
 
     stdout: str = ""
     stderr: str = ""
@@ -79,6 +103,8 @@ class CodeInterpreterResult:
     files: tuple[FileCitation, ...] = ()
     container_id: str | None = None
     code: str | None = None
+    produced: tuple[ExecutionFile, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, CodeInterpreterConfig]):
@@ -183,6 +209,8 @@ def code_interpreter_output(
         files=_files(execution, data),
         container_id=data.container_id,
         code=data.code,
+        produced=tuple(map(_produced, objects(execution.get("files")))),
+        missing=tuple(str(file.get("path", "")) for file in objects(execution.get("missing_files"))),
     )
     message = logs or (f"The call of the code interpreter is {data.status}." if failed else "")
     return ToolResult(message, value, success=not failed)
@@ -200,3 +228,25 @@ def _files(execution: Mapping[str, Any], data: ProviderToolCallData) -> tuple[Fi
     listed = [{**file, "type": CITATION} for file in objects(execution.get("files"))]
     cited = [note for note in data.annotations if data.container_id in (None, note.get("container_id"))]
     return citations([*cited, *listed])
+
+
+def _produced(file: Mapping[str, Any]) -> ExecutionFile:
+    """What a provider sends is not ours to trust: whatever is not of its kind counts as not there."""
+    size, digest, content = file.get("bytes"), file.get("sha256"), file.get("content")
+    return ExecutionFile(
+        container_id=str(file.get("container_id", "")),
+        file_id=str(file.get("file_id", "")),
+        filename=str(file.get("filename", "")),
+        path=str(file.get("path", "")),
+        size=size if isinstance(size, int) else 0,
+        mime_type=str(file.get("mime_type", "application/octet-stream")),
+        sha256=digest if isinstance(digest, str) else None,
+        content=_decoded(content) if isinstance(content, str) else None,
+    )
+
+
+def _decoded(content: str) -> bytes | None:
+    try:
+        return base64.b64decode(content, validate=True)
+    except ValueError:
+        return None
