@@ -56,7 +56,7 @@ def test_requests_of_an_allow_list_keep_their_fields_in_the_log(
     try:
         logs.configure(form, logging.INFO)
         fields = {"sandbox": "0123", "domain": "example.org", "port": 443, "verdict": "allowed", "reason": ""}
-        logging.getLogger("fumehood.sandboxd.egress.proxy").info("egress", extra={"egress": fields})
+        logging.getLogger("fumehood.sandboxd.egress.control").info("egress", extra={"egress": fields})
         logging.getLogger("opentelemetry.exporter").error("not %s", "sent")
     finally:
         for name, handlers in before.items():

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from fumehood.protocol.sandbox import End
-from fumehood.sandboxd.egress.session import Event
+from fumehood.sandboxd.egress.orders import Event
 from fumehood.sandboxd.executions import Execution
 from fumehood.sandboxd.served import Direction
 from fumehood.sandboxd.settings import Settings

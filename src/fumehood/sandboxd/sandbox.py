@@ -15,8 +15,8 @@ from typing import Any
 
 from fumehood.protocol.sandbox import MEMORY_TIERS, AnyOutput, End, EndStatus, Language, MemoryTier
 from fumehood.protocol.sandbox_errors import SandboxGone, SandboxStartFailed
-from fumehood.sandboxd.egress.proxy import Access as NetworkAccess
-from fumehood.sandboxd.egress.proxy import admit
+from fumehood.sandboxd.egress.control import Access as NetworkAccess
+from fumehood.sandboxd.egress.control import admit
 from fumehood.sandboxd.executions import Execution, ProtocolBroken
 from fumehood.sandboxd.files import Access, SandboxFiles
 from fumehood.sandboxd.helpers import Helpers

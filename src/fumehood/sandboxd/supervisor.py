@@ -18,7 +18,7 @@ from fumehood.protocol.sandbox_errors import AtCapacity, InstallFailed, SandboxE
 from fumehood.sandboxd import hoards, remains
 from fumehood.sandboxd.cgroups import joining
 from fumehood.sandboxd.disks import Disk
-from fumehood.sandboxd.egress.proxy import Egress, Grant
+from fumehood.sandboxd.egress.control import Egress, Grant
 from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.launching import Launch
 from fumehood.sandboxd.nurseries import Nursery, ZygoteStarter
@@ -110,6 +110,7 @@ class Supervisor:
             )
         await asyncio.to_thread(remains.sweep, self._settings)
         self._places.open()
+        self.egress.start(None if self._places.users is None else self._places.users.proxy)
         starter = ZygoteStarter(self._settings, self._places)
         if starter.launch is not None:
             self._open_packages(starter.launch)

@@ -25,6 +25,7 @@ class UserRange:
     own: tuple[int, int] | None = None  # user and group
     lock: IO[bytes] | None = None
     installer: int | None = None  # of install jails: one for all supervisors, since they share a cache
+    proxy: int | None = None  # of the egress proxy; None where it cannot be another user than ours
 
     @property
     def zygote(self) -> int:
@@ -65,6 +66,8 @@ def reserve_users(
     users.installer = base + room - 1
     if users.installer < users.first + users.count:
         users.count -= 1  # it is not a sandbox's
+    users.count -= 1  # and neither is this one
+    users.proxy = users.first + users.count
     return users
 
 

@@ -1,5 +1,7 @@
 """A supervisor whose sandboxes may reach two made-up domains on loopback; imports `tests.support`."""
 
+import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +11,10 @@ import pytest
 import pytest_asyncio
 
 from fumehood.protocol.sandbox import DomainSecret, NetworkAllowlist, SandboxSpec
-from fumehood.sandboxd.egress.session import Event
+from fumehood.sandboxd.egress.control import Egress, ProxyProcess
+from fumehood.sandboxd.egress.orders import Configuration, Event
+from fumehood.sandboxd.egress.proxy import verifying_context
+from fumehood.sandboxd.egress.worker import Worker
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.supervisor import Supervisor
 from fumehood.serving.resolver import ResolveFailed, Resolver
@@ -30,6 +35,13 @@ class Net:
     secure: Website
     authority: Authority
     events: list[Event] = field(default_factory=list[Event])
+
+    async def reported(self, count: int) -> list[Event]:
+        """What the proxy reported, once there is so much of it: it is another process."""
+        async with asyncio.timeout(20):
+            while len(self.events) < count:
+                await asyncio.sleep(0.01)
+        return self.events
 
     async def create(
         self, *domains: str, secrets: list[DomainSecret] | None = None, **spec: Any
@@ -98,11 +110,56 @@ class Names(Resolver):
         return answers.pop(0) if len(answers) > 1 else answers[0]
 
 
+class InProcess:
+    """Runs the proxy in this process, over the same messages, so that a test can answer for its name server."""
+
+    def __init__(self) -> None:
+        self.worker: Worker | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self, configuration: Configuration) -> ProxyProcess:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.worker = Worker(theirs, configuration, verifying_context(configuration.trust))
+        self._running = asyncio.ensure_future(self.worker.run())
+        return ProxyProcess(mine)
+
+    async def end(self) -> None:
+        if self._running is not None:
+            await self._running
+
+
+@dataclass
+class Named:
+    """A sandbox whose names are looked up where a test says so."""
+
+    box: LocalSandbox
+    worker: Worker
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def named(net: "Net", authority: Authority) -> AsyncIterator[Named]:
+    chosen = net_settings(authority, net.plain, net.secure)
+    proxy = InProcess()
+    supervisor = Supervisor(chosen)
+    supervisor.egress = Egress(chosen, start=proxy.start)
+    async with supervisor:
+        network = NetworkAllowlist(allowed_domains=[PLAIN, SECURE])
+        box = await supervisor.create(SandboxSpec(network=network))
+        assert proxy.worker is not None
+        yield Named(box, proxy.worker)
+    await proxy.end()
+
+
 @pytest.fixture
-def names(net: "Net", monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, list[list[str]]]], Names]:
+def named_box(named: Named) -> LocalSandbox:
+    return named.box
+
+
+@pytest.fixture
+def names(named: Named, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, list[list[str]]]], Names]:
     def install(table: dict[str, list[list[str]]]) -> Names:
         made = Names(table)
-        monkeypatch.setattr(net.supervisor.egress.connector, "resolver", made)
+        monkeypatch.setattr(named.worker.proxy.connector, "resolver", made)
         return made
 
     return install
@@ -147,5 +204,6 @@ async def box(net: Net) -> AsyncIterator[LocalSandbox]:
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
 async def _forget(net: Net) -> None:
+    await asyncio.sleep(0.05)  # for what is still to be said of the test before
     for kept in (net.plain.seen, net.secure.seen, net.events):
         kept.clear()

@@ -18,7 +18,7 @@ async def test_urllib(net: Net, box: LocalSandbox) -> None:
     assert await proxied(box, f"https://{SECURE}:{net.secure.port}/s") == "GET /s"
     assert net.plain.seen[0].headers["host"] == f"{PLAIN}:{net.plain.port}"
     assert "connection" not in net.plain.seen[0].headers
-    assert [(event.domain, event.port, event.verdict) for event in net.events] == [
+    assert [(event.domain, event.port, event.verdict) for event in await net.reported(2)] == [
         (PLAIN, net.plain.port, "allowed"),
         (SECURE, net.secure.port, "allowed"),
     ]
@@ -99,7 +99,7 @@ async def test_each_request_of_a_connection_is_checked(net: Net, box: LocalSandb
     assert b"other.test is not on this sandbox's allow-list" in answer
     assert [seen.target for seen in net.plain.seen] == ["/0", "/1"]
     assert net.plain.connections == before + 1
-    assert [event.verdict for event in net.events] == ["allowed", "allowed", "refused"]
+    assert [event.verdict for event in await net.reported(3)] == ["allowed", "allowed", "refused"]
 
 
 async def test_a_redirection_is_the_clients_to_follow(net: Net, box: LocalSandbox) -> None:
@@ -166,11 +166,11 @@ async def test_a_response_without_a_length(
 
 
 async def test_the_first_usable_address_is_taken(
-    net: Net, box: LocalSandbox, names: Callable[[dict[str, list[list[str]]]], Names]
+    net: Net, named_box: LocalSandbox, names: Callable[[dict[str, list[list[str]]]], Names]
 ) -> None:
     """Bad ones in an answer are skipped, dead ones passed over; the name is looked up once."""
     table = names({PLAIN: [["10.0.0.1", "::1", "127.0.0.9", "127.0.0.1"]]})
-    assert await proxied(box, f"http://{PLAIN}:{net.plain.port}/") == "GET /"
+    assert await proxied(named_box, f"http://{PLAIN}:{net.plain.port}/") == "GET /"
     assert table.asked == [PLAIN]
 
 
@@ -189,6 +189,7 @@ async def test_logs_tell_domains_and_nothing_else(
 ) -> None:
     caplog.set_level(logging.DEBUG, "fumehood")
     await proxied(box, f"http://{PLAIN}:{net.plain.port}/private-path?q=1", Cookie="private-cookie")
+    await net.reported(1)
     record = next(record for record in caplog.records if hasattr(record, "egress"))
     assert record.__dict__["egress"]["domain"] == PLAIN
     assert record.__dict__["egress"]["sandbox"] == box.id

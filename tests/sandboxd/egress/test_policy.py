@@ -8,9 +8,9 @@ import pytest
 
 from fumehood.protocol.sandbox import DomainSecret, NetworkAllowlist, NetworkDisabled, SandboxSpec
 from fumehood.protocol.sandbox_errors import RequestRefused
+from fumehood.sandboxd.egress.control import Egress
 from fumehood.sandboxd.egress.names import Authority
 from fumehood.sandboxd.egress.policy import Policy, allowed
-from fumehood.sandboxd.egress.proxy import Egress
 from fumehood.sandboxd.settings import Settings
 
 

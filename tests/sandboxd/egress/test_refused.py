@@ -76,26 +76,28 @@ async def test_other_ports(net: Net, box: LocalSandbox) -> None:
     ],
 )
 async def test_names_of_private_addresses(
-    net: Net, box: LocalSandbox, names: InstallNames, addresses: list[str]
+    net: Net, named_box: LocalSandbox, names: InstallNames, addresses: list[str]
 ) -> None:
     names({PLAIN: [addresses], SECURE: [addresses]})
-    plain = await proxied(box, f"http://{PLAIN}:{net.plain.port}/")
+    plain = await proxied(named_box, f"http://{PLAIN}:{net.plain.port}/")
     assert "HTTPError 403" in plain
     assert "has no address that sandboxes may be connected to" in plain
     assert not any(address in plain for address in addresses)
-    tunnel = await proxied(box, f"https://{SECURE}:{net.secure.port}/")
+    tunnel = await proxied(named_box, f"https://{SECURE}:{net.secure.port}/")
     assert "Forbidden" in tunnel
 
 
-async def test_names_without_an_address(net: Net, box: LocalSandbox, names: InstallNames) -> None:
+async def test_names_without_an_address(net: Net, named_box: LocalSandbox, names: InstallNames) -> None:
     names({})
-    assert "HTTPError 502" in await proxied(box, f"http://{PLAIN}:{net.plain.port}/")
+    assert "HTTPError 502" in await proxied(named_box, f"http://{PLAIN}:{net.plain.port}/")
 
 
-async def test_a_name_that_changes_its_address(net: Net, box: LocalSandbox, names: InstallNames) -> None:
+async def test_a_name_that_changes_its_address(
+    net: Net, named_box: LocalSandbox, names: InstallNames
+) -> None:
     """DNS rebinding: what is checked is what is connected to, and the next connection is checked again."""
     table = names({PLAIN: [["10.0.0.1"], ["127.0.0.1"]]})
-    assert "HTTPError 403" in await proxied(box, f"http://{PLAIN}:{net.plain.port}/")
+    assert "HTTPError 403" in await proxied(named_box, f"http://{PLAIN}:{net.plain.port}/")
     assert table.asked == [PLAIN]
 
 
@@ -124,7 +126,7 @@ async def test_what_begins_in_a_tunnel(net: Net, box: LocalSandbox, first: bytes
         status, _, rest = answer.partition(b"\r\n\r\n")
         assert status.startswith(b"HTTP/1.1 200")
         assert rest in (b"", b"\x15\x03\x03\x00\x02\x02\x31")
-    assert {event.verdict for event in net.events} == {"refused"}
+    assert {event.verdict for event in await net.reported(1)} == {"refused"}
     assert "within the tunnel" in net.events[0].reason
 
 

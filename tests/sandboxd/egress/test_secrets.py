@@ -200,7 +200,7 @@ async def test_no_log_tells_it(net: Net, secretive: LocalSandbox, caplog: pytest
     caplog.set_level(logging.DEBUG)
     await proxied(secretive, f"https://{SECURE}:{net.secure.port}/", Authorization="$API_KEY")
     assert net.secure.seen[0].headers["authorization"] == VALUE
-    assert net.events
+    assert await net.reported(1)
     shown = caplog.text + str([record.__dict__ for record in caplog.records]) + repr(net.events)
     assert VALUE not in shown
     assert VALUE not in repr(vars(secretive))

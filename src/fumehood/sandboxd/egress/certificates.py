@@ -1,10 +1,11 @@
 """A certificate authority of one sandbox's own, for the domains with secrets; imports cryptography.
 
-Its key stays in this process. Whoever has it could only deceive the one sandbox that trusts it, and name constraints
-keep even that to the domains in question.
+Its key is in the supervisor, which makes it, and in the proxy, which uses it. Whoever has it could only deceive the
+one sandbox that trusts it, and name constraints keep even that to the domains in question.
 """
 
 import asyncio
+import codecs
 import datetime as dt
 import os
 import ssl
@@ -35,6 +36,22 @@ class SandboxAuthority:
     @classmethod
     async def make(cls, domains: Iterable[str]) -> Self:
         return cls(*await asyncio.to_thread(_authority, sorted(domains)))
+
+    @classmethod
+    def load(cls, private: str, pem: str) -> Self:
+        """The same authority, from what `private_pem` and `pem` were; raises ValueError."""
+        key = serialization.load_pem_private_key(private.encode("ascii"), password=None)
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise ValueError("the key of the authority is of another kind")
+        return cls(key, x509.load_pem_x509_certificate(pem.encode("ascii")))
+
+    def rehearse(self) -> None:
+        loaded = type(self).load(self.private_pem, self.pem)
+        loaded._make_context("rehearsal.invalid")
+
+    @property
+    def private_pem(self) -> str:
+        return _private_pem(self._key).decode("ascii")
 
     async def context(self, domain: str) -> ssl.SSLContext:
         """The server's side of TLS for one domain; a certificate is made once and again before it expires."""
@@ -67,6 +84,13 @@ class SandboxAuthority:
         context.set_alpn_protocols(["http/1.1"])
         _load(context, certificate, key)
         return context
+
+
+def rehearse() -> None:
+    """Load whatever is loaded when it is first used: the process may soon be a user who cannot read it."""
+    SandboxAuthority(*_authority(["rehearsal.invalid"])).rehearse()
+    for encoding in ("ascii", "latin-1", "idna", "punycode"):
+        codecs.lookup(encoding)
 
 
 def _authority(domains: list[str]) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
@@ -121,10 +145,13 @@ def _now() -> dt.datetime:
 
 def _load(context: ssl.SSLContext, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
     """Python's ssl reads files only; this one is memory, so that no key is ever on a disk."""
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
     with os.fdopen(os.memfd_create("certificate"), "wb") as file:
-        file.write(private + certificate.public_bytes(serialization.Encoding.PEM))
+        file.write(_private_pem(key) + certificate.public_bytes(serialization.Encoding.PEM))
         file.flush()
         context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

@@ -1,35 +1,27 @@
-"""The supervisor's egress proxy: one for all, with a door for each sandbox; imports the protocol and siblings."""
+"""The egress proxy itself: one for all sandboxes, with a door for each; imports siblings and `serving`.
+
+It parses what hostile programs send, and runs in a process of its own: see `worker` and `control`.
+"""
 
 import asyncio
 import contextlib
-import importlib
-import ipaddress
 import logging
-import os
 import socket
 import ssl
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
 
-from fumehood.protocol.sandbox import NetworkPolicy
-from fumehood.protocol.sandbox_errors import SandboxStartFailed
-from fumehood.sandboxd.egress.bounds import Bounds
+import msgspec
+
+from fumehood.sandboxd.egress import orders
+from fumehood.sandboxd.egress.certificates import SandboxAuthority
 from fumehood.sandboxd.egress.connecting import Connector
-from fumehood.sandboxd.egress.names import normalised
 from fumehood.sandboxd.egress.placeholders import Placeholders
-from fumehood.sandboxd.egress.policy import TRUST_ENVIRONMENT, Policy, allowed
-from fumehood.sandboxd.egress.session import Event, Gate, Session
+from fumehood.sandboxd.egress.policy import Policy
+from fumehood.sandboxd.egress.session import Gate, Session
 from fumehood.sandboxd.egress.streams import SocketStream
-from fumehood.sandboxd.settings import Settings
 from fumehood.serving.addresses import Addresses, networks
 from fumehood.serving.resolver import Resolver
-
-if TYPE_CHECKING:
-    from fumehood.sandboxd.egress.certificates import SandboxAuthority
 
 logger = logging.getLogger(__name__)
 
@@ -39,79 +31,33 @@ _BUSY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """What was allowed: `environment` and `trust`, certificates, are for inside."""
+class Proxy:
+    """The connections of all sandboxes.
 
-    policy: Policy
-    environment: dict[str, str]
-    trust: str
-    authority: "SandboxAuthority | None" = field(repr=False)
-
-
-class Egress:
-    """Of one supervisor; `on_event` hears what is also logged.
-
-    A setting that makes no sense is a ValueError here, before anything starts.
+    upstream_tls: see `verifying_context`.
+    on_event: hears what was done for a sandbox; on_change: that `connections` or the bytes of a door have changed.
     """
 
-    def __init__(self, settings: Settings, bounds: Bounds | None = None) -> None:
-        self._settings = settings
-        self.bounds = bounds or Bounds(idle_seconds=settings.egress_idle_seconds)
-        hosts = {
-            normalised(name): str(ipaddress.ip_address(address))
-            for name, address in settings.egress_hosts.items()
-        }
+    def __init__(
+        self,
+        configuration: orders.Configuration,
+        upstream_tls: ssl.SSLContext,
+        *,
+        on_event: Callable[[orders.Event], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        bounds = configuration.bounds
         self.connector = Connector(
-            Resolver(hosts, timeout=self.bounds.resolve_seconds),
-            Addresses(networks(settings.egress_private)),
-            self.bounds,
+            Resolver(configuration.hosts, timeout=bounds.resolve_seconds),
+            Addresses(networks(configuration.private)),
+            bounds,
         )
-        for domain in settings.egress_domains or ():
-            normalised(domain)
-        self.on_event: Callable[[Event], None] | None = None
-        self.connections = 0  # at present, of all sandboxes
+        self.on_event = on_event
+        self.on_change = on_change
+        self.upstream_tls = upstream_tls
+        self.connections = 0
+        self._most = configuration.connections_total
         self._tasks: set[asyncio.Task[None]] = set()
-        self._upstream_tls: ssl.SSLContext | None = None
-
-    async def grant(self, network: NetworkPolicy) -> Grant | None:
-        """What a sandbox with this policy needs, or None for no network.
-
-        RequestRefused for more than the operator allows, SandboxStartFailed if it cannot be had.
-        """
-        policy = allowed(network, self._settings)
-        if policy is None:
-            return None
-        try:
-            return await self._grant(policy)
-        except (OSError, ValueError) as error:
-            file = self._settings.egress_ca_file
-            raise SandboxStartFailed(
-                f"The certificates of egress_ca_file ({file}) are not usable: {error}."
-            ) from error
-
-    async def _grant(self, policy: Policy) -> Grant:
-        trust = ""
-        authority: SandboxAuthority | None = None
-        if self._settings.egress_ca_file is not None:
-            trust = await asyncio.to_thread(self._settings.egress_ca_file.read_text, "utf-8", "replace")
-        if policy.secrets:
-            certificates = await asyncio.to_thread(_certificates)
-            made: SandboxAuthority = await certificates.SandboxAuthority.make(policy.secrets)
-            authority = made
-            if self._upstream_tls is None:
-                self._upstream_tls = await asyncio.to_thread(_verifying, self._settings.egress_ca_file)
-            trust = f"{trust}\n{made.pem}"
-        environment = policy.environment() | (TRUST_ENVIRONMENT if trust else {})
-        return Grant(policy, environment, trust, authority)
-
-    def access(self, grant: Grant) -> "Access":
-        """A door for one sandbox."""
-        return Access(self, self._settings, grant)
-
-    @property
-    def upstream_tls(self) -> ssl.SSLContext | None:
-        return self._upstream_tls
 
     def watch(self, session: asyncio.Task[None]) -> None:
         """Remember it until it has ended."""
@@ -119,7 +65,7 @@ class Egress:
         session.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Every sandbox has been closed before; wait until nothing of it is left."""
+        """Every door has been closed before; wait until nothing is left."""
         for task in [*self._tasks]:
             task.cancel()
         while self._tasks:
@@ -129,40 +75,33 @@ class Egress:
 
     @property
     def full(self) -> bool:
-        return self.connections >= self._settings.egress_connections_total
+        return self.connections >= self._most
 
 
 class Access:
-    """One sandbox's door to the network: `environment` and `trust` are for inside."""
+    """One sandbox's door to the network; takes the listener over, and begins to accept. Raises ValueError."""
 
-    def __init__(self, egress: Egress, settings: Settings, grant: Grant) -> None:
-        self.environment = grant.environment
-        self.trust = grant.trust
-        self._egress = egress
-        self._most = settings.egress_connections
-        self._budget = settings.egress_bytes
-        self._spent = 0
-        self._sandbox = ""
-        self._listener: socket.socket | None = None
+    def __init__(self, proxy: Proxy, number: int, door: orders.Door, listener: socket.socket) -> None:
+        self._proxy = proxy
+        self._number = number
+        self._most = door.connections
+        self._budget = door.budget
+        self.spent = door.spent
         self._sessions: set[asyncio.Task[None]] = set()
         self._fresh: set[socket.socket] = set()  # accepted, and its task has not begun
-        secrets = grant.policy.secrets
+        keys = door.authority
         self._gate = Gate(
-            policy=grant.policy,
-            bounds=egress.bounds,
-            connector=egress.connector,
+            policy=Policy(frozenset(door.domains), frozenset(door.ports), door.secrets),
+            bounds=door.bounds,
+            connector=proxy.connector,
             report=self._report,
             spend=self._spend,
-            authority=grant.authority,
-            upstream_tls=egress.upstream_tls,
-            placeholders={domain: Placeholders(values) for domain, values in secrets.items()},
+            authority=None if keys is None else SandboxAuthority.load(keys.private, keys.certificate),
+            upstream_tls=proxy.upstream_tls,
+            placeholders={domain: Placeholders(values) for domain, values in door.secrets.items()},
         )
-
-    def open(self, listener: int, sandbox: str) -> None:
-        """Begin to accept; takes the descriptor over."""
-        self._sandbox = sandbox
-        self._listener = socket.socket(fileno=listener)
-        self._listener.setblocking(False)
+        self._listener: socket.socket | None = listener
+        listener.setblocking(False)
         self._resume()
 
     def close(self) -> None:
@@ -201,7 +140,7 @@ class Access:
             task = asyncio.ensure_future(self._serve(sock))
             self._sessions.add(task)
             task.add_done_callback(self._ended)
-            self._egress.watch(task)
+            self._proxy.watch(task)
         self._pause()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -215,44 +154,26 @@ class Access:
     async def _serve(self, sock: socket.socket) -> None:
         self._fresh.discard(sock)
         sock.setblocking(False)
-        if self._egress.full:
+        if self._proxy.full:
             with sock, contextlib.suppress(OSError):
                 sock.send(_BUSY)
             return
-        self._egress.connections += 1
+        self._proxy.connections += 1
+        self._proxy.on_change()
         try:
             await Session(await _stream(sock), self._gate).run()
         finally:
-            self._egress.connections -= 1
+            self._proxy.connections -= 1
+            self._proxy.on_change()
 
     def _spend(self, count: int) -> bool:
-        self._spent += count
-        return self._budget is None or self._spent <= self._budget
+        if count:
+            self.spent += count
+            self._proxy.on_change()
+        return self._budget is None or self.spent <= self._budget
 
-    def _report(self, event: Event) -> None:
-        event = replace(event, sandbox=self._sandbox)
-        logger.info(
-            "egress %s: %s:%d %s",
-            event.verdict,
-            event.domain,
-            event.port,
-            event.reason,
-            extra={"egress": asdict(event)},
-        )
-        if self._egress.on_event is not None:
-            self._egress.on_event(event)
-
-
-def admit(access: Access | None, listeners: list[int], sandbox: str) -> Access | None:
-    """Let the proxy accept at a sandbox's first listener; without access nobody ever does."""
-    if not listeners:
-        if access is not None:
-            raise SandboxStartFailed("The sandbox has no way to the proxy.")
-    elif access is None:
-        os.close(listeners.pop(0))
-    else:
-        access.open(listeners.pop(0), sandbox)
-    return access
+    def _report(self, event: orders.Event) -> None:
+        self._proxy.on_event(msgspec.structs.replace(event, number=self._number))
 
 
 async def _stream(sock: socket.socket) -> SocketStream:
@@ -263,16 +184,11 @@ async def _stream(sock: socket.socket) -> SocketStream:
         raise
 
 
-def _certificates() -> ModuleType:
-    """Imported when first needed, and not on the event loop: it takes a while, and most servers never need it."""
-    return importlib.import_module("fumehood.sandboxd.egress.certificates")
-
-
-def _verifying(further: Path | None) -> ssl.SSLContext:
+def verifying_context(further: str) -> ssl.SSLContext:
     """For connections to servers: certificates and names are checked."""
     context = ssl.create_default_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    if further is not None:
-        context.load_verify_locations(further)
+    if further:
+        context.load_verify_locations(cadata=further)
     return context

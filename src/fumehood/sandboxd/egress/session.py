@@ -6,7 +6,7 @@ import ssl
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import h11
 
@@ -16,6 +16,7 @@ from fumehood.sandboxd.egress.connecting import Connector
 from fumehood.sandboxd.egress.exchange import Broken, Exchange, Upstream
 from fumehood.sandboxd.egress.messages import Asked, Refused, bad, parse, read_head, understood
 from fumehood.sandboxd.egress.names import Authority, BadName, normalised
+from fumehood.sandboxd.egress.orders import Event, Verdict
 from fumehood.sandboxd.egress.placeholders import Placeholders
 from fumehood.sandboxd.egress.policy import Policy
 from fumehood.sandboxd.egress.streams import SocketStream, Stream, TlsStream
@@ -26,22 +27,6 @@ if TYPE_CHECKING:  # it takes a while to import, and most servers never need it
 _ESTABLISHED = b"HTTP/1.1 200 Connection established\r\n\r\n"
 _ACCESS_DENIED = b"\x15\x03\x03\x00\x02\x02\x31"  # a TLS alert, so that programs can say more than "closed"
 _LINGER = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What the proxy did for a sandbox: never a path, a header or a body.
-
-    port is 0 and domain empty where a request could not be understood.
-    """
-
-    sandbox: str
-    domain: str
-    port: int
-    verdict: Literal["allowed", "refused", "failed"]
-    reason: str = ""
-    sent: int = 0
-    received: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +270,16 @@ class Session:
         if self._clock is not None:
             self._clock.reschedule(asyncio.get_running_loop().time() + self._gate.bounds.idle_seconds)
 
-    def _report(
-        self, to: Authority | None, verdict: Literal["allowed", "refused", "failed"], reason: str = ""
-    ) -> None:
+    def _report(self, to: Authority | None, verdict: Verdict, reason: str = "") -> None:
         name, port = ("", 0) if to is None else (to.name, to.port)
-        self._gate.report(Event("", name, port, verdict, reason, self._sent, self._received))
+        self._gate.report(
+            Event(
+                domain=name,
+                port=port,
+                verdict=verdict,
+                reason=reason,
+                sent=self._sent,
+                received=self._received,
+            )
+        )
         self._sent = self._received = 0

@@ -1,0 +1,83 @@
+"""The capabilities of this process, read and given up; imports only siblings.
+
+Numbers are the kernel's (linux/capability.h).
+"""
+
+import ctypes
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+from fumehood.sandboxd.inside import syscalls
+
+CHOWN = 0
+DAC_OVERRIDE = 1
+DAC_READ_SEARCH = 2
+FOWNER = 3
+FSETID = 4
+KILL = 5
+SETGID = 6
+SETUID = 7
+SETPCAP = 8
+SYS_PTRACE = 19
+SYS_ADMIN = 21
+SYS_RESOURCE = 24
+
+PR_SET_NO_NEW_PRIVS = 38
+_PR_CAPBSET_READ = 23
+_CAPABILITY_VERSION_3 = 0x20080522
+_SYS_CAPSET = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine, -1)
+_HIGHEST = 64
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def read_capabilities(pid: int | str = "self") -> dict[str, int]:
+    """Inheritable, permitted, effective, bounding and ambient sets, as `/proc` names them (CapEff, …)."""
+    lines = Path(f"/proc/{pid}/status").read_bytes().decode(errors="replace").splitlines()
+    return {
+        name: int(value, 16)
+        for name, _, value in (line.partition(":") for line in lines)
+        if name[:3] == "Cap"
+    }
+
+
+def keep_capabilities(kept: Iterable[int]) -> None:
+    """Give up all others, for this process and for whatever it starts; raises OSError.
+
+    Those that this process lacks it does not get. Called before threads are started: each has sets of its own.
+    """
+    wanted = sum(1 << number for number in kept)
+    _bound(wanted)
+    syscalls.prctl(syscalls.PR_CAP_AMBIENT, syscalls.PR_CAP_AMBIENT_CLEAR_ALL)
+    remaining = read_capabilities("thread-self")["CapPrm"] & wanted
+    header = struct.pack("=II", _CAPABILITY_VERSION_3, 0)
+    low, high = remaining & 0xFFFFFFFF, remaining >> 32
+    # Two halves of effective, permitted and inheritable.
+    sets = struct.pack("=6I", low, low, 0, high, high, 0)
+    if _SYS_CAPSET < 0 or _libc.syscall(ctypes.c_long(_SYS_CAPSET), header, sets) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"capset: {os.strerror(number)}")
+
+
+def _bound(wanted: int) -> None:
+    """No program that is executed from now on gets more than `wanted`."""
+    for number in range(_HIGHEST):
+        if not wanted >> number & 1 and _libc.prctl(_PR_CAPBSET_READ, number, 0, 0, 0) == 1:
+            syscalls.prctl(syscalls.PR_CAPBSET_DROP, number)
+
+
+def become(user: int) -> None:
+    """As root: be this user, and its group, for good, and without any capability; raises OSError."""
+    _bound(0)
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    keep_nothing()
+
+
+def keep_nothing() -> None:
+    """Give up every capability, and every way to get one by executing a program; raises OSError."""
+    syscalls.drop_all_capabilities()
+    syscalls.prctl(PR_SET_NO_NEW_PRIVS, 1)

@@ -1,0 +1,261 @@
+"""The process that the egress proxy runs in: its rights, its death, its lies; imports `tests.support`."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fumehood.protocol.sandbox import DomainSecret
+from fumehood.sandboxd.egress import orders
+from fumehood.sandboxd.egress.control import Egress, ProxyProcess
+from fumehood.sandboxd.supervisor import Supervisor
+from tests.sandboxd.egress.conftest import PLAIN, SECURE, Net, net_settings, proxied, raw
+from tests.support.sandboxes import run
+from tests.support.websites import Authority, Website
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+VALUE = "a-very-secret-value"
+
+
+def status(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def pid_of(net: Net) -> int:
+    pid = net.supervisor.egress.pid
+    assert pid is not None
+    return pid
+
+
+async def until_another(net: Net, pid: int) -> int:
+    async with asyncio.timeout(30):
+        while net.supervisor.egress.pid in (None, pid):
+            await asyncio.sleep(0.01)
+    return pid_of(net)
+
+
+async def test_what_parses_hostile_bytes_is_not_root_and_has_no_rights(net: Net) -> None:
+    box = await net.create(PLAIN)
+    assert await proxied(box, f"http://{PLAIN}:{net.plain.port}/") == "GET /"
+    pid = pid_of(net)
+    assert pid != os.getpid()
+    found = status(pid)
+    users = {int(user) for user in found["Uid"].split() + found["Gid"].split()}
+    if os.geteuid() == 0:
+        assert 0 not in users
+        assert found["Groups"] == ""
+        assert {int(capability, 16) for name, capability in found.items() if name.startswith("Cap")} == {0}
+    else:
+        assert users == {os.getuid(), os.getgid()}
+        for name in ("CapInh", "CapPrm", "CapEff", "CapAmb"):
+            assert int(found[name], 16) == 0
+    assert found["NoNewPrivs"] == "1"
+    environment = Path(f"/proc/{pid}/environ")
+    if os.geteuid() == 0:
+        variables = {entry.partition(b"=")[0] for entry in environment.read_bytes().split(b"\0") if entry}
+        assert variables <= {b"SSL_CERT_FILE", b"SSL_CERT_DIR", b"LC_CTYPE"}
+    await box.destroy()
+
+
+async def test_the_proxy_holds_no_descriptor_of_the_supervisor(net: Net) -> None:
+    """Its control socket, the listeners of its sandboxes, and what its event loop needs."""
+    box = await net.create(PLAIN)
+    await proxied(box, f"http://{PLAIN}:{net.plain.port}/")
+    opened = [os.readlink(entry) for entry in Path(f"/proc/{pid_of(net)}/fd").iterdir() if entry.is_symlink()]
+    kinds = {
+        target.partition(":")[0].partition(" ")[0] for target in opened if not target.startswith("/dev/")
+    }
+    assert kinds <= {"socket", "anon_inode", "pipe", "/memfd"}, opened
+    assert not [target for target in opened if "disk" in target or target.endswith((".db", ".sock"))]
+    await box.destroy()
+
+
+async def test_the_supervisor_does_not_even_load_what_parses() -> None:
+    modules = (
+        "h11",
+        "fumehood.sandboxd.egress.session",
+        "fumehood.sandboxd.egress.hello",
+        "fumehood.sandboxd.egress.proxy",
+    )
+    code = (
+        f"import sys, fumehood.sandboxd.server; print([name for name in {modules!r} if name in sys.modules])"
+    )
+    loaded = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert loaded.stdout.strip() == "[]"
+
+
+async def test_a_proxy_that_dies_is_started_again_with_what_its_sandboxes_may_reach(
+    net: Net, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = DomainSecret(domain=SECURE, name="API_KEY", value=VALUE)
+    one, two = await net.create(PLAIN), await net.create(SECURE, secrets=[secret])
+    plain, secure = f"http://{PLAIN}:{net.plain.port}/", f"https://{SECURE}:{net.secure.port}/"
+    assert await proxied(two, secure, Authorization="$API_KEY") == "GET /"
+    pid = pid_of(net)
+    os.kill(pid, signal.SIGKILL)
+    # Who connects meanwhile waits for the next one; nobody gets through without it.
+    assert await proxied(one, plain) == "GET /"
+    assert await until_another(net, pid) != pid
+    assert "HTTPError 403" in await proxied(two, plain)
+    assert await proxied(two, secure, Authorization="$API_KEY") == "GET /"
+    assert net.secure.seen[-1].headers["authorization"] == VALUE
+    assert "The egress proxy ended" in caplog.text
+    assert VALUE not in caplog.text
+    await asyncio.gather(one.destroy(), two.destroy())
+
+
+async def test_connections_end_with_the_proxy(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(65536):
+            pass
+
+    monkeypatch.setattr(net.plain, "handler", never)
+    box = await net.create(PLAIN)
+    outcome = await run(
+        box,
+        f"""
+import socket
+s = socket.create_connection(("127.0.0.1", 3128), 30)
+s.sendall(b"GET http://{PLAIN}:{net.plain.port}/ HTTP/1.1\\r\\nHost: {PLAIN}:{net.plain.port}\\r\\n\\r\\n")
+""",
+    )
+    assert outcome.end.status == "ok", outcome
+    async with asyncio.timeout(20):
+        while not net.plain.open_now:
+            await asyncio.sleep(0.01)
+    pid = pid_of(net)
+    os.kill(pid, signal.SIGKILL)
+    await until_another(net, pid)
+    assert net.supervisor.egress.connections == 0
+    outcome = await run(box, "try:\n    print(s.recv(100))\nexcept ConnectionError:\n    print(b'')")
+    assert outcome.stdout == "b''\n", outcome
+    async with asyncio.timeout(20):
+        while net.plain.open_now:
+            await asyncio.sleep(0.01)
+    await box.destroy()
+
+
+async def test_a_new_proxy_knows_how_much_a_sandbox_has_moved(authority: Authority) -> None:
+    async with (
+        Website() as site,
+        Supervisor(net_settings(authority, site, egress_bytes=2000)) as supervisor,
+    ):
+        net = Net(supervisor, site, site, authority)
+        box = await net.create(PLAIN)
+        moved = 0
+
+        def note(event: orders.Event) -> None:
+            nonlocal moved
+            moved += event.sent + event.received
+
+        supervisor.egress.on_event = note
+        url = f"http://{PLAIN}:{site.port}/{'x' * 700}"
+        await proxied(box, url)
+        (access,) = supervisor.egress._doors.values()  # pyright: ignore[reportPrivateUsage]
+        async with asyncio.timeout(20):
+            while not moved or access.spent < moved:
+                await asyncio.sleep(0.01)
+        pid = pid_of(net)
+        os.kill(pid, signal.SIGKILL)
+        await until_another(net, pid)
+        answers = [await raw(box, f"GET {url} HTTP/1.0\r\n\r\n".encode()) for _ in range(3)]
+        assert b"as many bytes as it may" in answers[-1]
+
+
+async def test_it_ends_with_the_supervisor(authority: Authority) -> None:
+    async with Website() as site:
+        async with Supervisor(net_settings(authority, site)) as supervisor:
+            net = Net(supervisor, site, site, authority)
+            await net.create(PLAIN)
+            pid = pid_of(net)
+        assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_without_egress_there_is_no_proxy(authority: Authority) -> None:
+    async with Supervisor(net_settings(authority, egress="off")) as supervisor:
+        await supervisor.create()
+        assert supervisor.egress.pid is None
+
+
+class _Liar:
+    """A proxy that an attacker has taken over: it says what it likes."""
+
+    def __init__(self) -> None:
+        self.ours: socket.socket | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    async def start(self, configuration: orders.Configuration) -> ProxyProcess:
+        del configuration
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.ours = theirs
+        self.process = subprocess.Popen(["sleep", "60"])
+        theirs.send(orders.encode(orders.Ready()))
+        return ProxyProcess(mine, self.process)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        b"not json",
+        b'{"type":"event"}',
+        b'{"type":"open","number":1}',
+        b'{"type":"status","connections":-1}',
+        b'{"type":"event","domain":"x","port":70000,"verdict":"allowed"}',
+        b'{"type":"event","domain":"x","port":1,"verdict":"maybe"}',
+        b'{"type":"problem","level":40,"text":"' + b"x" * 3000 + b'"}',
+    ],
+)
+async def test_a_proxy_that_says_nonsense_is_ended(
+    authority: Authority, caplog: pytest.LogCaptureFixture, lie: bytes
+) -> None:
+    liar = _Liar()
+    egress = Egress(net_settings(authority), start=liar.start)
+    egress.start(12345)
+    async with asyncio.timeout(20):
+        while egress.pid is None:
+            await asyncio.sleep(0.01)
+    assert liar.ours is not None
+    assert liar.process is not None
+    liar.ours.send(lie)
+    async with asyncio.timeout(20):
+        while liar.process.poll() is None:
+            await asyncio.sleep(0.01)
+    assert liar.process.returncode == -signal.SIGKILL
+    assert "sent what it never should" in caplog.text
+    await egress.close()
+    liar.ours.close()
+
+
+async def test_what_a_lying_proxy_says_is_one_line_of_the_log(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "fumehood")
+    liar = _Liar()
+    egress = Egress(net_settings(authority), start=liar.start)
+    events: list[orders.Event] = []
+    egress.on_event = events.append
+    egress.start(12345)
+    async with asyncio.timeout(20):
+        while liar.ours is None:
+            await asyncio.sleep(0.01)
+        liar.ours.send(
+            orders.encode(
+                orders.Event(domain="a\nforged line", port=1, verdict="allowed", sandbox="another", number=7)
+            )
+        )
+        while not events:
+            await asyncio.sleep(0.01)
+    assert events[0].sandbox == ""
+    assert "\nforged" not in caplog.text
+    await egress.close()
+    liar.ours.close()
