@@ -1,4 +1,4 @@
-"""The supervisor's side of the egress proxy: what a sandbox is granted, and the process that proxies.
+"""The supervisor's side of the egress proxy: what a sandbox is granted, and the process that proxies; imports siblings.
 
 The process parses what hostile programs and servers send; this module does not. See `worker`, and decision 0050.
 """

@@ -1,4 +1,4 @@
-"""The process that the egress proxy runs in: it gives up its rights, then does as the supervisor says.
+"""The process of the egress proxy: it gives up its rights, then obeys the supervisor; imports uvloop and siblings.
 
 Started by `control`, with a control socket, its configuration on standard input and no environment. It parses nothing
 that a sandbox or a server sends before its rights are gone.
