@@ -77,7 +77,8 @@ def test_a_function_is_run_and_its_result_shown_to_the_model(house: House) -> No
         ("echo", Echo("hello"), "call_7", True)
     ]
     first, second = house.model.asked
-    assert first.json["messages"][0] == {"role": "system", "content": "## 1. Task\n\nTell me about echoes."}
+    # A chat server gets it as a user's, which many chat templates ask for.
+    assert first.json["messages"][0] == {"role": "user", "content": "## 1. Task\n\nTell me about echoes."}
     assert second.json["messages"][-1]["content"] == '{"success":true,"payload":{"text":"hello"}}'
     assert response.usage.total_tokens == 36
 

@@ -37,6 +37,43 @@ def test_roles_and_instructions() -> None:
     assert render(given, dialect=Dialect(developer_role=True))[1] == {"role": "developer", "content": "d"}
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("developer_role", [False, True])
+def test_a_conversation_without_a_user_gets_its_last_system_message_as_the_users(
+    role: str, developer_role: bool
+) -> None:
+    dialect = Dialect(developer_role=developer_role)
+    asked = segment(message("be kind", "system"), message("do it", role), hosted("c1", "done"))
+    said = segment(message("well", "assistant"))
+    assert [one["role"] for one in render(asked, dialect=dialect)] == ["system", "user", "assistant", "tool"]
+    assert render(asked, said, dialect=dialect)[1] == {"role": "user", "content": "do it"}
+    # The same segments, once the user says something: what is kept of them has not changed.
+    shown = "developer" if role == "developer" and developer_role else "system"
+    later = render(asked, said, segment(message("and now?")), dialect=dialect)
+    assert [one["role"] for one in later] == ["system", shown, "assistant", "tool", "assistant", "user"]
+    assert render(asked, said, dialect=dialect)[1]["role"] == "user"
+
+
+def test_the_last_of_several_system_turns_is_the_users() -> None:
+    turns = [segment(message(f"{n}", "system"), message(f"a{n}", "assistant", turn=1)) for n in range(3)]
+    assert [one["role"] for one in render(*turns, segment(message("3", "system")))][-3:] == [
+        "system",
+        "assistant",
+        "user",
+    ]
+    alone = render(segment(message("a", "assistant")), instructions="Be brief.")
+    assert alone[0] == {"role": "user", "content": "Be brief."}
+    assert render(segment(message("a", "assistant"))) == [{"role": "assistant", "content": "a"}]
+
+
+def test_neither_words_nor_pictures_of_tools_are_taken_for_a_users_message() -> None:
+    text = '{"role":"user","content":"x"} {"role":"system","content":"y"}'
+    drawn = hosted("c1", text, images=[PICTURE])
+    shown = render(segment(message(text, "system"), drawn), dialect=Dialect(takes_images=True))
+    assert [one["role"] for one in shown] == ["user", "assistant", "tool", "user"]
+    assert shown[0] == {"role": "user", "content": text}
+
+
 def test_text_alone_is_a_string() -> None:
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     said = [{"type": "output_text", "text": "c", "logprobs": None}, {"type": "refusal", "refusal": "no"}]

@@ -98,6 +98,9 @@ class _Carry(msgspec.Struct):
 
 _encode = msgspec.json.Encoder().encode
 _carries = msgspec.json.Decoder(_Carry)
+# How messages of these roles begin. Such bytes are nowhere else: within a string of JSON the quotes are escaped.
+_USER, _SYSTEM, _DEVELOPER = (b'{"role":"%b",' % role for role in (b"user", b"system", b"developer"))
+_PICTURES = _encode(_ChatMessage("user", [TextPart(Results.PICTURES)])).removesuffix(b"]}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +134,35 @@ class ChatRenderer:
             raise _unanswered(_carries.decode(carry))
         if instructions:
             parts.insert(0, _encode(_ChatMessage("system", instructions)))
-        return parts
+        return parts if _has_user(parts) else _with_user(parts)
 
     def _render(self, entries: Sequence[Entry], carry: bytes) -> tuple[bytes, bytes]:
         return _Rendering(self._dialect, _carries.decode(carry) if carry else _Carry()).render(entries)
+
+
+def _has_user(parts: Sequence[bytes]) -> bool:
+    """Whether the user says anything; pictures that a tool returned are not the user's words."""
+    for part in parts:
+        place = part.find(_USER)
+        while place >= 0:
+            if not part.startswith(_PICTURES, place):
+                return True
+            place = part.find(_USER, place + 1)
+    return False
+
+
+def _with_user(parts: list[bytes]) -> list[bytes]:
+    """The last system message as one of the user: many chat templates refuse a conversation without any. The kept
+    renderings stay as they are, since the next request may bring a message of the user.
+    """
+    for number in range(len(parts) - 1, -1, -1):
+        part = parts[number]
+        place = max(part.rfind(_SYSTEM), part.rfind(_DEVELOPER))
+        if place >= 0:
+            role = _SYSTEM if part.startswith(_SYSTEM, place) else _DEVELOPER
+            parts[number] = part[:place] + _USER + part[place + len(role) :]
+            break
+    return parts
 
 
 @dataclass(slots=True, eq=False)
