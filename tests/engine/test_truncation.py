@@ -1,7 +1,7 @@
 """What is left out of a conversation that is too long, and what never is; imports the engine and conversations."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -38,6 +38,8 @@ def conversations(draw: st.DrawFn) -> list[Segment]:
     kind = ""
     for number in range(draw(st.integers(1, 6))):
         made: list[Entry] = [answered(kind, call_id, draw(st.integers(0, 9))) for call_id in pending]
+        if number == 0:
+            made += [message("be kind", role="system") for _ in range(draw(st.integers(0, 2)))]
         if not pending or draw(st.booleans()):
             made.append(message("words " * draw(st.integers(1, 40))))
         if draw(st.integers(0, 5)) == 0:
@@ -63,6 +65,10 @@ def conversations(draw: st.DrawFn) -> list[Segment]:
     return segments
 
 
+def is_system(entry: Entry) -> bool:
+    return b'"system"' in entry.raw or b'"developer"' in entry.raw
+
+
 @settings(max_examples=200)
 @given(conversations(), st.integers(1, 800))
 def test_a_shorter_conversation_is_still_one(segments: list[Segment], tokens: int) -> None:
@@ -72,9 +78,8 @@ def test_a_shorter_conversation_is_still_one(segments: list[Segment], tokens: in
     before, after = entries(segments), entries(shorter)
     kept = {id(entry) for entry in after}
     assert [entry for entry in before if id(entry) in kept] == after
-    for one in before:
-        if b'"system"' in one.raw or b'"developer"' in one.raw:
-            assert id(one) in kept
+    for one in takewhile(is_system, before):
+        assert id(one) in kept
     # Without those that are pinned, the end of it.
     assert after[-1] is before[-1]
     said = [entry for entry in before if b'"role":"user"' in entry.raw]
@@ -88,6 +93,15 @@ def test_so_much_is_left_out_as_was_asked_for_if_it_can_be(segments: list[Segmen
     gone = sum(map(tokens_of, segments)) - sum(map(estimate, shorter))
     may_be_pinned = sum(estimate(entry) for entry in shorter if role_of(entry) not in (None, "assistant"))
     assert gone + may_be_pinned >= tokens or shorter == entries(without_oldest(segments, 1 << 30))
+
+
+def test_turns_that_were_sent_as_system_messages_are_left_out_like_others() -> None:
+    first = segment(message("be kind", role="system"), message("hello", role="assistant", turn=1))
+    turns = [
+        segment(message("x" * 400, role="system"), message("y" * 400, role="assistant", turn=1))
+        for _ in range(6)
+    ]
+    assert entries(without_oldest([first, *turns], 900)) == [first.entries[0], *entries(turns[-1:])]
 
 
 def test_whole_segments_stay_the_same_objects() -> None:

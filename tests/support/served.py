@@ -193,10 +193,14 @@ def call(
     ]
 
 
-def calls(*written: list[bytes]) -> Answer:
-    return stream(*(piece for one in written for piece in one), chunk(finish="tool_calls"), USAGE, DONE)
+def calls(*written: list[bytes], prompt_tokens: int | None = None) -> Answer:
+    usage = USAGE
+    if prompt_tokens is not None:
+        told = {"prompt_tokens": prompt_tokens, "completion_tokens": 7, "total_tokens": prompt_tokens + 7}
+        usage = data({"choices": [], "usage": told})
+    return stream(*(piece for one in written for piece in one), chunk(finish="tool_calls"), usage, DONE)
 
 
-def runs(code: str, **more: Any) -> Answer:
+def runs(code: str, *, prompt_tokens: int | None = None, **more: Any) -> Answer:
     """The model calls the code interpreter."""
-    return calls(call("code_interpreter", {"code": code, **more}))
+    return calls(call("code_interpreter", {"code": code, **more}), prompt_tokens=prompt_tokens)

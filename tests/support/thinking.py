@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,15 +46,27 @@ class Thinker:
             self.turns.append(tokens)
             asks = "Which word" in texts[-1]
             said = (words[0] if words else "I do not know.") if asks else "Noted. " + "and so on " * 30
-        usage = {
-            "prompt_tokens": tokens,
-            "completion_tokens": len(said) // 4,
-            "total_tokens": tokens + len(said) // 4,
-        }
-        if not body.get("stream"):
-            return await _whole(said, usage, writer)
-        told = data({"choices": [], "usage": usage})
-        return await stream(chunk({"content": said}), chunk(finish="stop"), told, DONE)(asked, writer)
+        return await reply(
+            asked, writer, said, {"prompt_tokens": tokens, "completion_tokens": len(said) // 4}
+        )
+
+
+async def reply(
+    asked: Asked,
+    writer: asyncio.StreamWriter,
+    said: str,
+    usage: dict[str, int],
+    calls: Sequence[bytes] = (),
+) -> bool:
+    """Answer as the request asks for: in one piece or as a stream. calls: pieces of a stream."""
+    usage = {"completion_tokens": len(said) // 4, **usage}
+    usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+    if not asked.json.get("stream") and not calls:
+        return await _whole(said, usage, writer)
+    told = data({"choices": [], "usage": usage})
+    text = [chunk({"content": said})] if said else []
+    end = chunk(finish="tool_calls" if calls else "stop")
+    return await stream(*text, *calls, end, told, DONE)(asked, writer)
 
 
 async def _whole(said: str, usage: dict[str, int], writer: asyncio.StreamWriter) -> bool:

@@ -1,11 +1,13 @@
 """Makes a long conversation short, and opens what it was made into; imports `interfaces`, siblings and msgspec.
 
-A compaction is an item that stands for everything before it: a summary by the model, the user's latest messages and all
-instructions word for word, and what hosted tools must not forget. It is sealed, since clients carry it. A model never
-sees the item; it is shown what the item stands for, as ordinary messages.
+A compaction is an item that stands for everything before it: a summary by the model, the leading instructions and the
+user's latest messages word for word, and what hosted tools must not forget. It is sealed, since clients carry it. A
+model never sees the item; it is shown what the item stands for, as ordinary messages.
 """
 
 import contextlib
+import hashlib
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +18,19 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from fumehood.aside import aside
-from fumehood.engine.tokens import BYTES_A_TOKEN, Tokens, effort, estimate, tokens_of_all
-from fumehood.engine.truncation import fitted, is_instruction, role_of
+from fumehood.engine.compaction_budget import (
+    LEAST_THRESHOLD,
+    Budget,
+    Plan,
+    content_of,
+    cut_text,
+    longest_thinking,
+    make_plan,
+    scale_of,
+    shorten_text,
+)
+from fumehood.engine.tokens import BYTES_A_TOKEN, Tokens, effort, fixed_tokens, tokens_of_all
+from fumehood.engine.truncation import fitted, is_instruction, leading_instructions, role_of
 from fumehood.interfaces import Caller, HostedTool, ModelBackend, Sealer, Unsealable
 from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import COMPACTION, Entry, Segment, followed, last_compacted
@@ -27,24 +40,22 @@ from fumehood.protocol.items import Compaction, peek
 from fumehood.protocol.models import ModelRequest, Sampling, Text, Thought, TurnEnded
 from fumehood.protocol.responses import Usage
 
+logger = logging.getLogger(__name__)
+
 USUAL_LIMIT = 128_000  # tokens of a context window that nobody has told
-_SHARE = 4  # of the limit, for the kept messages together, and for the summary
-_MOST_KEPT_TOKENS = 20_000
-_LONGEST_SUMMARY = 4096  # tokens
-_SHORTEST_SUMMARY = 250
-_THINKING = 2048  # tokens that a model may need before it begins to write
 _LARGEST_STATE = 10 << 20  # bytes; sealed and in base64 it is a third more
-_MOST_KEPT_BYTES = 7 << 19  # of messages that are answered
-_NEW_SHARE = 8  # of the limit: with less that is new, a compaction gains nothing
+_SUMMARY_STEPS = 64  # of the room, by which its oldest is left out of a summary
+_MOST_DIGESTS = 256  # of instructions that are not kept word for word
 _MOST_OPENED = 16 << 20  # bytes of opened ones that are kept
 
 _ASK = (
     "Stop here and write a summary of this conversation for yourself. It will take the place of everything above; of "
-    "that you will see nothing more but the system's instructions and the user's latest messages.\n"
+    "that you will see nothing more but the first of the system's instructions and the user's latest messages.\n"
     "Tell everything that is needed to go on as if nothing had happened: what the user wants and likes, facts and "
     "figures that were named, decisions, what was done and with which results, what code has left in variables and "
-    "files, what is open and what comes next. If there is a summary of earlier parts above, take over all of it that "
-    "still matters. Do not answer the user, call no tools. Write only the summary, in at most {words} words."
+    "files, instructions that were given on the way or are long, what is open and what comes next. If there is a "
+    "summary of earlier parts above, take over all of it that still matters. Do not answer the user, call no tools. "
+    "Write only the summary, in at most {words} words."
 )
 _HEADING = "Summary of the conversation so far, of which only the messages above were kept:"
 _GO_ON = "Go on from where your summary ends."
@@ -57,6 +68,7 @@ class _State(msgspec.Struct, kw_only=True):
     tools: items that hosted tools find in place of their calls; notes: what the model is told of them.
     open: messages that are not answered yet.
     attached: what the files of messages are, by the place of the message among `messages` and `open`.
+    digests: of leading instructions that are not in `messages` as they were, for clients that send them each time.
     """
 
     version: Literal[1] = 1
@@ -66,6 +78,7 @@ class _State(msgspec.Struct, kw_only=True):
     notes: list[str] = []
     open: list[Raw] = []
     attached: dict[int, tuple[Attachment, ...]] = {}
+    digests: list[str] = []
 
 
 class _Item(msgspec.Struct):
@@ -89,13 +102,8 @@ class _Message(msgspec.Struct, tag_field="type", tag="message"):
     content: list[_Written | _Asked]
 
 
-class _Content(msgspec.Struct):
-    content: Raw = Raw(b"null")
-
-
 _states = msgspec.json.Decoder(_State)
 _items = msgspec.json.Decoder(_Item)
-_contents = msgspec.json.Decoder(_Content)
 _encode = msgspec.json.Encoder().encode
 _GO_ON_RAW = _encode(_Message("user", [_Asked(_GO_ON)]))
 _NOTHING = Segment(())
@@ -107,12 +115,12 @@ class Opened:
     """A compaction that is open.
 
     shown: what the model sees of it; remembered: what hosted tools see.
-    said: the contents of the instructions in it, word for word.
+    digests: of the instructions that it stands for; a client that sends them again says nothing new.
     """
 
     shown: Segment
     remembered: Segment
-    said: frozenset[bytes]
+    digests: frozenset[str]
     weight: int
 
 
@@ -123,11 +131,13 @@ class Window:
     segments: the conversation from its last compaction on.
     opened: how many of the segments are that compaction.
     remembered: what hosted tools know from before it.
+    digests: of the instructions that it stands for.
     """
 
     segments: Sequence[Segment]
     opened: int = 0
     remembered: Segment = _NOTHING
+    digests: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +188,8 @@ class Compactor:
                 self._open(caller, entry, f"input[{number}].encrypted_content")
         opened, after = self._from(caller, added, f"input[{added.compacted}].encrypted_content")
         # Clients put their instructions before everything, each time anew.
-        fresh = tuple(
-            entry
-            for entry in added.entries[: added.compacted]
-            if is_instruction(entry) and _said(entry) not in opened.said
-        )
+        leading = leading_instructions(added.entries[: added.compacted])
+        fresh = tuple([entry for entry in leading if _digest(entry) not in opened.digests])
         return _window(opened, (Segment(fresh),) if fresh else (), after)
 
     def _from(self, caller: Caller, segment: Segment, where: str) -> tuple[Opened, Sequence[Segment]]:
@@ -231,12 +238,28 @@ class Compactor:
 
     # --- making one ---
 
-    async def worth(self, window: Window, turns: Sequence[Segment], limit: int) -> bool:
-        """Whether there is enough since the last compaction for another one to gain anything."""
-        new = await tokens_of_all([*window.segments[window.opened :], *turns])
-        segments = [*window.segments, *turns]
-        unanswered = await aside(effort(segments[-1:]), _unanswered, segments, limit)
-        return new - await tokens_of_all([Segment(tuple(unanswered))]) >= limit // _NEW_SHARE
+    async def plan(
+        self,
+        caller: Caller,
+        request: ModelRequest,
+        counted: int,
+        limit: int,
+        context_window: int | None = None,
+    ) -> Plan:
+        """What a compaction of this request would keep, and whether it would gain anything.
+
+        counted: how many tokens the request has.
+        limit: tokens that the conversation should stay below. Where the client has said none, it is
+            `context_window`, and the conversation is to become a good deal shorter than it is.
+        """
+        segments, fixed = request.segments, self._tokens.fixed(caller, request)
+        scale = scale_of(counted, fixed_tokens(request) + await tokens_of_all(segments))
+        if context_window is None:
+            budget = Budget.of(limit, fixed=fixed, scale=scale)
+        else:
+            size = min(limit, max(LEAST_THRESHOLD, counted))
+            budget = Budget.of(size, fixed=fixed, scale=scale, instructions=context_window // 4)
+        return await aside(effort(segments), make_plan, segments, budget, _GO_ON_RAW)
 
     async def compact(
         self,
@@ -244,34 +267,32 @@ class Compactor:
         caller: Caller,
         request: ModelRequest,
         window: Window,
-        limit: int,
+        plan: Plan,
         *,
         goes_on: bool,
     ) -> Compacted:
         """What the request shows, made short by its model; raises ApiError.
 
         window: with what the request's conversation begins.
-        limit: tokens that the conversation should stay well below.
+        plan: what is kept of it.
         goes_on: whether the model is asked to go on at once.
         """
         if self._sealer is None:
             raise InvalidRequest("This server does not compact.", code="unsupported_parameter")
-        segments = request.segments
-        open_messages = await aside(effort(segments[-1:]), _unanswered, segments, limit)
-        summary, usage = await self._summarise(backend, caller, request, window.opened, limit)
-        kept = await aside(effort(segments), _kept, segments, len(open_messages), limit)
-        state = _State(messages=[Raw(entry.raw) for entry in kept], summary=summary)
-        state.attached = {
-            place: entry.attachments
-            for place, entry in enumerate([*kept, *open_messages])
-            if entry.attachments
-        }
+        summary, usage = await self._summarise(backend, caller, request, window.opened, plan.budget.summary)
+        kept = [*plan.kept, *plan.unanswered]
+        state = _State(messages=[Raw(entry.raw) for entry in plan.kept], summary=summary)
+        state.attached = {place: entry.attachments for place, entry in enumerate(kept) if entry.attachments}
+        state.digests = _new_digests(window, plan)
+        notes: list[str] = []
         for tool in self._tools:
-            memory = await tool.remember(caller, (window.remembered, *segments), [*kept, *open_messages])
+            memory = await tool.remember(caller, (window.remembered, *request.segments), kept)
             if memory is not None:
                 state.tools += [Raw(item) for item in memory.items]
-                state.notes.append(memory.note)
-        state.open = [Raw(entry.raw) for entry in open_messages]
+                notes.append(memory.note)
+        if notes:
+            state.notes = [shorten_text("\n\n".join(notes), plan.budget.notes)]
+        state.open = [Raw(entry.raw) for entry in plan.unanswered]
         if goes_on and not state.open:
             state.open = [Raw(_GO_ON_RAW)]
         content = _encode(state)
@@ -287,29 +308,41 @@ class Compactor:
         return Compacted(item, _window(opened, (), ()), usage)
 
     async def _summarise(
-        self, backend: ModelBackend, caller: Caller, request: ModelRequest, opened: int, limit: int
+        self, backend: ModelBackend, caller: Caller, request: ModelRequest, opened: int, longest: int
     ) -> tuple[str, Usage | None]:
-        longest = min(_LONGEST_SUMMARY, max(_SHORTEST_SUMMARY, limit // _SHARE))
+        thinking = longest_thinking(backend.profile(request.model).context_window)
         asked = _message("user", _Asked(_ASK.format(words=longest // 2)))
         request = replace(
             request,
             segments=(*request.segments, Segment((asked,))),
             choice="none",
-            sampling=_writing(request.sampling, longest + _THINKING),
+            sampling=_writing(request.sampling, longest + thinking),
             streamed=True,
         )
-        segments, _ = await fitted(self._tokens, backend, caller, request, opened)
-        text, usage = await _written(backend, replace(request, segments=segments), longest)
+        # Nobody asks for the same summary again, so no cache is helped by large steps.
+        segments, left_out = await fitted(
+            self._tokens, backend, caller, request, opened, parts=_SUMMARY_STEPS
+        )
+        if left_out:
+            logger.warning(
+                "a conversation is summarised without about %d tokens of its oldest part: "
+                "with the summary it does not fit into the context window of %r",
+                left_out,
+                request.model,
+            )
+        text, usage = await _written(backend, replace(request, segments=segments), longest, thinking)
         if not text:
             raise ModelError("The model was asked for a summary of the conversation, and wrote none.")
         return text, usage
 
 
-async def _written(backend: ModelBackend, request: ModelRequest, longest: int) -> tuple[str, Usage | None]:
+async def _written(
+    backend: ModelBackend, request: ModelRequest, longest: int, thinking: int
+) -> tuple[str, Usage | None]:
     """What the model writes, up to so many tokens; one that writes without end is not listened to for long."""
     pieces: list[str] = []
     usage: Usage | None = None
-    left = (longest + _THINKING) * 4 * BYTES_A_TOKEN
+    left = (longest + thinking) * 4 * BYTES_A_TOKEN
     async with contextlib.aclosing(backend.stream(request)) as batches:
         async for batch in batches:
             for event in batch:
@@ -322,7 +355,7 @@ async def _written(backend: ModelBackend, request: ModelRequest, longest: int) -
             left -= len(batch)
             if left < 0:
                 break
-    return "".join(pieces)[: longest * BYTES_A_TOKEN].strip(), usage
+    return cut_text("".join(pieces).strip(), longest), usage
 
 
 def _writing(sampling: Sampling, most: int) -> Sampling:
@@ -353,7 +386,7 @@ def _opened(state: _State, weight: int) -> Opened:
     return Opened(
         Segment((*messages, _message("assistant", _Written(summary)), *unanswered)),
         Segment(_entries(state.tools)),
-        frozenset(_said(entry) for entry in messages if is_instruction(entry)),
+        frozenset([*state.digests, *(_digest(entry) for entry in messages if is_instruction(entry))]),
         weight,
     )
 
@@ -368,48 +401,19 @@ def _entries(
     )
 
 
-def _said(entry: Entry) -> bytes:
-    return bytes(_contents.decode(entry.raw).content)
+def _digest(entry: Entry) -> str:
+    return hashlib.sha256(content_of(entry)).hexdigest()[:32]
+
+
+def _new_digests(window: Window, plan: Plan) -> list[str]:
+    """Of the instructions that the next compaction stands for, and does not have word for word; the latest last."""
+    kept = {_digest(entry) for entry in plan.instructions}
+    known = dict.fromkeys([*sorted(window.digests), *map(_digest, plan.leading)])
+    return [digest for digest in known if digest not in kept][-_MOST_DIGESTS:]
 
 
 def _window(opened: Opened, before: Sequence[Segment], after: Sequence[Segment]) -> Window:
     segments = (*before, opened.shown, *after)
     if not any(segment.entries for segment in after) and role_of(opened.shown.entries[-1]) == "assistant":
         segments = (*segments, Segment((_message("user", _Asked(_GO_ON)),)))
-    return Window(segments, len(before) + 1, opened.remembered)
-
-
-def _unanswered(segments: Sequence[Segment], limit: int) -> list[Entry]:
-    """The user's messages at the end, oldest first: the last one, and those before it that there is room for."""
-    room = _room(limit)
-    found: list[Entry] = []
-    for segment in reversed(segments):
-        for entry in reversed(segment.entries):
-            room -= estimate(entry)
-            if role_of(entry) != "user" or (found and room < 0):
-                return found[::-1]
-            found.append(entry)
-    return found[::-1]
-
-
-def _room(limit: int) -> int:
-    """Tokens of what the user said that may be kept."""
-    return min(_MOST_KEPT_TOKENS, limit // _SHARE)
-
-
-def _kept(segments: Sequence[Segment], unanswered: int, limit: int) -> list[Entry]:
-    """All instructions, and of the user's messages the latest that there is room for; without those at the end."""
-    entries = [entry for segment in segments for entry in segment.entries]
-    answered = entries[: len(entries) - unanswered]
-    room = _room(limit) - sum(map(estimate, entries[len(answered) :]))
-    bytes_left = _MOST_KEPT_BYTES
-    kept: list[Entry] = []
-    for entry in reversed(answered):
-        if is_instruction(entry):
-            kept.append(entry)
-        elif role_of(entry) == "user" and entry.raw != _GO_ON_RAW:
-            room -= estimate(entry)
-            bytes_left -= entry.size
-            if room >= 0 and bytes_left >= 0:
-                kept.append(entry)
-    return kept[::-1]
+    return Window(segments, len(before) + 1, opened.remembered, opened.digests)

@@ -15,13 +15,15 @@ from typing import Literal
 
 import msgspec
 
+from fumehood.aside import aside
 from fumehood.engine.assembler import Toolbox, Turn
 from fumehood.engine.compaction import USUAL_LIMIT, Compactor
+from fumehood.engine.compaction_budget import largest_threshold, tokens_of_turn
 from fumehood.engine.dispatch import run_calls
 from fumehood.engine.log import EventLog
 from fumehood.engine.output import Output
 from fumehood.engine.preparation import Prepared
-from fumehood.engine.tokens import Tokens
+from fumehood.engine.tokens import Tokens, effort
 from fumehood.engine.truncation import fitted, room_for_input
 from fumehood.interfaces import CallContext, Clock, Fenced, Lease, ModelBackend, Store
 from fumehood.protocol.conversation import Entry, Segment, followed
@@ -219,6 +221,8 @@ class Loop:
     async def _turns(self) -> None:
         for number in range(1, self._limits.turns + 1):
             if self._too_long is not None:
+                if number == 1:
+                    await self._warn_of_a_large_turn(self._too_long)
                 await self._compact(number, self._too_long, goes_on=True)
             turn = await self._one_turn(number)
             if not self._incomplete and turn.hosted:
@@ -275,6 +279,20 @@ class Loop:
             usage = turn.ended.usage
             self._tokens.note(self._prepared.caller, self._asked, usage, turn.entries, self._left_out)
 
+    async def _warn_of_a_large_turn(self, limit: int) -> None:
+        """Once: with the next request the turn is answered. Until then it stays as it is, however long."""
+        segments = self._window.segments
+        tokens = await aside(effort(segments[-1:]), tokens_of_turn, segments)
+        if tokens > limit // 2:
+            logger.warning(
+                "response %s: the last turn has about %d tokens, more than half of the compaction threshold of %d: "
+                "the conversation can exceed it until that turn is answered and compacted. Send less at once, or "
+                "raise compact_threshold.",
+                self._prepared.response.id,
+                tokens,
+                limit,
+            )
+
     async def _compact_the_answered(self, number: int, turn: Turn) -> None:
         """After the answer. What the client has to answer itself must stay in sight until it has."""
         if self._too_long is not None and not self._incomplete and not turn.client_calls:
@@ -286,14 +304,18 @@ class Loop:
         request = self._model_request(number, self._toolbox(number))
         caller, window = self._prepared.caller, self._window
         count = await self._tokens.count(self._backend, caller, request, around=limit)
-        if count.tokens <= limit or not await self._compactor.worth(window, self._segments, limit):
+        if count.tokens <= limit:
+            return
+        plan = await self._compactor.plan(caller, request, count.tokens, limit)
+        if not plan.is_worthwhile:
             return
         try:
             compacted = await self._compactor.compact(
-                self._backend, caller, request, window, limit, goes_on=goes_on
+                self._backend, caller, request, window, plan, goes_on=goes_on
             )
         except ApiError as error:
             logger.warning("response %s was not compacted: %s", self._prepared.response.id, error)
+            self._too_long = None  # asked again, the model would say the same
             return
         index, item = self._output.place(), compacted.item
         self._output.emit([ItemAdded(output_index=index, item=item), ItemDone(output_index=index, item=item)])
@@ -415,7 +437,8 @@ def _threshold(prepared: Prepared, backend: ModelBackend) -> int | None:
     wanted = prepared.compaction.compact_threshold or (context_window or USUAL_LIMIT) * 4 // 5
     if context_window is None:
         return wanted
-    return min(wanted, room_for_input(context_window, prepared.response.max_output_tokens))
+    room = room_for_input(context_window, prepared.response.max_output_tokens)
+    return min(wanted, room, largest_threshold(context_window))
 
 
 def _is_in(spec: FunctionSpec, toolbox: Toolbox) -> bool:

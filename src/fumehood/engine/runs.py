@@ -202,11 +202,17 @@ class EngineRuns:
     async def _compact(
         self, prepared: Prepared, backend: ModelBackend, shown: ModelRequest
     ) -> CompactedResponse:
-        limit = backend.profile(shown.model).context_window or USUAL_LIMIT
+        context_window = backend.profile(shown.model).context_window or USUAL_LIMIT
+        told = prepared.compaction.compact_threshold if prepared.compaction is not None else None
+        limit = min(told or context_window, context_window)
         try:
             async with asyncio.timeout(self._limits.seconds):
+                count = await self._tokens.count(backend, prepared.caller, shown, around=limit)
+                plan = await self._compactor.plan(
+                    prepared.caller, shown, count.tokens, limit, None if told else context_window
+                )
                 compacted = await self._compactor.compact(
-                    backend, prepared.caller, shown, prepared.window, limit, goes_on=False
+                    backend, prepared.caller, shown, prepared.window, plan, goes_on=False
                 )
         except TimeoutError:
             raise ServerFault(f"The compaction took longer than {self._limits.seconds:g} seconds.") from None

@@ -170,16 +170,30 @@ class Tokens:
     async def estimate(self, caller: Caller, request: ModelRequest) -> int:
         """The last usage, and what came since; costs what came since."""
         fixed = fixed_tokens(request)
-        notes, whose = self._notes, (caller.tenant, request.model)
+        note, since = self._last_note(caller, request)
+        if note is None:
+            return fixed + await tokens_of_all(since)
+        return max(0, note.tokens + fixed - note.fixed) + await tokens_of_all(since)
+
+    def fixed(self, caller: Caller, request: ModelRequest) -> int:
+        """What comes before this conversation, or came before it when the model was last asked: who has it compacted
+        does not send the tools again.
+        """
+        note, _ = self._last_note(caller, request)
+        return max(fixed_tokens(request), 0 if note is None else note.fixed)
+
+    def _last_note(self, caller: Caller, request: ModelRequest) -> tuple[_Note | None, list[Segment]]:
+        """The last note of this conversation, and what came since."""
+        whose = (caller.tenant, request.model)
         since: list[Segment] = []
         for segment in reversed(request.segments):
             for place in range(len(segment.entries) - 1, -1, -1):
-                note = notes.get(segment.entries[place].id or "")
+                note = self._notes.get(segment.entries[place].id or "")
                 if note is not None and note[:2] == whose:
                     since.append(Segment(segment.entries[place + 1 :]))
-                    return max(0, note.tokens + fixed - note.fixed) + await tokens_of_all(since)
+                    return note, since
             since.append(segment)
-        return fixed + await tokens_of_all(since)
+        return None, since
 
     async def count(
         self, backend: ModelBackend, caller: Caller, request: ModelRequest, *, around: int = 0

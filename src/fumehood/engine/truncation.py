@@ -17,6 +17,11 @@ from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.models import ModelRequest
 
 _STEPS = 4  # a step is this part of the room
+_SPEAKERS = (
+    "user",
+    "system",
+    "developer",
+)  # who begins a turn; some clients send every turn as a system message
 _LEAST_ANSWER = 1024  # tokens that are kept free where the client says no number
 
 
@@ -43,6 +48,14 @@ def is_instruction(entry: Entry) -> bool:
     return (b"system" in entry.raw or b"developer" in entry.raw) and role_of(entry) in ("system", "developer")
 
 
+def leading_instructions(entries: Sequence[Entry]) -> Sequence[Entry]:
+    """The messages of the system and of developers that a conversation begins with. Those that come later are part of
+    what was said, like others.
+    """
+    first = next((place for place, entry in enumerate(entries) if not is_instruction(entry)), len(entries))
+    return entries[:first]
+
+
 def room_for_input(context_window: int, max_output_tokens: int | None) -> int:
     answer = min(_LEAST_ANSWER, context_window // 8) if max_output_tokens is None else max_output_tokens
     return max(0, context_window - answer)
@@ -64,11 +77,18 @@ async def check_length(tokens: Tokens, backend: ModelBackend, caller: Caller, re
 
 
 async def fitted(
-    tokens: Tokens, backend: ModelBackend, caller: Caller, request: ModelRequest, staying: int = 0
+    tokens: Tokens,
+    backend: ModelBackend,
+    caller: Caller,
+    request: ModelRequest,
+    staying: int = 0,
+    *,
+    parts: int = _STEPS,
 ) -> tuple[Sequence[Segment], int]:
     """So much of the conversation as the model has room for, and the estimated tokens of the rest.
 
     staying: how many of the first segments are not left out.
+    parts: how many steps the room has; what is left out is so many steps.
     """
     context_window = backend.profile(request.model).context_window
     if context_window is None:
@@ -82,7 +102,7 @@ async def fitted(
     # What is left out is measured by estimates. Where the server's tokens are others, roughly so many of ours are one
     # of its: roughly, since a cut must not move with every digit.
     ratio = max(1, round(8 * estimated / count.tokens)) / 8 if count.exact else 1.0
-    step = max(1, room // _STEPS)
+    step = max(1, room // parts)
     steps = -(-(count.tokens - room) // step)
     segments = request.segments
     while count.tokens > room:
@@ -97,7 +117,7 @@ async def fitted(
 
 def without_oldest(segments: Sequence[Segment], tokens: int) -> Sequence[Segment]:
     """The conversation without so many tokens of its oldest, or a little more. A call goes with its result;
-    instructions stay, and so do the user's last message and the last turn.
+    the leading instructions stay, and so do the user's last message and the last turn.
     """
     first, gone = 0, 0
     while first < len(segments) - 1 and gone + tokens_of(segments[first]) <= tokens:
@@ -128,25 +148,23 @@ def _from(segments: Sequence[Segment], first: int) -> tuple[list[tuple[int, Entr
 
 
 def _pinned(dropped: Sequence[Entry], kept: Sequence[Entry]) -> list[Segment]:
-    asked = any(role_of(entry) == "user" for entry in kept)
-    pinned: list[Entry] = []
-    for entry in reversed(dropped):
-        if is_instruction(entry):
-            pinned.append(entry)
-        elif not asked and role_of(entry) == "user":
-            asked = True
-            pinned.append(entry)
-    return [Segment(tuple(reversed(pinned)))] if pinned else []
+    """What stays of the dropped: the leading instructions, and the user's last message if there is no other."""
+    leading = leading_instructions(dropped)
+    pinned = [*leading]
+    if not any(role_of(entry) == "user" for entry in kept):
+        said = [entry for entry in dropped[len(leading) :] if role_of(entry) == "user"]
+        pinned += said[-1:]
+    return [Segment(tuple(pinned))] if pinned else []
 
 
 def _cut(entries: Sequence[Entry], splits: Sequence[bool], tokens: int) -> int:
-    """The first place that leaves out so much, or better one where the user speaks, if there is one soon."""
+    """The first place that leaves out so much, or better one where a turn begins, if there is one soon."""
     latest = max((place for place, split in enumerate(splits) if split), default=0)
     gone = 0
     found: int | None = None
     for place in range(latest + 1):
         if splits[place] and gone >= tokens:
-            if role_of(entries[place]) == "user":
+            if role_of(entries[place]) in _SPEAKERS:
                 return place
             if found is None:
                 found = place

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import replace
 
 from fumehood.interfaces import CallContext, Caller, Clock, Containers, Files, Memory, OfferedTool
 from fumehood.protocol.containers import DATA_DIRECTORY
@@ -124,7 +125,8 @@ class CodeInterpreter:
         """The containers that were used, by any tool, the latest last, each with its files; and files that wait."""
         ids = used_containers(past)[-_MOST_REMEMBERED:]
         remembered = [await self._remembered(caller, container_id) for container_id in ids]
-        items = [msgspec.json.encode(one) for one in remembered]
+        # A container may hold ten thousand files, and clients carry what is sealed with every request.
+        items = [msgspec.json.encode(replace(one, files=one.files[-_MOST_TOLD:])) for one in remembered]
         files = files_of(past, container_of)
         if (waiting := await memory_of(files, kept)) is not None:
             items.append(waiting)
