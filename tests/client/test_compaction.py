@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ def test_the_whole_window_is_replayed_before_what_comes_later(elsewhere: Elsewhe
     first, second, compact, third, fourth = elsewhere.server.asked
     assert len(second["input"]) == 3
     assert compact == {"model": "gpt-4.1", "input": [*second["input"], message("two")]}
-    assert third["input"] == [*WINDOW, {"role": "system", "content": "## 1. Turn\n\n3"}]
+    assert third["input"] == [*WINDOW, {"role": "user", "content": "## 1. Turn\n\n3"}]
     assert fourth["input"][:4] == [*third["input"], message("three")]
     assert "/v1/responses/compact" in elsewhere.server.calls[2]
     assert first["input"] == [{"role": "system", "content": "## 1. Turn\n\n1"}]
@@ -235,6 +236,110 @@ def test_a_gateway_keeps_nothing_of_what_was_said_in_zdr_mode(house: House) -> N
             assert adapter.evaluate(asks(f"Say {word}."), session=session).text == f"{word}, too"
         assert session[CompactionState].all()[0].compaction_count == 2
         assert kept(word) is not zdr_mode
+
+
+def test_the_first_turn_of_a_session_is_the_systems_and_later_ones_are_the_users(
+    elsewhere: Elsewhere,
+) -> None:
+    config = CompactionConfig(threshold_tokens=100)
+    adapter, session = elsewhere.adapter(compaction=config), Session()
+    elsewhere.server.script(
+        error(400, "No"), big("one", 50), big("two"), response(*WINDOW), big("three", 50), big("four", 50)
+    )
+    with pytest.raises(Exception, match="No"):
+        adapter.evaluate(asks("0"), session=session)  # is not part of the conversation
+    for text in ("1", "2", "3"):
+        adapter.evaluate(asks(text), session=session)
+    other = Session()
+    other.restore(pickle.loads(pickle.dumps(session.snapshot())))
+    adapter.evaluate(asks("4"), session=other)
+    failed, first, second, compact, third, fourth = elsewhere.server.asked
+    assert [item["role"] for item in failed["input"]] == ["system"]
+    assert [item["role"] for item in first["input"]] == ["system"]
+    assert [item["role"] for item in second["input"]] == ["system", "assistant", "user"]
+    assert compact["input"][:3] == second["input"]
+    assert third["input"][-1] == {"role": "user", "content": "## 1. Turn\n\n3"}
+    assert [item["role"] for item in fourth["input"][2:]] == ["user", "assistant", "user"]
+    # Without a conversation, every evaluation is the first turn.
+    elsewhere.server.script(big("five", 5), big("six", 5))
+    for _ in range(2):
+        elsewhere.adapter().evaluate(asks("5"), session=session)
+    assert [asked["input"][0]["role"] for asked in elsewhere.server.asked] == ["system", "system"]
+
+
+def test_a_gateway_is_told_the_threshold_and_others_are_not(
+    elsewhere: Elsewhere, house_without_code: House
+) -> None:
+    """Thirty turns of 1,130 tokens at a threshold of 5,000: a window of 34,016 tokens, once."""
+    house, thinker, session = house_without_code, Thinker(), Session()
+    house.model.script(*[thinker.answer] * 100)
+    adapter = house.adapter(compaction=CompactionConfig(threshold_tokens=5000))
+    adapter.evaluate(asks("Remember: the code word is heliotrope. " + "more " * 890), session=session)
+    for number in range(28):
+        adapter.evaluate(asks(f"{number}. " + "something else " * 296), session=session)
+    assert adapter.evaluate(asks("Which word was it?"), session=session).text == "heliotrope"
+    assert max(thinker.turns) <= 5000 + 1250
+    assert len(thinker.summaries) <= 28 * 1250 // 2500
+    manager = CompactionManager(
+        elsewhere.client, CompactionConfig(threshold_tokens=100), Session(), model="m"
+    )
+    elsewhere.server.script(response(*WINDOW))
+    manager.compact([{"role": "user", "content": "hi"}])
+    assert elsewhere.server.asked == [{"model": "m", "input": [{"role": "user", "content": "hi"}]}]
+
+
+@pytest.mark.parametrize("place", [0, 5])
+def test_a_prompt_larger_than_half_the_threshold_causes_no_loop_and_one_line(
+    house_without_code: House, place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    house, thinker, session = house_without_code, Thinker(), Session()
+    house.model.script(*[thinker.answer] * 200)
+    adapter = house.adapter(compaction=CompactionConfig(threshold_tokens=THRESHOLD))
+    compacted: list[int] = []
+    for number in range(30):
+        large = 1.5 if number == place else 0.02
+        adapter.evaluate(asks(f"{number}. " + "x" * int(4 * THRESHOLD * large)), session=session)
+        state = session[CompactionState].latest()
+        if state is not None and state.compaction_count > len(compacted):
+            compacted.append(number)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "more than half of threshold_tokens (2500)" in line
+    assert compacted[0] == place
+    assert all(two - one >= 5 for one, two in pairwise(compacted))
+    assert max(thinker.turns[place + 1 :]) <= THRESHOLD + 150
+
+
+def test_a_window_that_cannot_become_smaller_is_not_compacted_every_time(
+    elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A provider that returns nearly everything: compacting again gains nothing, until there is more to compact."""
+    adapter, session = elsewhere.adapter(compaction=CompactionConfig(threshold_tokens=1000)), Session()
+    turns, compactions = 24, 0
+    for number in range(turns):
+        elsewhere.server.script(big(f"{number}", 1500 + 50 * number), response(*WINDOW))
+        adapter.evaluate(asks("x" * 200), session=session)
+        compactions += len(elsewhere.server.asked) - 1
+    assert 2 <= compactions <= turns // 5 + 1
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert 1 <= len(lines) <= compactions, "one for each compaction at most"
+    assert all("right after its compaction, more than threshold_tokens (1000)" in line for line in lines)
+
+
+def test_the_calls_of_a_turn_are_not_counted_as_so_many_windows(house: House) -> None:
+    """The usage of a response is that of all turns of the model; the conversation is only the last of them."""
+    thinker, session = Thinker(), Session()
+    adapter = house.adapter(
+        compaction=CompactionConfig(threshold_tokens=4000),
+        hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True),
+    )
+    for number in range(4):
+        called = [runs(f"print({number})", prompt_tokens=1500) for _ in range(5)]
+        house.model.script(*called, thinker.answer)
+        found = adapter.evaluate(asks(f"{number}"), session=session)
+        assert found.usage.total_tokens > 4000
+        assert house.model.unasked == 0
+    assert session[CompactionState].latest() is None
+    assert thinker.summaries == []
 
 
 # --- by hand ------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def test_chat(run: Run, gateway: House, capsys: pytest.CaptureFixture[str]) -> N
     run("chat")
     assert capsys.readouterr().out == "A fine place.\nClear, 21.5 degrees.\n"
     asked = gateway.model.asked[-1].json["messages"]
-    assert [message["role"] for message in asked] == ["system", "assistant", "system", "assistant", "tool"]
+    assert [message["role"] for message in asked] == ["system", "assistant", "user", "assistant", "tool"]
     assert "I am in Bern." in asked[0]["content"]
     assert "21.5" in asked[-1]["content"]
 

@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 VERSION_HEADER = "fumehood-version"
 _BUSY = (408, 429)
 _PROBE_SECONDS = 10
+_LEAST_THRESHOLD = 1000  # tokens; what the API accepts
 _fumehood: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
@@ -63,8 +64,12 @@ def ask[T](
     return retry(once, policy, deadline=deadline, prompt_name=prompt_name, sleep=sleep)
 
 
+class _Count(msgspec.Struct):
+    input_tokens: int
+
+
 class ResponsesApi:
-    """The three endpoints that the adapter needs, with one policy for what may pass."""
+    """The endpoints that the adapter needs, with one policy for what may pass."""
 
     def __init__(
         self, client: "OpenAI", policy: ThrottlePolicy | None = None, observer: Observer | None = None
@@ -96,13 +101,40 @@ class ResponsesApi:
             asking.answered(answered(response))
         return response
 
-    def compact(self, request: Mapping[str, Any], *, deadline: Deadline | None = None) -> WireResponse:
+    def compact(
+        self,
+        request: Mapping[str, Any],
+        *,
+        threshold: int | None = None,
+        deadline: Deadline | None = None,
+    ) -> WireResponse:
+        """threshold: what the conversation is to stay below; our gateway is told, others would refuse to be."""
+        extra: dict[str, Any] = {}
+        if threshold is not None and is_fumehood(self.client):
+            managed = {"type": "compaction", "compact_threshold": max(_LEAST_THRESHOLD, threshold)}
+            extra["context_management"] = [managed]
         send: Any = self._sdk.responses.with_raw_response.compact
         with self._observer.asking(self._asked("compact", request)) as asking:
             headers = dict(asking.headers)
-            response = self._ask(lambda more: send(**request, extra_headers=headers, **more), "", deadline)
+            response = self._ask(
+                lambda more: send(**request, extra_body=extra, extra_headers=headers, **more), "", deadline
+            )
             asking.answered(answered(response))
         return response
+
+    def count_tokens(self, request: Mapping[str, Any], *, deadline: Deadline | None = None) -> int | None:
+        """How many tokens the model would be shown; None if the provider does not say."""
+        send: Any = self._sdk.responses.input_tokens.with_raw_response.count
+        try:
+            answer = ask(
+                lambda more: send(extra_body=request, **more),
+                ThrottlePolicy(max_attempts=1),
+                deadline=deadline,
+            )
+            return msgspec.json.decode(answer.content, type=_Count).input_tokens
+        except (PromptEvaluationError, ContainerGoneError, msgspec.DecodeError) as error:
+            _log.debug("the provider counts no tokens: %s", error)
+            return None
 
     def _asked(
         self, operation: str, request: Mapping[str, Any], memory_limit: str | None = None

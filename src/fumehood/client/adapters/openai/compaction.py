@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fumehood.client.adapters.openai.api import ResponsesApi
 from fumehood.client.adapters.openai.config import CompactionConfig
@@ -13,6 +13,11 @@ from fumehood.client.runtime.session import SessionProtocol
 
 if TYPE_CHECKING:
     from openai import OpenAI
+
+
+_CHARACTERS_A_TOKEN = 4
+_PICTURE = 800 * _CHARACTERS_A_TOKEN
+_NOT_SHOWN = frozenset({"id", "type", "role", "status", "call_id", "encrypted_content"})
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,26 @@ class ModelUsed:
     """The model that a session was last evaluated with."""
 
     model: str
+
+
+def estimate_tokens(messages: Sequence[Mapping[str, Any]]) -> int:
+    """About how many tokens messages have: one for every four characters, and 800 for a picture."""
+    return sum(_size(dict(message)) for message in messages) // _CHARACTERS_A_TOKEN
+
+
+def _size(value: Any, name: str = "") -> int:
+    match value:
+        case str() if name == "image_url":
+            return _PICTURE
+        case str():
+            return 0 if name in _NOT_SHOWN else len(value)
+        case Mapping():
+            fields = cast("Mapping[str, Any]", value)
+            return sum(_size(one, key) for key, one in fields.items())
+        case list() | tuple():
+            return sum(_size(one, name) for one in cast("Sequence[Any]", value))
+        case _:
+            return 0
 
 
 class CompactionManager:
@@ -71,6 +96,29 @@ class CompactionManager:
         self._tokens = current_tokens
         return self._config.enabled and current_tokens > self._config.threshold_tokens
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the session has a conversation."""
+        transcript = self._session[Transcript].latest()
+        return bool(transcript and transcript.items) or bool(self.state.encrypted_items)
+
+    @property
+    def threshold(self) -> int:
+        return self._config.threshold_tokens
+
+    def is_worthwhile(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether compacting gains anything, for the tokens that `should_compact` was told. Where the last compaction
+        has left nearly as many as the threshold, another one would leave as many: it waits until there is a quarter
+        of the threshold to compact.
+
+        messages: what came since the last compaction.
+        """
+        new = estimate_tokens(messages)
+        left = (
+            self._tokens - 2 * new
+        )  # at least, by the last compaction: tokens may be shorter than estimated
+        return not self.state.encrypted_items or new >= self.threshold // 4 or left <= self.threshold * 3 // 4
+
     def compact(
         self, messages: Sequence[Mapping[str, Any]], *, deadline: Deadline | None = None
     ) -> list[dict[str, Any]]:
@@ -83,7 +131,9 @@ class CompactionManager:
             )
         window = normalize_input_messages(self.inject_encrypted_items(messages))
         try:
-            response = self._api.compact({"model": model, "input": window}, deadline=deadline)
+            response = self._api.compact(
+                {"model": model, "input": window}, threshold=self.threshold, deadline=deadline
+            )
         except Exception as error:
             raise CompactionError(self._tokens, error) from error
         if not response.output:

@@ -15,7 +15,12 @@ from fumehood.client import serde
 from fumehood.client.adapters.core import PromptResponse
 from fumehood.client.adapters.openai.api import ContainerGoneError, ResponsesApi
 from fumehood.client.adapters.openai.code_interpreter import CodeInterpreterResult, code_interpreter_output
-from fumehood.client.adapters.openai.compaction import CompactionManager, ModelUsed, Transcript
+from fumehood.client.adapters.openai.compaction import (
+    CompactionManager,
+    ModelUsed,
+    Transcript,
+    estimate_tokens,
+)
 from fumehood.client.adapters.openai.wire import (
     Item,
     ProviderToolCallData,
@@ -56,6 +61,7 @@ class Evaluation[Out]:
     may say where in it the files are; None if it is not ours.
     memory_limit: of the workspace's container.
     manager: keeps the conversation of the session; without one, every evaluation starts afresh.
+    task: the message with the prompt's text: of the system if it begins the conversation, else of the user.
     """
 
     api: ResponsesApi
@@ -68,10 +74,11 @@ class Evaluation[Out]:
     memory_limit: str | None
     parse_output: bool
     max_turns: int
-    system: Item = field(default_factory=lambda: {"role": "system", "content": ""})
+    task: Item = field(default_factory=lambda: {"role": "system", "content": ""})
     usage: TokenUsage = field(default_factory=TokenUsage)
     transcript: list[Item] = field(default_factory=list[Item])
     history: list[Item] = field(default_factory=list[Item])  # of the session, since its last compaction
+    repeated: int = 0  # how many items of the history stand before the last compaction, too
 
     def run(self) -> PromptResponse[Out]:
         self._publish(
@@ -81,8 +88,11 @@ class Evaluation[Out]:
         )
         past = self.context.session[Transcript].latest() if self.manager else None
         self.history = [dict(item) for item in past.items] if past else []
-        self.system["content"] = self.rendered.text
-        self._keep([self.system])
+        self.task["content"] = self.rendered.text
+        if self.manager is not None and self.manager.has_begun:
+            self.task["role"] = "user"  # the first turn alone is the system's
+        self._keep([self.task])
+        self._warn_of_a_large_turn()
         for _ in range(self.max_turns):
             response = self._ask()
             self._check_end(response)
@@ -94,7 +104,10 @@ class Evaluation[Out]:
             self._keep([self._run(call) for call in calls])
             self._let_choose()
             if self._compacted(response):
-                self.history = [self.system]  # the task itself must not be a matter of summaries
+                self.history, self.repeated = (
+                    [self.task],
+                    1,
+                )  # the task itself must not be a matter of summaries
         raise PromptEvaluationError(
             f"There was no answer after {self.max_turns} turns; raise max_turns, or look at what its tools say.",
             prompt_name=self.rendered.prompt_name,
@@ -142,7 +155,7 @@ class Evaluation[Out]:
             raise ContainerExpiredError(
                 known, gone, f"The container {known!r} has expired; make another one."
             ) from gone
-        made, self.system["content"] = self.new_container(known)
+        made, self.task["content"] = self.new_container(known)
         for tool in self.request["tools"]:
             if tool["type"] == "code_interpreter":
                 tool["container"] = made
@@ -262,9 +275,46 @@ class Evaluation[Out]:
         tokens = response.usage.total_tokens if response.usage else 0
         if self.manager is None or not self.manager.should_compact(tokens):
             return False
+        if provider_calls(response.output):
+            tokens = self._count_window(self.manager) or tokens
+            if not self.manager.should_compact(tokens):
+                return False
+        if not self.manager.is_worthwhile(self.history[self.repeated :]):
+            self._warn_of_a_large_window(tokens)
+            return False
         self.manager.compact(self.history, deadline=self.context.deadline)
         self.context.session[Transcript].clear()
         return True
+
+    def _count_window(self, manager: CompactionManager) -> int | None:
+        """The tokens of the conversation. With calls of the provider's own, a response has several turns of the model,
+        and its usage is that of all of them together: many times the conversation.
+        """
+        window = normalize_input_messages(manager.inject_encrypted_items(self.history))
+        request = {name: self.request[name] for name in ("model", "tools") if name in self.request}
+        return self.api.count_tokens({**request, "input": window}, deadline=self.context.deadline)
+
+    def _warn_of_a_large_turn(self) -> None:
+        tokens = estimate_tokens([self.task])
+        if self.manager is not None and tokens > self.manager.threshold // 2:
+            _log.warning(
+                "The prompt %s has about %d tokens, more than half of threshold_tokens (%d): the conversation can "
+                "exceed it until the prompt is answered and compacted.",
+                self.rendered.prompt_name,
+                tokens,
+                self.manager.threshold,
+            )
+
+    def _warn_of_a_large_window(self, tokens: int) -> None:
+        """Once for each compaction."""
+        if self.manager is not None and self.history[0] is self.task:
+            _log.warning(
+                "The conversation of %s has %d tokens right after its compaction, more than threshold_tokens (%d); it "
+                "is compacted again when there is more to gain. Raise the threshold, or have fewer tools.",
+                self.rendered.prompt_name,
+                tokens,
+                self.manager.threshold,
+            )
 
     def _keep(self, items: list[Item]) -> None:
         self.transcript += items
