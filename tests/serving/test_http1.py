@@ -3,6 +3,8 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from itertools import pairwise
+from random import Random
 
 import pytest
 import pytest_asyncio
@@ -220,3 +222,52 @@ async def test_an_old_client_that_reads_slowly_gets_everything(port: int) -> Non
         await connection.send(request(b"POST", b"/stream", b"", b"x" * 1_000_000, b"1.0"))
         await asyncio.sleep(0.2)
         assert told(await connection.read_response())[2] == "x" * 1_000_000
+
+
+# --- many of them -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_whatever_stands_in_the_heads_answers_come_in_order(port: int, seed: int) -> None:
+    """Names in any case, upgrades, chunks, in packets of any size: each request is served with its own body."""
+    random = Random(seed)
+    expected: list[list[str]] = []
+    sent = b""
+    for number in range(12):
+        method, path = random.choice(["GET", "POST", "PUT"]), random.choice(["/stream", "/x"])
+        body = "" if method == "GET" else f"{number}:" + "y" * random.choice([0, 5, 70_000])
+        lines = [b"Host: localhost", random.choice([*UPGRADES, b"X-Plain: 1"]).removesuffix(b"\r\n")]
+        wire = body.encode()
+        if body and random.random() < 0.5:
+            lines.append(b"Transfer-Encoding: chunked")
+            pieces = [piece for piece in (wire[:1], wire[1:]) if piece]
+            wire = b"".join(b"%X\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+        elif body:
+            lines.append(b"Content-Length: %d" % len(wire))
+        random.shuffle(lines)
+        lines = [_in_any_case(line, random) for block in lines for line in block.split(b"\r\n")]
+        sent += b"%b %b HTTP/1.1\r\n%b\r\n\r\n%b" % (
+            method.encode(),
+            path.encode(),
+            b"\r\n".join(lines),
+            wire,
+        )
+        expected.append([method, path, body])
+    async with connected(port) as connection:
+        sending = asyncio.ensure_future(connection.send(*_in_packets(sent, random)))
+        for told_of in expected:
+            assert told(await connection.read_response()) == told_of
+        await sending
+
+
+def _in_any_case(line: bytes, random: Random) -> bytes:
+    name, colon, value = line.partition(b":")
+    return random.choice([name.lower(), name.upper(), name.swapcase()]) + colon + value
+
+
+def _in_packets(sent: bytes, random: Random) -> list[bytes]:
+    """At most 60 of them, some of one byte."""
+    cuts = sorted(random.sample(range(1, len(sent)), 20))
+    cuts += [cut + 1 for cut in cuts]
+    places = [0, *sorted(set(cuts)), len(sent)]
+    return [sent[start:end] for start, end in pairwise(places)]
