@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from fumehood.cli import app
 from fumehood.cli.options import TOKEN_VARIABLE
+from tests.support.open_files import ask, few_descriptors
 from tests.support.sandboxes import environment, has_cgroups, without_limits_warning
 
 FUMEHOOD = Path(sys.executable).parent / "fumehood"
@@ -429,3 +430,17 @@ def test_what_a_server_is_left_with_is_not_in_its_environment(tmp_path: Path) ->
         for child in children:
             assert TOKEN.encode() not in Path(f"/proc/{child}/environ").read_bytes()
         assert os.environ.get(TOKEN_VARIABLE) is None
+
+
+def test_without_descriptors_connections_are_refused_and_that_is_logged_once(tmp_path: Path) -> None:
+    with server(tmp_path) as running, ExitStack() as stack:
+        with few_descriptors(running.process.pid, 20):
+            connections = [stack.enter_context(running.connect()) for _ in range(60)]
+            answers = [ask(connection, b"/health") for connection in connections]
+            statuses = [answer[9:12] for answer in answers]
+            assert statuses.count(b"200") >= 10
+            assert statuses.count(b"503") > 0
+            assert {*statuses} <= {b"200", b"503", b""}
+        assert ask(stack.enter_context(running.connect()), b"/health")[9:12] == b"200"
+        assert running.log.read_text().count("Refusing connections") == 1
+        assert "Traceback" not in running.log.read_text()

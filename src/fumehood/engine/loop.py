@@ -55,6 +55,7 @@ from fumehood.protocol.responses import (
     ResponseStatus,
     Usage,
 )
+from fumehood.protocol.shortage import find_shortage
 from fumehood.protocol.tools import FunctionSpec
 
 logger = logging.getLogger(__name__)
@@ -172,10 +173,14 @@ class Loop:
             status = "failed"
             self.failure = error
             self._cut_off("the response failed")
-        except Exception:
-            logger.exception("response %s failed", opening.id)
+        except Exception as error:
             status = "failed"
-            self.failure = ServerFault("The server failed to make this response.")
+            self.failure = find_shortage(error)
+            if self.failure is None:
+                logger.exception("response %s failed", opening.id)
+                self.failure = ServerFault("The server failed to make this response.")
+            else:
+                logger.warning("response %s failed: %s", opening.id, self.failure)
             self._cut_off("the response failed")
         return await self._conclude(status)
 
@@ -455,7 +460,7 @@ def _why_not_kept(error: Exception) -> ApiError:
         return error
     if isinstance(error, Fenced):
         return ServerFault("The response was deleted or taken over by another server while it ran.")
-    return ServerFault("The response could not be kept.")
+    return find_shortage(error) or ServerFault("The response could not be kept.")
 
 
 def _response_error(error: ApiError) -> ResponseError:

@@ -36,6 +36,7 @@ from fumehood.protocol.errors import (
     Unavailable,
 )
 from fumehood.protocol.keys import KeyScope
+from fumehood.protocol.shortage import find_shortage
 from fumehood.serving.browsers import needs_no_preflight
 from fumehood.serving.exchange import CallerLeft, Receive, Scope, Send
 from fumehood.serving.routes import describe_routes, show_path
@@ -200,11 +201,13 @@ class Gateway:
             await self._refuse(exchange, error)
         except CallerLeft:
             exchange.noted["outcome"] = "the client left before its request was complete"
-        except Exception:
-            logger.exception("A request could not be served (%s).", exchange.request_id)
+        except Exception as error:
+            lack = find_shortage(error)
+            if lack is None:
+                logger.exception("A request could not be served (%s).", exchange.request_id)
             if exchange.started:
                 raise
-            await self._refuse(exchange, ServerFault("The server failed; its log says why."))
+            await self._refuse(exchange, lack or ServerFault("The server failed; its log says why."))
         finally:
             self._tell(exchange, place)
 

@@ -27,6 +27,7 @@ from fumehood.protocol.events import (
     TextDone,
 )
 from fumehood.protocol.responses import Response, ResponseError
+from fumehood.protocol.shortage import find_shortage
 
 GONE = "the client has gone"
 TERMINAL = (Completed, Failed, Incomplete)
@@ -126,9 +127,11 @@ class Following:
             self._send(self._untold or self._reading.take())
         except ApiError as error:
             self._break_off(error)
-        except Exception:
-            logger.exception("The stream of %s broke off (%s).", self._run.id, self._exchange.request_id)
-            self._break_off(ServerFault("The server failed; its log says why."))
+        except Exception as error:
+            lack = find_shortage(error)
+            if lack is None:
+                logger.exception("The stream of %s broke off (%s).", self._run.id, self._exchange.request_id)
+            self._break_off(lack or ServerFault("The server failed; its log says why."))
 
     def _send(self, events: Sequence[StreamEvent]) -> None:
         if not events:

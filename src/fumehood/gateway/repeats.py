@@ -32,6 +32,7 @@ from fumehood.protocol.events import ErrorOccurred
 from fumehood.protocol.folding import project_response
 from fumehood.protocol.ids import new_id
 from fumehood.protocol.responses import CreateResponse, Response
+from fumehood.protocol.shortage import find_shortage
 from fumehood.protocol.unfolding import unfold
 
 HEADER = "Idempotency-Key"
@@ -152,8 +153,10 @@ class Repeats:
                     await self._run(joint, asked, room.take)
         except Exception as error:
             if not isinstance(error, ApiError):
-                logger.exception("A request with a key could not be served.")
-                error = ServerFault("The server failed; its log says why.")
+                lack = find_shortage(error)
+                if lack is None:
+                    logger.exception("A request with a key could not be served.")
+                error = lack or ServerFault("The server failed; its log says why.")
             joint.fail(error)
         finally:
             del self._running[asked.place]

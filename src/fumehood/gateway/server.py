@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import override
 
 from fumehood.gateway.exchange import VERSION, encode
-from fumehood.protocol.errors import InvalidRequest, to_body
+from fumehood.protocol.errors import InvalidRequest, Unavailable, to_body
 from fumehood.serving.exchange import Application
 from fumehood.serving.stalled import nobody
 from fumehood.serving.web import WebServer, render_refusal
@@ -39,5 +39,5 @@ class Server(WebServer):
 
 
 def _refusal(status: int, reason: str) -> bytes:
-    del status  # there is no bound on connections here, so it is always 400
-    return render_refusal([VERSION], encode(to_body(InvalidRequest(reason))))
+    error = Unavailable(reason) if status == 503 else InvalidRequest(reason)
+    return render_refusal([VERSION], encode(to_body(error)))

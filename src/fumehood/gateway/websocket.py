@@ -36,6 +36,7 @@ from fumehood.protocol.errors import (
     ServerFault,
 )
 from fumehood.protocol.responses import Response
+from fumehood.protocol.shortage import find_shortage
 from fumehood.serving.exchange import Receive, Scope, Send
 from fumehood.serving.websocket import SHUTDOWN, UNHELD
 
@@ -399,9 +400,11 @@ class _Connection:
             await self._respond(exchange, lane, request)
         except ApiError as error:
             await self._refuse(exchange, lane, error)
-        except Exception:
-            logger.exception("A message could not be answered (%s).", exchange.request_id)
-            await self._refuse(exchange, lane, ServerFault("The server failed; its log says why."))
+        except Exception as error:
+            lack = find_shortage(error)
+            if lack is None:
+                logger.exception("A message could not be answered (%s).", exchange.request_id)
+            await self._refuse(exchange, lane, lack or ServerFault("The server failed; its log says why."))
         finally:
             self.answered += 1
             self._sockets.tell(exchange)

@@ -22,12 +22,14 @@ from fumehood.protocol.sandbox import (
     SandboxSpec,
 )
 from fumehood.protocol.sandbox_errors import (
+    AtCapacity,
     Forbidden,
     NotAllowed,
     NotThere,
     RequestRefused,
     SandboxError,
 )
+from fumehood.protocol.shortage import name_shortage
 from fumehood.sandboxd import logs, metrics, openapi
 from fumehood.sandboxd.calls import Call
 from fumehood.sandboxd.http_exchange import Exchange, MethodNotAllowed, decode, encode
@@ -97,11 +99,18 @@ class App:
             await self._refuse(exchange, error)
         except CallerLeft:
             logs.event("caller_left", level=logging.DEBUG, method=exchange.method)
-        except Exception:
-            logs.logger.exception("A request could not be served.")
+        except Exception as error:
+            lacking = name_shortage(error)
+            if lacking is None:
+                logs.logger.exception("A request could not be served.")
             if exchange.started:
                 raise
-            await self._refuse(exchange, SandboxError("The sandbox server failed; its log says why."))
+            if lacking is None:
+                await self._refuse(exchange, SandboxError("The sandbox server failed; its log says why."))
+            else:
+                await self._refuse(
+                    exchange, AtCapacity(f"The sandbox server is short of {lacking}; try again later.")
+                )
 
     async def _refuse(self, exchange: Exchange, error: SandboxError) -> None:
         self._service.metrics.refused(error.code)

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable
 from typing import override
 
-from fumehood.protocol.sandbox_errors import RequestRefused, TryLater, to_body
+from fumehood.protocol.sandbox_errors import RequestRefused, TryLater, Unreachable, to_body
 from fumehood.sandboxd import logs
 from fumehood.sandboxd.app import App
 from fumehood.sandboxd.http_exchange import PROTOCOL, encode
@@ -67,5 +67,6 @@ class Server(WebServer):
 
 
 def _refusal(status: int, reason: str) -> bytes:
-    error = TryLater(reason) if status == 429 else RequestRefused(reason)
+    kinds = {429: TryLater, 503: Unreachable}
+    error = kinds.get(status, RequestRefused)(reason)
     return render_refusal([PROTOCOL], encode(to_body(error)))

@@ -38,11 +38,18 @@ class Http1Protocol(HttpToolsProtocol):
             head, self._declined_head = self._declined_head, None
             self.parser = _make_parser(self)
             return head + data[stop.args[0] :]
-        except httptools.HttpParserError:
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, MemoryError):  # there was none left for what was parsed
+                self.on_no_memory()
+                return b""
             reason, self.head_fault = self.head_fault or "Invalid HTTP request received.", None
             self.logger.info("A request was refused: %s", reason)
             self.send_400_response(reason)
         return b""
+
+    def on_no_memory(self) -> None:
+        """Refuse what came for now; for who inherits."""
+        self.transport.abort()
 
     @override
     def on_headers_complete(self) -> None:

@@ -12,6 +12,7 @@ import uvicorn
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+from fumehood.serving.descriptors import DescriptorLimit
 from fumehood.serving.exchange import SHORTCUT, Application, Headers
 from fumehood.serving.http1 import Http1Protocol
 from fumehood.serving.stalled import LeavesStalled, nobody
@@ -24,6 +25,7 @@ _HEADER_BYTES = 64 << 10
 _HEADER_COUNT = 256
 _ONE_PACKET = 64 << 10  # of an answer that is copied to be sent at once
 _LAST_ANSWERS = 5.0  # seconds for connections to end after everything else has
+_LINGER_SECONDS = 2.0  # for a client to notice that it was refused
 _LAST_WORDS = 1.0  # and for their requests after that
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class WebServer:
                     {
                         "refusal": staticmethod(refusal),
                         "most": connections,
+                        "descriptors": DescriptorLimit(),
                         "on_stalled": staticmethod(on_stalled),
                     },
                 ),
@@ -119,6 +122,9 @@ class WebServer:
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """As `run`, without taking the signals: those are the process's affair."""
+        loop = asyncio.get_running_loop()
+        handler = loop.get_exception_handler()
+        loop.set_exception_handler(_report_loop_error)
         web = asyncio.ensure_future(self._web.serve(sockets=[self._sock]))
         try:
             if await _unless(self._stop, self.start()):
@@ -129,6 +135,7 @@ class WebServer:
             await self.close()
             self.accept_no_more()
             await self._hang_up(web)
+            loop.set_exception_handler(handler)
 
     async def _hang_up(self, web: asyncio.Future[None]) -> None:
         """Let connections end; then end them, and then those who still write to one."""
@@ -140,6 +147,14 @@ class WebServer:
         for task in tuple(self._web.server_state.tasks):
             task.cancel()
         await web
+
+
+def _report_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What nobody was there to be told; a lack of memory is no fault that a traceback would explain."""
+    if isinstance(context.get("exception"), MemoryError):
+        logger.warning("A connection was closed: the server is short of memory.")
+    else:
+        loop.default_exception_handler(context)
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None] | asyncio.Future[None]) -> bool:
@@ -173,11 +188,13 @@ class _Protocol(LeavesStalled, Http1Protocol):
 
     refusal: Refusal
     most: int | None
+    descriptors: DescriptorLimit
     _head_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0  # of the head, or of what came since the last piece of the body and is none
     _in_head = True
     _in_body = False
     _brought_body = False
+    _is_discarding = False  # it has had its answer, and is read until it notices
     # The request that is being answered; uvicorn's `cycle` is the one that came last, which may have to wait for it.
     _running: RequestResponseCycle | None = None
 
@@ -187,6 +204,11 @@ class _Protocol(LeavesStalled, Http1Protocol):
         if self.most is not None and len(self.connections) > self.most:
             reason = f"{self.most} callers are connected, as many as may be; try again later."
             self._end_with(b"429 Too Many Requests\r\nretry-after: 1", 429, reason)
+            return
+        sock: socket.socket | None = transport.get_extra_info("socket")
+        if sock is not None and self.descriptors.refuses(sock.fileno()):
+            self._refuse_for_now("The server is short of file descriptors; try again later.")
+            self.transport.close()
             return
         self._expect_head()
 
@@ -201,9 +223,11 @@ class _Protocol(LeavesStalled, Http1Protocol):
 
     @override
     def data_received(self, data: bytes) -> None:
+        if self._is_discarding:
+            return
         self._brought_body = False
         super().data_received(data)
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_discarding:
             return
         if self._in_head:
             self._expect_head()  # the rest of it: mostly all of it came at once
@@ -270,10 +294,14 @@ class _Protocol(LeavesStalled, Http1Protocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
+        self._leave_running()
+        super().connection_lost(exc)
+
+    def _leave_running(self) -> None:
+        """Tell the request that is being answered that nobody is there any more."""
         if self._running is not None and self._is_answering:
             self._running.disconnected = True
             self._running.message_event.set()
-        super().connection_lost(exc)
 
     @override
     def handle_websocket_upgrade(self) -> None:
@@ -291,16 +319,31 @@ class _Protocol(LeavesStalled, Http1Protocol):
             self.transport.abort()
         super().timeout_keep_alive_handler()
 
+    def _refuse_for_now(self, reason: str) -> None:
+        self._write_refusal(b"503 Service Unavailable\r\nretry-after: 5", 503, reason)
+
+    @override
+    def on_no_memory(self) -> None:
+        """Closing at once would reset the connection, and a client that still sends would never see the answer."""
+        self._refuse_for_now("The server is short of memory; try again later.")
+        self._leave_running()  # it would wait for a body that nobody reads
+        self.transport.write_eof()
+        self._is_discarding = True
+        self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+
     @override
     def send_400_response(self, msg: str) -> None:
         self._end_with(b"400 Bad Request", 400, msg)
 
     def _end_with(self, head: bytes, status: int, reason: str) -> None:
+        self._write_refusal(head, status, reason)
+        self.transport.close()
+
+    def _write_refusal(self, head: bytes, status: int, reason: str) -> None:
         logger.debug("What came was refused before it was a request: %s", reason)
         if not self._owes_an_answer:  # else this would be taken for it, or for a part of it
             refusal = self.refusal(status, reason)
             self.transport.write(b"HTTP/1.1 %s\r\nconnection: close\r\n%s" % (head, refusal))
-        self.transport.close()
 
 
 class _Shortcut:
