@@ -111,6 +111,7 @@ def _settings(
 
 def _run(settings: "Config") -> int:
     from fumehood.config import Misconfigured
+    from fumehood.protocol.errors import StorageCorrupted, StorageUnavailable
     from fumehood.serving.sockets import Address, CannotListen, listen
     from fumehood.wiring import CannotServe
 
@@ -124,7 +125,7 @@ def _run(settings: "Config") -> int:
     except Misconfigured as error:
         print(error, file=sys.stderr)
         return 2
-    except CannotServe as error:
+    except (CannotServe, StorageCorrupted, StorageUnavailable) as error:
         print(error, file=sys.stderr)
         return NOT_HERE
     finally:

@@ -8,6 +8,7 @@ import msgspec
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.listing import Window
 from fumehood.store import windows
+from fumehood.store.integrity import decode, decode_readable
 
 _containers = msgspec.json.Decoder(ContainerRecord)
 _files = msgspec.json.Decoder(ContainerFileRecord)
@@ -69,16 +70,16 @@ def _row(record: ContainerRecord) -> dict[str, object]:
 
 def one(db: sqlite3.Connection, container_id: str) -> ContainerRecord | None:
     found = db.execute("SELECT record FROM containers WHERE id = ?", (container_id,)).fetchone()
-    return _containers.decode(found[0]) if found else None
+    return decode(_containers, found[0], "containers", container_id) if found else None
 
 
 def all_of(db: sqlite3.Connection, tenant: str | None, running: bool) -> list[ContainerRecord]:
     those = "running AND " if running else ""
     found = db.execute(
-        f"SELECT record FROM containers WHERE {those}tenant = coalesce(?, tenant) ORDER BY created_at, id",  # noqa: S608
+        f"SELECT id, record FROM containers WHERE {those}tenant = coalesce(?, tenant) ORDER BY created_at, id",  # noqa: S608
         (tenant,),
     )
-    return [_containers.decode(record) for (record,) in found]
+    return decode_readable(_containers, found, "containers")
 
 
 def some(db: sqlite3.Connection, tenant: str, window: Window, name: str | None) -> list[ContainerRecord]:
@@ -87,23 +88,24 @@ def some(db: sqlite3.Connection, tenant: str, window: Window, name: str | None) 
     if name is not None:
         where += " AND name = :name"
     values = {"tenant": tenant, "name": name}
-    return [_containers.decode(record) for record in windows.records(db, "containers", where, values, window)]
+    found = windows.records(db, "containers", where, values, window)
+    return [decode(_containers, record, "containers", name) for name, record in found]
 
 
 def ended(db: sqlite3.Connection, expired_before: float, deleted_before: float) -> list[ContainerRecord]:
     found = db.execute(
-        "SELECT record FROM containers WHERE NOT running AND ended_at <= iif(listed, ?, ?)"
+        "SELECT id, record FROM containers WHERE NOT running AND ended_at <= iif(listed, ?, ?)"
         " ORDER BY ended_at LIMIT ?",
         (expired_before, deleted_before, _MOST_ENDED),
     )
-    return [_containers.decode(record) for (record,) in found]
+    return decode_readable(_containers, found, "containers")
 
 
 def retaining(db: sqlite3.Connection, tenant: str) -> list[ContainerRecord]:
     found = db.execute(
-        "SELECT record FROM containers WHERE tenant = ? AND retained > 0 ORDER BY ended_at, id", (tenant,)
+        "SELECT id, record FROM containers WHERE tenant = ? AND retained > 0 ORDER BY ended_at, id", (tenant,)
     )
-    return [_containers.decode(record) for (record,) in found]
+    return decode_readable(_containers, found, "containers")
 
 
 def delete(db: sqlite3.Connection, container_id: str) -> None:
@@ -135,15 +137,15 @@ def file(db: sqlite3.Connection, container_id: str, file_id: str) -> ContainerFi
     found = db.execute(
         "SELECT record FROM files WHERE id = ? AND container = ?", (file_id, container_id)
     ).fetchone()
-    return _files.decode(found[0]) if found else None
+    return decode(_files, found[0], "files", file_id) if found else None
 
 
 def files(db: sqlite3.Connection, container_id: str, window: Window | None) -> list[ContainerFileRecord]:
     """Raises InvalidRequest."""
     if window is not None:
         found = windows.records(db, "files", "container = :container", {"container": container_id}, window)
-        return [_files.decode(record) for record in found]
-    whole = db.execute(
-        "SELECT record FROM files WHERE container = ? ORDER BY created_at, id", (container_id,)
-    )
-    return [_files.decode(record) for (record,) in whole]
+    else:
+        found = db.execute(
+            "SELECT id, record FROM files WHERE container = ? ORDER BY created_at, id", (container_id,)
+        )
+    return [decode(_files, record, "files", name) for name, record in found]

@@ -180,19 +180,28 @@ MIGRATIONS: Sequence[Migration] = (
         ALTER TABLE items ADD COLUMN attachments BLOB;
         """
     ),
+    Migration(
+        # The release before would change rows and leave their checksums as they were.
+        breaks=True,
+        statements="""
+        -- Of what the row holds, see `integrity`; older rows have none.
+        ALTER TABLE responses ADD COLUMN checksum INTEGER;
+        ALTER TABLE items ADD COLUMN checksum INTEGER;
+        """,
+    ),
 )
 
 
 def is_current(connection: sqlite3.Connection) -> bool:
     """Whether no step is missing; raises StoreRefused."""
-    return _checked_version(connection, len(MIGRATIONS)) >= len(MIGRATIONS)
+    return check_version(connection, len(MIGRATIONS)) >= len(MIGRATIONS)
 
 
 def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
     """Take the steps that are missing, all of them or none; raises StoreRefused."""
     connection.execute("BEGIN IMMEDIATE")
     try:
-        version = _checked_version(connection, len(migrations))
+        version = check_version(connection, len(migrations))
         for number, migration in enumerate(migrations[version:], version + 1):
             for statement in _statements(migration.statements):
                 connection.execute(statement)
@@ -206,7 +215,8 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MI
         raise
 
 
-def _checked_version(connection: sqlite3.Connection, known: int) -> int:
+def check_version(connection: sqlite3.Connection, known: int = len(MIGRATIONS)) -> int:
+    """How many steps the file has seen; raises StoreRefused if this release cannot work with it."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()

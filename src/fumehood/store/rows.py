@@ -6,7 +6,8 @@ own, a fork. Items go with the last response that stood on them.
 """
 
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from fumehood.protocol.keys import ApiKey
 from fumehood.protocol.responses import INTERRUPTED, Response
 from fumehood.store.cached import Place
 from fumehood.store.database import leave_event_loop
+from fumehood.store.integrity import DamagedRow, check, checksum, decode
 
 # A fork of a fork of …: every level is a step of each read, so a deeper one gets a copy of what it stands on.
 DEEPEST_FORK = 8
@@ -32,6 +34,7 @@ _responses = msgspec.json.Decoder(Response)
 _exchanges = msgspec.json.Decoder(ToolExchange)
 _attachments = msgspec.json.Decoder(tuple[Attachment, ...])
 _authored: msgspec.json.Decoder[AuthoredItem] = msgspec.json.Decoder(AuthoredItem)
+_COLUMNS = "tenant, thread, pos, start, turn, ours, type, id, raw, exchange, attachments, checksum"
 _keys = msgspec.json.Decoder(ApiKey)
 _encode = msgspec.json.Encoder().encode
 
@@ -122,9 +125,10 @@ def recover(db: sqlite3.Connection, only_owner: str | None) -> list[str]:
         (only_owner,),
     ).fetchall()
     for response_id, body in lost:
-        response = _responses.decode(body)
-        response.status, response.error = "failed", INTERRUPTED
-        db.execute("UPDATE responses SET body = ? WHERE id = ?", (_encode(response), response_id))
+        with suppress(DamagedRow):  # it is logged, and whoever reads it is told
+            response = decode(_responses, body, "responses", response_id)
+            response.status, response.error = "failed", INTERRUPTED
+            _set_body(db, response_id, _encode(response))
         db.execute("DELETE FROM leases WHERE response = ?", (response_id,))
     return [response_id for response_id, _ in lost]
 
@@ -138,9 +142,10 @@ def end_begun(db: sqlite3.Connection, ending: Ending) -> Place | None:
     thread, start = db.execute("SELECT thread, start_pos FROM responses WHERE id = ?", (head.id,)).fetchone()
     place = _append(db, ending, Base(thread, start))
     db.execute(
-        "UPDATE responses SET thread = ?, end_pos = ?, body = ? WHERE id = ?",
-        (place.thread if place else thread, start + len(entries), head.body, head.id),
+        "UPDATE responses SET thread = ?, end_pos = ? WHERE id = ?",
+        (place.thread if place else thread, start + len(entries), head.id),
     )
+    _set_body(db, head.id, head.body)
     db.execute("DELETE FROM leases WHERE response = ?", (head.id,))
     return place
 
@@ -156,9 +161,15 @@ def end_at_once(db: sqlite3.Connection, ending: Ending) -> Place | None:
 
 def _insert(db: sqlite3.Connection, head: Head, thread: int | None, start: int, end: int) -> None:
     db.execute(
-        "INSERT INTO responses (id, tenant, created_at, thread, start_pos, end_pos, body)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (head.id, head.tenant, head.created_at, thread, start, end, head.body),
+        "INSERT INTO responses (id, tenant, created_at, thread, start_pos, end_pos, body, checksum)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (head.id, head.tenant, head.created_at, thread, start, end, head.body, checksum(head.body)),
+    )
+
+
+def _set_body(db: sqlite3.Connection, response_id: str, body: bytes) -> None:
+    db.execute(
+        "UPDATE responses SET body = ?, checksum = ? WHERE id = ?", (body, checksum(body), response_id)
     )
 
 
@@ -179,8 +190,7 @@ def _append(db: sqlite3.Connection, ending: Ending, base: Base) -> Place | None:
         return None
     place = Place(_thread(db, ending.head.tenant, base, base.end + len(ending.entries)), base.end)
     db.executemany(
-        "INSERT INTO items (tenant, thread, pos, start, turn, ours, type, id, raw, exchange, attachments)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        f"INSERT INTO items ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608
         _item_rows(place, ending),
     )
     return place
@@ -194,7 +204,8 @@ def _item_rows(place: Place, ending: Ending) -> list[tuple[object, ...]]:
         made += entry.turn > 0
         seen = _encode(entry.exchange) if entry.exchange is not None else None
         files = _encode(entry.attachments) if entry.attachments else None
-        item = (entry.turn, ours, entry.type, entry.id, entry.raw, seen, files)
+        total = checksum(entry.raw, seen, files)
+        item = (entry.turn, ours, entry.type, entry.id, entry.raw, seen, files, total)
         rows.append((ending.head.tenant, place.thread, pos, place.start, *item))
     return rows
 
@@ -216,8 +227,7 @@ def _thread(db: sqlite3.Connection, tenant: str, base: Base, tip: int) -> int:
     copy = _new_thread(db, tenant, Base(None, 0), 0, tip)
     for part in _path(db, base):
         db.execute(
-            "INSERT INTO items (tenant, thread, pos, start, turn, ours, type, id, raw, exchange, attachments)"
-            " SELECT tenant, ?, pos, start, turn, ours, type, id, raw, exchange, attachments FROM items"
+            f"INSERT INTO items ({_COLUMNS}) SELECT {_COLUMNS.replace('thread', '?')} FROM items"  # noqa: S608
             " WHERE thread = ? AND pos < ?",
             (copy, *part),
         )
@@ -230,7 +240,10 @@ def _path(db: sqlite3.Connection, base: Base) -> list[tuple[int, int]]:
     thread, end = base
     while thread is not None:
         path.append((thread, end))
-        thread, end = db.execute("SELECT parent, parent_end FROM threads WHERE id = ?", (thread,)).fetchone()
+        found = db.execute("SELECT parent, parent_end FROM threads WHERE id = ?", (thread,)).fetchone()
+        if found is None or (found[0] is not None and found[0] >= thread):  # a parent is always older
+            raise DamagedRow("threads", str(thread), "what it continues is not there")
+        thread, end = found
     return path[::-1]
 
 
@@ -302,44 +315,62 @@ def _kept(db: sqlite3.Connection, base: Base) -> Iterator[_Kept]:
     budget = _Budget("previous_response_id")
     for thread, end in _path(db, base):
         for start, pos, *entry in db.execute(
-            "SELECT start, pos, turn, type, id, raw, exchange, attachments FROM items"
+            "SELECT start, pos, turn, type, id, raw, exchange, attachments, checksum FROM items"
             " WHERE thread = ? AND pos < ? ORDER BY pos",
             (thread, end),
         ):
-            budget.spend(*entry[-3:])
-            yield _Kept(Place(thread, start), pos, _entry(*entry))
+            budget.spend(*entry[3:6])
+            yield _Kept(Place(thread, start), pos, _entry(f"{thread}/{pos}", *entry))
 
 
 def _entry(
-    turn: int, kind: str, item_id: str | None, raw: bytes, exchange: bytes | None, attachments: bytes | None
+    row: str,
+    turn: int,
+    kind: str,
+    item_id: str | None,
+    raw: bytes,
+    exchange: bytes | None,
+    attachments: bytes | None,
+    expected: int | None,
 ) -> Entry:
-    seen = _exchanges.decode(exchange) if exchange is not None else None
-    files = _attachments.decode(attachments) if attachments is not None else ()
+    """Raises DamagedRow."""
+    check("items", row, expected, raw, exchange, attachments)
+    seen = decode(_exchanges, exchange, "items", row) if exchange is not None else None
+    files = decode(_attachments, attachments, "items", row) if attachments is not None else ()
     return Entry(type=kind, id=item_id, turn=turn, raw=raw, exchange=seen, attachments=files)
 
 
-def _item(ours: int, raw: bytes) -> OutputItem:
-    """One that another release wrote and this one cannot read stays what it is."""
+def _item(ours: int, raw: bytes, row: str) -> OutputItem:
+    """One that another release wrote and this one cannot read stays what it is. Raises DamagedRow."""
     try:
         return _authored.decode(raw) if ours else msgspec.Raw(raw)
     except msgspec.ValidationError:
         return msgspec.Raw(raw)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise DamagedRow("items", row, str(error)) from error
 
 
 def response(db: sqlite3.Connection, tenant: str, response_id: str) -> Response | None:
+    """Raises DamagedRow."""
     found = db.execute(
-        "SELECT body, thread, start_pos, end_pos FROM responses WHERE id = ? AND tenant = ?",
+        "SELECT body, checksum, thread, start_pos, end_pos FROM responses WHERE id = ? AND tenant = ?",
         (response_id, tenant),
     ).fetchone()
     if found is None:
         return None
-    body, *place = found
-    whole = _responses.decode(body)
-    items: Iterable[tuple[int, bytes]] = db.execute(
-        "SELECT ours, raw FROM items WHERE thread = ? AND pos >= ? AND pos < ? AND turn > 0 ORDER BY pos",
+    body, expected, *place = found
+    check("responses", response_id, expected, body)
+    whole = decode(_responses, body, "responses", response_id)
+    items = db.execute(
+        "SELECT pos, ours, raw, exchange, attachments, checksum FROM items"
+        " WHERE thread = ? AND pos >= ? AND pos < ? AND turn > 0 ORDER BY pos",
         place,
     )
-    whole.output = [_item(*item) for item in items]
+    whole.output = []
+    for pos, ours, raw, exchange, attachments, total in items:
+        row = f"{place[0]}/{pos}"
+        check("items", row, total, raw, exchange, attachments)
+        whole.output.append(_item(ours, raw, row))
     return whole
 
 
@@ -366,7 +397,7 @@ def input_entries(db: sqlite3.Connection, tenant: str, response_id: str) -> list
 
 
 _BY_ID = """
-    SELECT turn, type, id, raw, exchange, attachments FROM items
+    SELECT turn, type, id, raw, exchange, attachments, checksum FROM items
     WHERE tenant = ? AND id = ? ORDER BY turn = 0, thread, pos LIMIT 1
 """
 
@@ -378,8 +409,8 @@ def entries(db: sqlite3.Connection, tenant: str, item_ids: Collection[str]) -> d
     for item_id in item_ids:
         row = db.execute(_BY_ID, (tenant, item_id)).fetchone()
         if row is not None:
-            budget.spend(*row[-3:])
-            found[item_id] = _entry(*row)
+            budget.spend(*row[3:6])
+            found[item_id] = _entry(item_id, *row)
     return found
 
 
@@ -443,8 +474,11 @@ def revoke_key(db: sqlite3.Connection, key_id: str, now: float) -> bool:
 
 
 def keys(db: sqlite3.Connection) -> list[ApiKey]:
-    found = db.execute("SELECT record, revoked_at FROM keys ORDER BY created_at, id")
-    return [msgspec.structs.replace(_keys.decode(record), revoked_at=revoked) for record, revoked in found]
+    found = db.execute("SELECT id, record, revoked_at FROM keys ORDER BY created_at, id")
+    return [
+        msgspec.structs.replace(decode(_keys, record, "keys", key_id), revoked_at=revoked)
+        for key_id, record, revoked in found
+    ]
 
 
 def keys_revision(db: sqlite3.Connection) -> int:

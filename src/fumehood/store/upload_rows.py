@@ -9,6 +9,7 @@ from fumehood.interfaces import Amount
 from fumehood.protocol.files import FileRecord
 from fumehood.protocol.listing import Window
 from fumehood.store import windows
+from fumehood.store.integrity import decode, decode_readable
 
 _uploads = msgspec.json.Decoder(FileRecord)
 _encode = msgspec.json.Encoder().encode
@@ -46,7 +47,7 @@ def total(db: sqlite3.Connection, tenant: str) -> Amount:
 
 def one(db: sqlite3.Connection, tenant: str, file_id: str) -> FileRecord | None:
     found = db.execute("SELECT record FROM uploads WHERE id = ? AND tenant = ?", (file_id, tenant)).fetchone()
-    return _uploads.decode(found[0]) if found else None
+    return decode(_uploads, found[0], "uploads", file_id) if found else None
 
 
 def some(
@@ -57,18 +58,19 @@ def some(
     if purpose is not None:
         where += " AND purpose = :purpose"
     values = {"tenant": tenant, "now": now, "purpose": purpose}
-    return [_uploads.decode(record) for record in windows.records(db, "uploads", where, values, window)]
+    found = windows.records(db, "uploads", where, values, window)
+    return [decode(_uploads, record, "uploads", name) for name, record in found]
 
 
 def delete(db: sqlite3.Connection, tenant: str, file_id: str) -> FileRecord | None:
     found = db.execute(
         "DELETE FROM uploads WHERE id = ? AND tenant = ? RETURNING record", (file_id, tenant)
     ).fetchall()
-    return _uploads.decode(found[0][0]) if found else None
+    return decode(_uploads, found[0][0], "uploads", file_id) if found else None
 
 
 def expired(db: sqlite3.Connection, now: float, limit: int) -> Sequence[FileRecord]:
     found = db.execute(
-        "SELECT record FROM uploads WHERE expires_at <= ? ORDER BY expires_at, id LIMIT ?", (now, limit)
+        "SELECT id, record FROM uploads WHERE expires_at <= ? ORDER BY expires_at, id LIMIT ?", (now, limit)
     )
-    return [_uploads.decode(record) for (record,) in found]
+    return decode_readable(_uploads, found, "uploads")

@@ -9,9 +9,9 @@ from fumehood.protocol.listing import Window
 
 def records(
     db: sqlite3.Connection, table: str, where: str, values: Mapping[str, object], window: Window
-) -> list[bytes]:
-    """The column `record` of those rows that are in the window; the table has `created_at` and `id`, and an index that
-    ends with them after what `where` asks for. Raises InvalidRequest.
+) -> list[tuple[str, bytes]]:
+    """The columns `id` and `record` of those rows that are in the window; the table has `created_at` and `id`, and an
+    index that ends with them after what `where` asks for. Raises InvalidRequest.
     """
     bounds = dict(values)
     conditions = [where]
@@ -23,11 +23,11 @@ def records(
         conditions.append(f"(created_at, id) {side} (:{param}_time, :{param}_id)")
     way = "DESC" if window.newest_first else "ASC"
     found = db.execute(
-        f"SELECT record FROM {table} WHERE {' AND '.join(conditions)}"  # noqa: S608
+        f"SELECT id, record FROM {table} WHERE {' AND '.join(conditions)}"  # noqa: S608
         f" ORDER BY created_at {way}, id {way} LIMIT {window.limit + 1:d}",
         bounds,
     )
-    return [record for (record,) in found]
+    return found.fetchall()
 
 
 def _place(
