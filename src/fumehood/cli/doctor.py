@@ -1,9 +1,13 @@
-"""`fumehood doctor`: whether this machine can isolate code; imports typer, and what it examines when it runs."""
+"""`fumehood doctor`: whether this machine can isolate code, and whether a gateway's data is whole; imports typer, and
+what it examines when it runs.
+"""
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
@@ -20,8 +24,15 @@ from fumehood.cli.options import (
 
 if TYPE_CHECKING:
     from fumehood.sandboxd.probe import Report
+    from fumehood.store.doctor import Report as DataReport
 
-EPILOG = "Exit code: 0 if code can be isolated here, with or without warnings, else 1."
+EPILOG = """\b
+Exit codes:
+  0  code can be isolated here, or the data is whole, with or without warnings
+  1  it cannot, or it is not
+  2  this command was used wrongly
+"""
+_COLOURS = {"ok": "green", "warning": "yellow", "missing": "red", "damaged": "red"}
 _VERDICTS = {
     "namespaces": "Code can be isolated here",
     "pod": "Code can be run in the container, which is its wall",
@@ -35,9 +46,27 @@ def doctor(
     mode: ModeOption = Mode.NAMESPACES,
     limits: LimitsOption = Limits.ENFORCED,
     guest_socket: GuestSocketOption = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Examine the database and the blobs of a gateway instead: the directory that has them, or the file.",
+        ),
+    ] = None,
+    blobs: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", show_default="DIR/blobs", help="With --data: the directory of blobs."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
 ) -> None:
-    """Tell whether this machine can isolate code, and what to do about what is missing."""
+    """Tell whether this machine can isolate code, and what to do about what is missing.
+
+    With --data, tell whether what a gateway has stored can be read. Nothing is changed; a gateway may run meanwhile.
+    """
+    if data is not None:
+        raise typer.Exit(_examine_data(data, blobs, json))
+    if blobs is not None:
+        raise typer.BadParameter("it goes with --data", param_hint="--blobs")
     require_linux()
     options = {"mode": mode.value, "limits": limits.value, "guest_socket": guest_socket}
     settings = replace(configured(context, config, options), pool=0, capacity=1)
@@ -54,7 +83,46 @@ def doctor(
     raise typer.Exit(0 if report.works else 1)
 
 
+def _examine_data(data: Path, blobs: Path | None, as_json: bool) -> int:
+    from fumehood.store.doctor import NoDatabase, examine, find_database
+
+    logging.getLogger("fumehood").addHandler(logging.NullHandler())  # what is damaged is among the findings
+    try:
+        database = find_database(data)
+        report = examine(database, blobs or database.parent / "blobs")
+    except NoDatabase as error:
+        raise typer.BadParameter(str(error), param_hint="--data") from error
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.encode(report).decode())
+    else:
+        _render_data(report)
+    return 0 if report.sound else 1
+
+
+def _render_data(report: "DataReport") -> None:
+    verdict = "What is stored is whole" if report.sound else "What is stored is damaged"
+    _print(report.findings, f"{verdict} ({report.database}, {report.blobs}).", good=report.sound)
+
+
 def _render(report: "Report") -> None:
+    verdict = _VERDICTS[report.mode] if report.works else "Code cannot be isolated here"
+    _print(report.findings, f"{verdict} (mode {report.mode}).", good=report.works)
+
+
+class _Finding(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def detail(self) -> str: ...
+    @property
+    def advice(self) -> str: ...
+
+
+def _print(findings: Sequence[_Finding], verdict: str, *, good: bool) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -62,16 +130,14 @@ def _render(report: "Report") -> None:
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, emoji=False, width=160)
-    colours = {"ok": "green", "warning": "yellow", "missing": "red"}
     table = Table(box=None, pad_edge=False, show_header=False)
-    for finding in report.findings:
-        table.add_row(Text(finding.state, style=colours[finding.state]), finding.name, Text(finding.detail))
+    for finding in findings:
+        table.add_row(Text(finding.state, style=_COLOURS[finding.state]), finding.name, Text(finding.detail))
     console.print(table)
-    for finding in report.findings:
+    for finding in findings:
         if finding.advice:
             console.print()
-            console.print(Text(f"{finding.name}:", style=colours[finding.state]))
+            console.print(Text(f"{finding.name}:", style=_COLOURS[finding.state]))
             console.print(Text(finding.advice), soft_wrap=True)
     console.print()
-    verdict = _VERDICTS[report.mode] if report.works else "Code cannot be isolated here"
-    console.print(Text(f"{verdict} (mode {report.mode}).", style="green" if report.works else "red"))
+    console.print(Text(verdict, style="green" if good else "red"), soft_wrap=True)

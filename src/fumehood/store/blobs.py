@@ -28,6 +28,11 @@ _PIECE = 256 << 10
 _WRITE_AT_ONCE = 1 << 20
 
 
+def blob_path(directory: Path, name: str) -> str | None:
+    """Where the blob of that name is; None for what is no name."""
+    return f"{directory}/{name[:2]}/{name[2:4]}/{name}" if _NAME.fullmatch(name) else None
+
+
 class DiskBlobs:
     """A `BlobStore` in a directory, which it makes if it is not there. Raises StoreRefused, OSError.
 
@@ -125,9 +130,10 @@ class DiskBlobs:
 
     def _place(self, name: str) -> str:
         """Raises KeyError for what is no name."""
-        if not _NAME.fullmatch(name):
+        path = blob_path(self._directory, name)
+        if path is None:
             raise KeyError(name)
-        return f"{self._directory}/{name[:2]}/{name[2:4]}/{name}"
+        return path
 
     def _move(self, incoming: "_Incoming", name: str) -> None:
         path = self._path(name)
