@@ -9,7 +9,7 @@ import pytest
 from msgspec import Raw
 
 from fumehood.aside import LARGE, aside
-from fumehood.engine import compaction, tokens, truncation
+from fumehood.engine import compaction_budget, tokens, truncation
 from fumehood.engine.runs import EngineRuns
 from fumehood.engine.tokens import estimate, is_rendered, tokens_of
 from fumehood.files.inputs import InputFiles
@@ -130,9 +130,11 @@ async def test_what_is_too_long_is_looked_at_beside_the_loop(
         looked.append(threading.get_ident() != here or len(entry.raw) < LARGE)
         return estimate(entry)
 
-    for module in (tokens, truncation, compaction):
+    for module in (tokens, truncation, compaction_budget):
         monkeypatch.setattr(module, "estimate", looking)
-    model = ScriptedModel(says("a summary"), says("yes"), profile=ModelProfile(context_window=4000))
+    # The last message is compacted, too, once it is answered.
+    answers = [says("a summary"), says("yes"), says("a summary")]
+    model = ScriptedModel(*answers, profile=ModelProfile(context_window=4000))
     clock = FakeClock()
     runs = EngineRuns(ScriptedModels(model), [], MemoryStore(clock), clock, sealer=PlainSealer())
     long = [Raw(msgspec.json.encode(message(text))) for text in ("one", BIG, "two", BIG)]

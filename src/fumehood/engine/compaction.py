@@ -283,7 +283,8 @@ class Compactor:
         kept = [*plan.kept, *plan.unanswered]
         state = _State(messages=[Raw(entry.raw) for entry in plan.kept], summary=summary)
         state.attached = {place: entry.attachments for place, entry in enumerate(kept) if entry.attachments}
-        state.digests = _new_digests(window, plan)
+        size = sum([entry.size for entry in plan.leading])
+        state.digests = await aside(size, _new_digests, window, plan)
         notes: list[str] = []
         for tool in self._tools:
             memory = await tool.remember(caller, (window.remembered, *request.segments), kept)
