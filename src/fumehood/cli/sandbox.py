@@ -160,9 +160,7 @@ def sandbox(
             param_hint="--listen",
         )
     logs.configure(log_format.value, getattr(logging, log_level.value.upper()))
-    if exit_with_stdin:
-        threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
-    raise typer.Exit(_run(settings, address, _Tokens(token, metrics_token), grace))
+    raise typer.Exit(_run(settings, address, _Tokens(token, metrics_token), grace, exit_with_stdin))
 
 
 def _check_seconds(value: float, option: str) -> None:
@@ -240,7 +238,10 @@ def _stop_at_end_of_input() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _run(settings: "Settings", address: "Address", tokens: _Tokens, grace: float) -> int:
+def _run(
+    settings: "Settings", address: "Address", tokens: _Tokens, grace: float, exit_with_stdin: bool
+) -> int:
+    from fumehood.sandboxd.capabilities import limit_supervisor
     from fumehood.sandboxd.errors import IsolationUnavailable
     from fumehood.serving.sockets import CannotListen, listen
 
@@ -250,6 +251,9 @@ def _run(settings: "Settings", address: "Address", tokens: _Tokens, grace: float
         print(error, file=sys.stderr)
         return NOT_HERE
     try:
+        limit_supervisor()  # a port may have needed more, and threads have to come after
+        if exit_with_stdin:
+            threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
         _serve(settings, listener, tokens, grace)
     except IsolationUnavailable as error:
         print(f"Code cannot be isolated here, so nothing is served. {error.reason}", file=sys.stderr)

@@ -4,25 +4,35 @@ Numbers are the kernel's (linux/capability.h).
 """
 
 import ctypes
+import logging
 import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
 
+from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.inside import syscalls
 
 CHOWN = 0
 DAC_OVERRIDE = 1
-DAC_READ_SEARCH = 2
 FOWNER = 3
-FSETID = 4
 KILL = 5
 SETGID = 6
 SETUID = 7
 SETPCAP = 8
-SYS_PTRACE = 19
 SYS_ADMIN = 21
-SYS_RESOURCE = 24
+
+SUPERVISOR = (
+    CHOWN,  # packages become the supervisor's files, directories those of the users who work in them
+    DAC_OVERRIDE,  # reading files of sandboxes, and removing what the users above have left
+    FOWNER,  # the same, where it is about modes and times
+    KILL,  # the processes of sandboxes are other users'
+    SETGID,  # zygotes, installers and the egress proxy become other users, and user namespaces are mapped
+    SETUID,
+    SETPCAP,  # what is started gives up its capabilities for good
+    SYS_ADMIN,  # mounts: the jails of zygotes that follow others, disks, quotas of file systems in memory
+)
+"""What a supervisor that is root needs while it runs."""
 
 PR_SET_NO_NEW_PRIVS = 38
 _PR_CAPBSET_READ = 23
@@ -31,6 +41,8 @@ _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine, -1)
 _HIGHEST = 64
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+logger = logging.getLogger(__name__)
 
 
 def read_capabilities(pid: int | str = "self") -> dict[str, int]:
@@ -47,9 +59,11 @@ def keep_capabilities(kept: Iterable[int]) -> None:
     """Give up all others, for this process and for whatever it starts; raises OSError.
 
     Those that this process lacks it does not get. Called before threads are started: each has sets of its own.
+    Without SETPCAP the kernel does not let the bounding set be changed; then it stays as it is.
     """
-    wanted = sum(1 << number for number in kept)
-    _bound(wanted)
+    wanted = _mask(kept)
+    if _has(SETPCAP):
+        _bound(wanted)
     syscalls.prctl(syscalls.PR_CAP_AMBIENT, syscalls.PR_CAP_AMBIENT_CLEAR_ALL)
     remaining = read_capabilities("thread-self")["CapPrm"] & wanted
     header = struct.pack("=II", _CAPABILITY_VERSION_3, 0)
@@ -61,6 +75,47 @@ def keep_capabilities(kept: Iterable[int]) -> None:
         raise OSError(number, f"capset: {os.strerror(number)}")
 
 
+def limit_supervisor() -> None:
+    """As root: keep what a supervisor needs while it runs.
+
+    Raises IsolationUnavailable, also if a thread was started before and has more.
+    """
+    if os.geteuid() != 0:
+        return
+    bounded = _has(SETPCAP)
+    try:
+        keep_capabilities(SUPERVISOR)
+    except OSError as error:
+        raise _cannot_limit(str(error)) from error
+    beyond = ~_mask(SUPERVISOR)
+    for thread in os.listdir("/proc/self/task"):
+        sets = read_capabilities(f"self/task/{thread}")
+        if not bounded:
+            del sets["CapBnd"]
+        if any(held & beyond for held in sets.values()):
+            raise _cannot_limit(f"thread {thread} has more")
+    if not bounded:
+        logger.warning(
+            "CAP_SETPCAP is missing: programs that this server starts as root may have all capabilities of its "
+            "container."
+        )
+
+
+def _cannot_limit(why: str) -> IsolationUnavailable:
+    return IsolationUnavailable(
+        f"Capabilities that the server does not need cannot be given up: {why}.",
+        "Allow the system calls capset and prctl, or run it as an ordinary user.",
+    )
+
+
+def _mask(numbers: Iterable[int]) -> int:
+    return sum(1 << number for number in numbers)
+
+
+def _has(number: int) -> bool:
+    return bool(read_capabilities("thread-self")["CapEff"] >> number & 1)
+
+
 def _bound(wanted: int) -> None:
     """No program that is executed from now on gets more than `wanted`."""
     for number in range(_HIGHEST):
@@ -70,7 +125,8 @@ def _bound(wanted: int) -> None:
 
 def become(user: int) -> None:
     """As root: be this user, and its group, for good, and without any capability; raises OSError."""
-    _bound(0)
+    if _has(SETPCAP):
+        _bound(0)
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
