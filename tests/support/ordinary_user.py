@@ -1,9 +1,10 @@
 """Runs a program as an ordinary user where the tests themselves run as root; imports only the standard library.
 
-    python tests/support/ordinary_user.py [--delegate] [--subordinate] [--uid N] -- PROGRAM ARGUMENT…
+    python tests/support/ordinary_user.py [--delegate] [--subordinate] [--uid N] [--tree DIR]… -- PROGRAM ARGUMENT…
 
 The interpreter and the checkout often lie in directories that only root may enter. Here, in a mount namespace
 of its own, such a parent is replaced by an empty one through which just the needed tree can be reached.
+With --tree these directories are to be reached, and not the checkout.
 With --subordinate the user has a name and a range of further users for newuidmap, in that mount namespace only.
 With --delegate the user gets a cgroup subtree of its own in every hierarchy, as an administrator would give it.
 """
@@ -126,10 +127,11 @@ def main() -> int:
     parser.add_argument("--delegate", action="store_true")
     parser.add_argument("--subordinate", action="store_true")
     parser.add_argument("--uid", type=int, default=54321)
+    parser.add_argument("--tree", type=Path, action="append")
     parser.add_argument("program", nargs="+")
     arguments = parser.parse_args()
     project = Path(__file__).resolve().parents[2]
-    open_up([Path(sys.base_prefix), project])
+    open_up([Path(sys.base_prefix), *(arguments.tree or [project])])
     if arguments.subordinate:
         grant_users(arguments.uid)
     made = delegate(arguments.uid) if arguments.delegate else []

@@ -1,0 +1,180 @@
+"""Keeps bytecode of the packages that sandboxes import, where their installer wrote none; imports only siblings.
+
+    <cache>/bytecode/<key>       a complete tree, to be laid over the directory of packages; never changed
+    <cache>/bytecode/making-*    work in progress, under the lock
+    <cache>/bytecode/lock
+
+Sandboxes see their packages read-only and can write no bytecode themselves. Bytecode is code: what lies here is used
+only if nobody but this user and root can have written it. Whether it fits its source Python checks at every import.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+from fumehood.sandboxd.inside import layout
+from fumehood.sandboxd.runtime import PackageDirectory, Runtime
+
+logger = logging.getLogger(__name__)
+
+_COMPILER = Path(__file__).with_name("bytecode_compiler.py")
+_FORMAT = 1
+_MOST_PROCESSES = 4
+_SECONDS = 300.0
+_KEPT_SECONDS = 30 * 86_400.0
+
+
+class BytecodeUnavailable(Exception):
+    """Why there is no bytecode; the text is a clause."""
+
+
+def find_uncompiled(runtime: Runtime) -> list[tuple[Path, list[str]]]:
+    """The directories and the names in them of packages whose own bytecode is missing or does not fit."""
+    found: list[tuple[Path, list[str]]] = []
+    for directory in runtime.packages:
+        packages = [name for name in sorted(directory.keep) if _is_uncompiled(directory.path / name)]
+        if packages:
+            modules = [name for name in sorted(directory.keep) if name.endswith(".py")]
+            found.append((directory.path, packages + modules))
+    return found
+
+
+def _is_uncompiled(package: Path) -> bool:
+    """Whether the bytecode of its `__init__.py` is missing; an installer compiles all of a package or nothing."""
+    source = package / "__init__.py"
+    try:
+        about = source.stat()
+        with open(importlib.util.cache_from_source(str(source)), "rb") as file:
+            head = file.read(16)
+    except FileNotFoundError:
+        return source.is_file()
+    except OSError:
+        return True
+    if head[:4] != importlib.util.MAGIC_NUMBER:
+        return True
+    flags = int.from_bytes(head[4:8], "little")
+    fits = (int(about.st_mtime) & 0xFFFFFFFF, about.st_size & 0xFFFFFFFF)
+    return not flags & 1 and (
+        int.from_bytes(head[8:12], "little"),
+        int.from_bytes(head[12:16], "little"),
+    ) != fits
+
+
+def prepare(runtime: Runtime, cache: Path) -> Path | None:
+    """The tree to lay over the packages, made if there is none; None if they have their own.
+
+    Takes some ten seconds the first time; another process that makes the same one is waited for.
+    Raises BytecodeUnavailable.
+    """
+    uncompiled = find_uncompiled(runtime)
+    if not uncompiled:
+        return None
+    base = cache / "bytecode"
+    try:
+        base.mkdir(mode=0o755, parents=True, exist_ok=True)
+        base = base.resolve(strict=True)
+        check_trusted(base)
+        tree = base / _key(runtime)
+        if not tree.is_dir():
+            with _locked(base):
+                if not tree.is_dir():  # nobody has made it while we waited
+                    _make(uncompiled, runtime, base, tree)
+                    _remove_unused(base, tree)
+        check_trusted(tree)
+        os.utime(tree)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BytecodeUnavailable(str(error)) from error
+    return tree
+
+
+def check_trusted(path: Path) -> None:
+    """Raises BytecodeUnavailable if somebody else than this user or root could have put something there."""
+    for directory in (path, *path.parents):
+        about = directory.lstat()
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid not in (0, os.geteuid()):
+            raise BytecodeUnavailable(f"{directory} is not a directory of this user or of root")
+        # In a sticky directory such as /tmp others cannot replace what is ours; in ours they must not write at all.
+        if about.st_mode & 0o022 and (directory == path or not about.st_mode & stat.S_ISVTX):
+            raise BytecodeUnavailable(f"others can write to {directory}")
+
+
+def _key(runtime: Runtime) -> str:
+    """Different for each interpreter, each place of packages, and each installation of one of them."""
+    installed = [[str(one.path), _installed(one)] for one in runtime.packages]
+    facts = [_FORMAT, sys.implementation.cache_tag, importlib.util.MAGIC_NUMBER.hex(), installed]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _installed(directory: PackageDirectory) -> list[tuple[str, int]]:
+    """An installer writes the list of a distribution's files whenever it installs it."""
+    found: list[tuple[str, int]] = []
+    for name in sorted(directory.keep):
+        if name.endswith(".dist-info"):
+            with contextlib.suppress(FileNotFoundError):
+                found.append((name, (directory.path / name / "RECORD").stat().st_mtime_ns))
+    return found
+
+
+@contextlib.contextmanager
+def _locked(base: Path) -> Generator[None]:
+    fd = os.open(base / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _make(uncompiled: list[tuple[Path, list[str]]], runtime: Runtime, base: Path, tree: Path) -> None:
+    began = time.monotonic()
+    names = sum(len(names) for _, names in uncompiled)
+    logger.warning(
+        "The packages of sandboxes were installed without bytecode. Compiling %d of them, once; this takes about ten "
+        "seconds.",
+        names,
+    )
+    for left in base.glob("making-*"):  # of a process that was killed; whoever makes one holds the lock
+        shutil.rmtree(left)
+    making = Path(tempfile.mkdtemp(prefix="making-", dir=base))
+    try:
+        making.chmod(0o755)  # sandboxes read it
+        job = {
+            "sources": [[str(directory), names] for directory, names in uncompiled],
+            "target": str(making),
+            "shown": f"{layout.ENVIRONMENT}/lib/{runtime.library}/site-packages",
+            "processes": min(len(os.sched_getaffinity(0)), _MOST_PROCESSES),
+        }
+        subprocess.run(
+            [sys.executable, "-I", "-S", "-B", str(_COMPILER)],
+            input=json.dumps(job).encode(),
+            env={},
+            cwd="/",
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=_SECONDS,
+            check=True,
+        )
+        making.rename(tree)
+    except BaseException:
+        shutil.rmtree(making, ignore_errors=True)
+        raise
+    logger.info("Bytecode for sandboxes was compiled in %.1f s: %s", time.monotonic() - began, tree)
+
+
+def _remove_unused(base: Path, tree: Path) -> None:
+    """Those that no start has used for a month; one that is still in use then costs speed only."""
+    for other in base.iterdir():
+        if other != tree and other.is_dir() and other.stat().st_mtime < time.time() - _KEPT_SECONDS:
+            shutil.rmtree(other, ignore_errors=True)
