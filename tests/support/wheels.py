@@ -124,7 +124,11 @@ def build() -> Generator[Wheels]:
 
 def _path_of_uv() -> str:
     """The executable itself: an ordinary user cannot reach the one in the checkout."""
-    for candidate in (shutil.which("uv"), str(ROOT / ".uv" / "bin" / "uv"), os.path.expanduser("~/.local/bin/uv")):
+    for candidate in (
+        shutil.which("uv"),
+        str(ROOT / ".uv" / "bin" / "uv"),
+        os.path.expanduser("~/.local/bin/uv"),
+    ):
         if candidate is not None and os.access(candidate, os.X_OK):
             return os.path.realpath(candidate)
     raise FileNotFoundError("uv")
@@ -168,13 +172,19 @@ class Installation:
         prefix = str(self.base.resolve().parent.parent)
         return [sys.executable, helper, "--uid", str(ORDINARY), "--tree", prefix, "--", *command]
 
-    def run(self, *arguments: str, timeout: float = 110, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, timeout: float = 110, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.command(*arguments, **variables), cwd=self.home, capture_output=True, text=True, timeout=timeout
+            self.command(*arguments, **variables),
+            cwd=self.home,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
         )
 
     def fumehood(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return self.run(str(self.bin / "fumehood"), *arguments, **variables)
+        return self.run(str(self.bin / "fumehood"), *arguments, timeout=110, **variables)
 
 
 def install(wheels: Wheels, kind: Kind, links: tuple[Path, Path], extra: str = "[all]") -> Installation:
@@ -203,7 +213,10 @@ def install(wheels: Wheels, kind: Kind, links: tuple[Path, Path], extra: str = "
         if kind.ordinary and os.geteuid() == 0:
             os.chown(uv[-1], ORDINARY, ORDINARY)
     for command in commands:
-        done = made.run(*command, timeout=_SECONDS, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_ROOT_USER_ACTION="ignore")
+        done = made.run(
+            *("env", "PIP_DISABLE_PIP_VERSION_CHECK=1", "PIP_ROOT_USER_ACTION=ignore", *command),
+            timeout=_SECONDS,
+        )
         if done.returncode:
             raise RuntimeError(f"{kind}: {command} failed: {done.stdout}{done.stderr}")
     return made

@@ -33,28 +33,29 @@ def index() -> Iterator[Index]:
         yield made
 
 
+def _asked_kinds(items: list[pytest.Item]) -> list[Kind]:
+    """The installations of the selected tests, in their order."""
+    params = [
+        item.callspec.params for item in items if isinstance(item, pytest.Function) and "[" in item.name
+    ]
+    return list(dict.fromkeys(kind for each in params if isinstance(kind := each.get("installation"), Kind)))
+
+
 @pytest.fixture(scope="session")
 def installing(
     request: pytest.FixtureRequest, wheels: Wheels
 ) -> Iterator[Callable[[Kind], Future[Installation]]]:
     """Begins the installations that the selected tests need, two at a time, in the order of the tests."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        asked = [
-            item.callspec.params["installation"]
-            for item in request.session.items
-            if isinstance(item, pytest.Function)
-            and hasattr(item, "callspec")
-            and "installation" in item.callspec.params
-        ]
+        asked = _asked_kinds(request.session.items)
         fetched = {
-            version: pool.submit(wheels.fetch, version)
-            for version in dict.fromkeys(kind.python for kind in asked)
+            version: pool.submit(wheels.fetch, version) for version in sorted({kind.python for kind in asked})
         }
 
         def begin(kind: Kind) -> Installation:
             return install(wheels, kind, fetched[kind.python].result())
 
-        begun = {kind: pool.submit(partial(begin, kind)) for kind in dict.fromkeys(asked)}
+        begun = {kind: pool.submit(partial(begin, kind)) for kind in asked}
         yield begun.__getitem__
         for future in begun.values():
             future.cancel()

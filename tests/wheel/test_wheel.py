@@ -1,10 +1,8 @@
 """The built wheel as pip and uv install it, for root and for an ordinary user; imports pytest and tests.support."""
 
 import json
-import os
 import re
 import subprocess
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,9 @@ print(json.dumps({
 """
 
 
-def _exec(installation: Installation, code: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def _exec(
+    installation: Installation, code: str, *options: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
     done = installation.fumehood("exec", *options, "-c", code, **variables)
     assert done.returncode == 0, (done.stdout, done.stderr)
     return done
@@ -77,9 +77,14 @@ def test_code_installs_a_package(installation: Installation, index: Index) -> No
 
 def test_a_new_process_sees_nothing_of_the_host(installation: Installation) -> None:
     (site,) = installation.environment.glob("lib/python3*/site-packages")
-    paths = [str(path) for path in (site, installation.home, installation.base.resolve(), ROOT, Path("/root/.pyenv"))]
+    paths = [
+        str(path)
+        for path in (site, installation.home, installation.base.resolve(), ROOT, Path("/root/.pyenv"))
+    ]
     look = f"PATHS = {paths!r}\n{LOOK}"
-    code = f"import subprocess, sys\nprint(subprocess.check_output([sys.executable, '-c', {look!r}], text=True))"
+    code = (
+        f"import subprocess, sys\nprint(subprocess.check_output([sys.executable, '-c', {look!r}], text=True))"
+    )
     seen: dict[str, Any] = json.loads(_exec(installation, code).stdout)
     assert seen["host"] == []
     assert seen["sandbox"] == ["matplotlib", "numpy", "pandas", "pyarrow", "scipy", "sklearn", "sympy"]
@@ -107,7 +112,9 @@ def test_the_gateway_serves_a_code_interpreter(installation: Installation) -> No
         str(installation.bin / "fumehood"),
         *("serve", "--port", "0"),
     )
-    server = subprocess.Popen(command, cwd=installation.home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    server = subprocess.Popen(
+        command, cwd=installation.home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         address = _address(server)
         answer = _ask(address)
@@ -131,7 +138,9 @@ def _address(server: "subprocess.Popen[str]") -> str:
     raise AssertionError("".join(said))
 
 
-def _ask(address: str, code: str = "import numpy as np\nroot = float(np.sqrt(2))\nprint(root)", **more: str) -> Any:
+def _ask(
+    address: str, code: str = "import numpy as np\nroot = float(np.sqrt(2))\nprint(root)", **more: str
+) -> Any:
     body = {
         "model": "direct",
         "input": f"```python\n{code}\n```",

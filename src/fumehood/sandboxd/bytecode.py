@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -44,16 +45,18 @@ def find_uncompiled(runtime: Runtime) -> list[tuple[Path, list[str]]]:
     """The directories and the names in them of packages whose own bytecode is missing or does not fit."""
     found: list[tuple[Path, list[str]]] = []
     for directory in runtime.packages:
-        packages = [name for name in sorted(directory.keep) if _is_uncompiled(directory.path / name)]
-        if packages:
-            modules = [name for name in sorted(directory.keep) if name.endswith(".py")]
-            found.append((directory.path, packages + modules))
+        names = [name for name in sorted(directory.keep) if _is_uncompiled(directory.path / name)]
+        if names:
+            found.append((directory.path, names))
     return found
 
 
-def _is_uncompiled(package: Path) -> bool:
-    """Whether the bytecode of its `__init__.py` is missing; an installer compiles all of a package or nothing."""
-    source = package / "__init__.py"
+def _is_uncompiled(path: Path) -> bool:
+    """Whether the bytecode of a module, or of a package's `__init__.py`, is missing or does not fit.
+
+    An installer compiles all of a package or nothing.
+    """
+    source = path if path.suffix == ".py" else path / "__init__.py"
     try:
         about = source.stat()
         with open(importlib.util.cache_from_source(str(source)), "rb") as file:
@@ -62,14 +65,11 @@ def _is_uncompiled(package: Path) -> bool:
         return source.is_file()
     except OSError:
         return True
-    if head[:4] != importlib.util.MAGIC_NUMBER:
+    if len(head) < 16 or head[:4] != importlib.util.MAGIC_NUMBER:
         return True
-    flags = int.from_bytes(head[4:8], "little")
-    fits = (int(about.st_mtime) & 0xFFFFFFFF, about.st_size & 0xFFFFFFFF)
-    return not flags & 1 and (
-        int.from_bytes(head[8:12], "little"),
-        int.from_bytes(head[12:16], "little"),
-    ) != fits
+    is_hashed = head[4] & 1
+    time_and_size = struct.pack("<II", int(about.st_mtime) & 0xFFFFFFFF, about.st_size & 0xFFFFFFFF)
+    return not is_hashed and head[8:] != time_and_size
 
 
 def prepare(runtime: Runtime, cache: Path) -> Path | None:

@@ -38,6 +38,7 @@ class Launch:
     common: jail.Plan | None = None  # with namespaces: what the plans of all its sandboxes have in common
     environ: dict[str, str] = field(default_factory=dict[str, str])
     layers: Path | None = None  # the store of packages that can be attached to running sandboxes
+    bytecode: Path | None = None  # of the packages, where their installer wrote none
 
     @property
     def maps_users(self) -> bool:
@@ -212,6 +213,8 @@ def _config(
             executable = f"{layout.PYTHON}/bin/{runtime.executable.name}"
     if launch.layers is not None and launch.bubblewrap is not None:
         places["layers"], binds["layers"] = str(launch.layers), "/layers"
+    if launch.bytecode is not None and launch.bubblewrap is not None:
+        places["bytecode"], binds["bytecode"] = str(launch.bytecode), "/bytecode"
     if os.path.isdir("/etc/alternatives"):
         places["alternatives"], binds["alternatives"] = "/etc/alternatives", "/alternatives"
     if runtime.certificates is not None:

@@ -1,6 +1,7 @@
 """Keeps a zygote running, and follows one that ended by another; imports only `fumehood.protocol` and siblings."""
 
 import asyncio
+import logging
 import math
 import os
 from collections.abc import Awaitable, Callable
@@ -8,15 +9,18 @@ from dataclasses import replace
 from typing import Any
 
 from fumehood.protocol.sandbox_errors import SandboxStartFailed
-from fumehood.sandboxd import seccomp
+from fumehood.sandboxd import bytecode, seccomp
 from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.launching import Launch
+from fumehood.sandboxd.packages.opening import packages_directory
 from fumehood.sandboxd.places import Places
 from fumehood.sandboxd.restarts import Restarts
 from fumehood.sandboxd.runtime import RuntimeUnavailable, discover_bubblewrap, discover_runtime
 from fumehood.sandboxd.seccomp.policy import HELPER, POLICY_OF_MODE
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.zygotes import Zygote
+
+logger = logging.getLogger(__name__)
 
 
 class Nursery:
@@ -149,7 +153,7 @@ class ZygoteStarter:
         """One with the packages of the settings loaded."""
         if self.launch is None:
             return await self._connect()
-        zygote = await Zygote.launch(self.launch)
+        zygote = await Zygote.launch(await self._with_bytecode(self.launch))
         if self._settings.mode == "unsafe-degraded" and not zygote.about.landlock:
             await zygote.close()
             raise IsolationUnavailable(
@@ -164,7 +168,19 @@ class ZygoteStarter:
         """One with nothing loaded, for sandboxes that get other versions of what the usual ones have loaded."""
         if self.launch is None:
             raise SandboxStartFailed("A pod has one zygote only.")
-        return await Zygote.launch(replace(self.launch, preload=()))
+        return await Zygote.launch(replace(await self._with_bytecode(self.launch), preload=()))
+
+    async def _with_bytecode(self, launch: Launch) -> Launch:
+        """Lay bytecode over packages that have none; without it all works, only slower."""
+        if launch.bubblewrap is None:
+            return launch
+        directory = packages_directory(self._settings)
+        try:
+            tree = await asyncio.to_thread(bytecode.prepare, launch.runtime, directory)
+        except bytecode.BytecodeUnavailable as error:
+            logger.warning("Sandboxes have no bytecode of their packages and import them slowly: %s.", error)
+            tree = None
+        return replace(launch, bytecode=tree)
 
     async def _connect(self) -> Zygote:
         if self._settings.guest_socket is None:

@@ -555,6 +555,7 @@ def _seen_from_outside(supervisor: Supervisor, settings: Settings) -> Iterator[F
     yield from judge_preload(about.problems, [] if settings.mode == "pod" else _not_installed(settings))
     if pid is None or settings.mode == "pod":
         return
+    yield package_findings.look_at_bytecode(settings)
     users = _users_below(pid)
     if 0 in users or not users:
         yield Finding("kernel user", "missing", "the code runs as root", "Please report this.")

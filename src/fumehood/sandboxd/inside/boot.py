@@ -18,6 +18,7 @@ from fumehood.sandboxd.inside import layout, syscalls
 _NEW = "/new"
 _MASKS = "/masks"
 _FRONT = "/front"
+_BYTECODE = "/bytecode"  # of the packages, where their installer wrote none
 _FRONT_SOURCE = "/guest/fumehood/sandboxd/inside/front"  # what we put among the sandbox's packages
 _PIP = "#!{python}\nimport sys\n\nfrom pip import main\n\nsys.exit(main())\n"
 _START_WARDEN = (
@@ -157,7 +158,8 @@ def _environment(trees: Trees) -> None:
         (path, {f"/{name}" for name in os.listdir(path) if name not in keep} | {"/pip"})
         for path, keep in trees.packages
     ]
-    _overlay(f"{layout.ENVIRONMENT}/lib/{trees.library}/site-packages", shown, front=_FRONT)
+    fronts = (_FRONT, _BYTECODE) if os.path.isdir(_BYTECODE) else (_FRONT,)
+    _overlay(f"{layout.ENVIRONMENT}/lib/{trees.library}/site-packages", shown, fronts=fronts)
 
 
 def _copy_files(source: str, target: str) -> None:
@@ -172,13 +174,13 @@ def _copy_files(source: str, target: str) -> None:
             copy.write(original.read())
 
 
-def _overlay(target: str, trees: list[tuple[str, set[str]]], *, front: str | None = None) -> None:
-    """Show each tree at `target` without the paths to hide, read-only, with `front` on top; the first tree wins.
+def _overlay(target: str, trees: list[tuple[str, set[str]]], *, fronts: tuple[str, ...] = ()) -> None:
+    """Show each tree at `target` without the paths to hide, read-only, with `fronts` on top; the first tree wins.
 
     There is no other way: a plain bind would show what is hidden, and the host's paths in mountinfo.
     """
     os.makedirs(_NEW + target, exist_ok=True)
-    layers = [] if front is None else [front]
+    layers = list(fronts)
     for tree, hidden in trees:
         layers += [_mask(tree, hidden), tree]
     if len(layers) == 1:

@@ -17,12 +17,17 @@ from fumehood.sandboxd.settings import Settings
 
 
 def open_store(settings: Settings) -> Store:
-    store = Store(Path(settings.packages_dir or default_directory()), most_bytes=settings.packages_bytes)
+    store = Store(packages_directory(settings), most_bytes=settings.packages_bytes)
     store.open()
     return store
 
 
-def default_directory() -> Path:
+def packages_directory(settings: Settings) -> Path:
+    """Where installed packages and bytecode are kept."""
+    return settings.packages_dir or _default_directory()
+
+
+def _default_directory() -> Path:
     if chosen := os.environ.get("FUMEHOOD_PACKAGES_DIR"):
         return Path(chosen)
     if os.geteuid() == 0:
