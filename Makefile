@@ -133,5 +133,5 @@ lock: ## Bring uv.lock up to date with pyproject.toml
 	@env -u UV_DEFAULT_INDEX -u UV_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL $(SETUP) uv lock
 
 clean: ## Remove the environment and all caches
-	@rm -rf .venv .venv-3.13 .uv $(PHOENIX) $(CLIENTS)/node_modules .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
+	@rm -rf .venv .venv-3.13 .uv .wheels $(PHOENIX) $(CLIENTS)/node_modules .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
 	@find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDINARY = 54321
+PYTHONS = ("3.12", "3.13")
 _SETUP = str(ROOT / "tools" / "setup.sh")
 _WHEELS = ROOT / ".wheels"
 _SECONDS = 900
@@ -39,13 +40,26 @@ def kinds() -> list[Kind]:
     return [
         Kind(installer, python, ordinary)
         for installer in ("pip", "uv")
-        for python in ("3.12", "3.13")
+        for python in PYTHONS
         for ordinary in users
     ]
 
 
+def base_kinds() -> list[Kind]:
+    """Those that are tested without any extra: an ordinary user's."""
+    return [kind for kind in kinds() if kind.ordinary]
+
+
 class PythonMissing(Exception):
     """There is no interpreter of that version on this machine."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The locked packages for one Python: a directory of wheels, and a file that pins their versions."""
+
+    directory: Path
+    constraints: Path
 
 
 @dataclass(frozen=True)
@@ -62,8 +76,8 @@ class Wheels:
             raise PythonMissing(done.stderr.strip())
         return Path(done.stdout.strip())
 
-    def fetch(self, version: str) -> tuple[Path, Path]:
-        """The locked packages for that Python: a directory of wheels, and a file that pins their versions."""
+    def fetch(self, version: str) -> Fetched:
+        """The locked packages for that Python, fetched if they are not in the checkout yet; raises PythonMissing."""
         python = self.find_python(version)
         locked = _uv("export", "--frozen", "--extra", "all", "--no-dev", "--no-emit-project", "--no-annotate")
         digest = hashlib.sha256(f"{version} {locked}".encode()).hexdigest()[:16]
@@ -72,7 +86,7 @@ class Wheels:
             _download(python, locked, fetched)
         target = self.directory / f"wheels-{version}"
         shutil.copytree(fetched, target, copy_function=_link_or_copy)
-        return target, target / "constraints.txt"
+        return Fetched(target, target / "constraints.txt")
 
 
 def _download(python: Path, locked: str, target: Path) -> None:
@@ -187,9 +201,8 @@ class Installation:
         return self.run(str(self.bin / "fumehood"), *arguments, timeout=110, **variables)
 
 
-def install(wheels: Wheels, kind: Kind, links: tuple[Path, Path], extra: str = "[all]") -> Installation:
+def install(wheels: Wheels, kind: Kind, packages: Fetched, extra: str = "[all]") -> Installation:
     """Install the wheel with an extra, by the user himself; without any index."""
-    directory, constraints = links
     name = f"{kind}{'' if extra else '-base'}"
     home = wheels.directory / name
     home.mkdir(mode=0o755)
@@ -197,7 +210,13 @@ def install(wheels: Wheels, kind: Kind, links: tuple[Path, Path], extra: str = "
         os.chown(home, ORDINARY, ORDINARY)
     made = Installation(kind, home, wheels.find_python(kind.python))
     wheel = f"fumehood{extra} @ file://{wheels.fumehood}"
-    offline = ("--no-index", "--find-links", str(directory), "--constraint", str(constraints))
+    offline = (
+        "--no-index",
+        "--find-links",
+        str(packages.directory),
+        "--constraint",
+        str(packages.constraints),
+    )
     if kind.installer == "pip":
         commands = [
             [str(made.base), "-m", "venv", str(made.environment)],

@@ -1,13 +1,23 @@
 """The installations that tests in this directory use, made in the background; imports pytest and tests.support."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 
 import pytest
 
 from tests.support.index import Index, wheel
-from tests.support.wheels import Installation, Kind, PythonMissing, Wheels, build, install, kinds
+from tests.support.wheels import (
+    PYTHONS,
+    Fetched,
+    Installation,
+    Kind,
+    PythonMissing,
+    Wheels,
+    base_kinds,
+    build,
+    install,
+    kinds,
+)
 
 _AT_ONCE = 2
 
@@ -42,30 +52,48 @@ def _asked_kinds(items: list[pytest.Item]) -> list[Kind]:
 
 
 @pytest.fixture(scope="session")
-def installing(
-    request: pytest.FixtureRequest, wheels: Wheels
-) -> Iterator[Callable[[Kind], Future[Installation]]]:
-    """Begins the installations that the selected tests need, two at a time, in the order of the tests."""
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        asked = _asked_kinds(request.session.items)
-        fetched = {
-            version: pool.submit(wheels.fetch, version) for version in sorted({kind.python for kind in asked})
-        }
+def pool() -> Iterator[ThreadPoolExecutor]:
+    executor = ThreadPoolExecutor(_AT_ONCE)
+    yield executor
+    executor.shutdown(cancel_futures=True)
 
-        def begin(kind: Kind) -> Installation:
-            return install(wheels, kind, fetched[kind.python].result())
 
-        begun = {kind: pool.submit(partial(begin, kind)) for kind in asked}
-        yield begun.__getitem__
-        for future in begun.values():
-            future.cancel()
+@pytest.fixture(scope="session")
+def fetched(wheels: Wheels, pool: ThreadPoolExecutor) -> dict[str, Future[Fetched]]:
+    """The locked packages, by the version of Python."""
+    return {version: pool.submit(wheels.fetch, version) for version in PYTHONS}
+
+
+@pytest.fixture(scope="session")
+def begun(
+    request: pytest.FixtureRequest,
+    wheels: Wheels,
+    pool: ThreadPoolExecutor,
+    fetched: dict[str, Future[Fetched]],
+) -> dict[Kind, Future[Installation]]:
+    """The installations that the selected tests need, two at a time, in the order of the tests."""
+
+    def begin(kind: Kind) -> Installation:
+        return install(wheels, kind, fetched[kind.python].result())
+
+    return {kind: pool.submit(begin, kind) for kind in _asked_kinds(request.session.items)}
 
 
 @pytest.fixture(scope="session", params=kinds(), ids=str)
-def installation(
-    request: pytest.FixtureRequest, installing: Callable[[Kind], Future[Installation]]
+def installation(request: pytest.FixtureRequest, begun: dict[Kind, Future[Installation]]) -> Installation:
+    return _result(begun[request.param])
+
+
+@pytest.fixture(scope="session", params=base_kinds(), ids=str)
+def base_installation(
+    request: pytest.FixtureRequest, wheels: Wheels, fetched: dict[str, Future[Fetched]]
 ) -> Installation:
+    """Without any extra."""
+    return install(wheels, request.param, _result(fetched[request.param.python]), extra="")
+
+
+def _result[T](future: Future[T]) -> T:
     try:
-        return installing(request.param).result()
+        return future.result()
     except PythonMissing as error:
         pytest.skip(str(error))
