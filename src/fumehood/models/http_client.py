@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client made for streams of many small events; imports httptools and the standard library.
+"""A small HTTP/1.1 client made for streams of many small events; imports httptools and `serving`.
 
 HttpTrouble
 ├── NotConnected     no connection came about
@@ -24,14 +24,14 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from fumehood.serving.read_share import SLICE, ReadShare, cut
+
 # Less than servers keep an idle connection, which is five seconds for many: else one is used while it is being closed.
 _KEEP_ALIVE_SECONDS = 4.0
 _MOST_CONNECTIONS = 1024
 _MOST_IDLE = 256  # of one server
 _LONGEST_HEAD = 1 << 16
 _HIGH_WATER = 1 << 17  # of a body that nobody has read yet
-_SLICE = 1 << 14  # bytes that are parsed at once
-_SHARE_SECONDS = 0.01  # of parsing, for all connections together, between two rounds of the event loop
 _ONE_WRITE = 1 << 14  # up to here a copy is cheaper than many pieces
 _DRAIN_SECONDS = 1.0
 
@@ -86,50 +86,10 @@ class Address(NamedTuple):
         return cls(secure, host, parts.port or (443 if secure else 80), name, parts.path.rstrip("/"))
 
 
-class _ReadShare:
-    """Divides the event loop's time among connections, and leaves some to everybody else.
-
-    A server may send as fast as it likes, and uvloop reads up to 8 MB of one connection in one round. So bytes are
-    parsed in slices, and once the slices of all connections have taken their time, the rest waits for the next round
-    of the event loop, where each connection has one slice at a time.
-
-    spent: seconds of parsing in this round.
-    """
-
-    __slots__ = ("_is_due", "_waiting", "spent")
-
-    def __init__(self) -> None:
-        self.spent = 0.0
-        self._waiting: deque[_Connection] = deque()
-        self._is_due = False
-
-    @property
-    def is_used_up(self) -> bool:
-        return self.spent > _SHARE_SECONDS
-
-    def wait(self, connection: "_Connection") -> None:
-        """Have it parse what it holds, when it is its turn."""
-        self._waiting.append(connection)
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._run)
-
-    def _run(self) -> None:
-        self.spent = 0.0
-        waiting = self._waiting
-        while waiting and not self.is_used_up:
-            connection = waiting.popleft()
-            if connection.parse_slice():
-                waiting.append(connection)
-        self._is_due = bool(waiting)
-        if waiting:
-            asyncio.get_running_loop().call_soon(self._run)
-
-
 class _Connection(asyncio.Protocol):
     """One connection: an asyncio protocol, and the callbacks of the parser."""
 
-    def __init__(self, share: _ReadShare) -> None:
+    def __init__(self, share: ReadShare) -> None:
         self._loop = asyncio.get_running_loop()
         self._share = share
         self._unparsed: deque[bytes] = deque()  # bytes that wait for their share of time, in slices
@@ -223,12 +183,12 @@ class _Connection(asyncio.Protocol):
 
     def _taken(self) -> bytes:
         """What has come of the body, but for what is more than a slice."""
-        if self._size <= 2 * _SLICE:
+        if self._size <= 2 * SLICE:
             parts, self._parts = self._parts, []
             self._size = 0
         else:
             size = number = 0
-            while size < _SLICE:
+            while size < SLICE:
                 size += len(self._parts[number])
                 number += 1
             parts, self._parts = self._parts[:number], self._parts[number:]
@@ -304,10 +264,10 @@ class _Connection(asyncio.Protocol):
             return
         self._heard = self._loop.time()
         share = self._share
-        if len(data) > _SLICE or share.is_used_up or self._unparsed:
+        if len(data) > SLICE or share.is_used_up or self._unparsed:
             if not self._unparsed:
                 share.wait(self)
-            self._unparsed.extend([data[start : start + _SLICE] for start in range(0, len(data), _SLICE)])
+            self._unparsed.extend(cut(data))
             self._pause_or_resume()
             return
         began = perf_counter()
@@ -456,7 +416,7 @@ class HttpClient:
         self._idle: dict[tuple[bool, str, int], list[_Connection]] = {}
         self._all: set[_Connection] = set()
         self._free = asyncio.Semaphore(most_connections)
-        self._share = _ReadShare()
+        self._share = ReadShare()
         self._closed = False
 
     async def close(self) -> None:

@@ -12,16 +12,12 @@ _NAMES = {
 }
 
 
-def name_shortage(error: BaseException) -> str | None:
-    """What there was too little of when that was raised; None if it is about something else."""
-    if isinstance(error, MemoryError):
-        return "memory"
-    return _NAMES.get(error.errno or 0) if isinstance(error, OSError) else None
-
-
 def find_shortage(error: BaseException) -> Unavailable | None:
-    """What a caller of the gateway is told of it: the same request may be served later."""
-    lacking = name_shortage(error)
+    """What a caller of the gateway is told of it: the same request may be served later. None for other errors."""
+    if isinstance(error, MemoryError):
+        lacking = "memory"
+    else:
+        lacking = _NAMES.get(error.errno or 0) if isinstance(error, OSError) else None
     if lacking is None:
         return None
     return Unavailable(f"The server is short of {lacking}; try again later.", retry_after=_RETRY_SECONDS)

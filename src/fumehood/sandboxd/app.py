@@ -5,6 +5,7 @@ It holds no logic of its own: it reads requests, asks the service, writes answer
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import logging
 import re
@@ -29,7 +30,6 @@ from fumehood.protocol.sandbox_errors import (
     RequestRefused,
     SandboxError,
 )
-from fumehood.protocol.shortage import name_shortage
 from fumehood.sandboxd import logs, metrics, openapi
 from fumehood.sandboxd.calls import Call
 from fumehood.sandboxd.http_exchange import Exchange, MethodNotAllowed, decode, encode
@@ -100,7 +100,7 @@ class App:
         except CallerLeft:
             logs.event("caller_left", level=logging.DEBUG, method=exchange.method)
         except Exception as error:
-            lacking = name_shortage(error)
+            lacking = _name_shortage(error)
             if lacking is None:
                 logs.logger.exception("A request could not be served.")
             if exchange.started:
@@ -405,6 +405,14 @@ def _number(text: str | None, parameter: str, default: int) -> int:
     if re.fullmatch(r"-?[0-9]{1,18}", text) is None:
         raise RequestRefused(f"`{parameter}` is not a number.", param=parameter)
     return int(text)
+
+
+def _name_shortage(error: Exception) -> str | None:
+    """What there was too little of when that was raised; None if it is about something else."""
+    if isinstance(error, MemoryError):
+        return "memory"
+    scarce = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    return "file descriptors" if scarce else None
 
 
 def _loggable(name: str | None) -> str | None:

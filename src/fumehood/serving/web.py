@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 from fumehood.serving.descriptors import DescriptorLimit
 from fumehood.serving.exchange import SHORTCUT, Application, Headers
 from fumehood.serving.http1 import Http1Protocol
+from fumehood.serving.read_share import ReadShare, SlicedReading
 from fumehood.serving.stalled import LeavesStalled, nobody
 
 type Refusal = Callable[[int, str], bytes]
@@ -23,6 +24,7 @@ _KEEP_ALIVE = 120
 _HEADER_SECONDS = 30.0
 _HEADER_BYTES = 64 << 10
 _HEADER_COUNT = 256
+_MOST_PIPELINED = 128
 _ONE_PACKET = 64 << 10  # of an answer that is copied to be sent at once
 _LAST_ANSWERS = 5.0  # seconds for connections to end after everything else has
 _LINGER_SECONDS = 2.0  # for a client to notice that it was refused
@@ -59,8 +61,9 @@ class WebServer:
                 # uvicorn makes the protocols itself, and passes no settings of ours on
                 http=type(
                     "_Bounded",
-                    (_Protocol,),
+                    (_SlicedProtocol,),
                     {
+                        "share": ReadShare(),
                         "refusal": staticmethod(refusal),
                         "most": connections,
                         "descriptors": DescriptorLimit(),
@@ -271,6 +274,9 @@ class _Protocol(LeavesStalled, Http1Protocol):
         if len(self.headers) > _HEADER_COUNT:
             self.head_fault = f"The request has more than {_HEADER_COUNT} headers."
             raise ValueError(self.head_fault)
+        if len(self.pipeline) >= _MOST_PIPELINED:
+            self.head_fault = f"More than {_MOST_PIPELINED} requests wait on this connection."
+            raise ValueError(self.head_fault)
         super().on_headers_complete()
         cast("dict[str, object]", self.scope)[SHORTCUT] = _Shortcut(self.cycle)
 
@@ -344,6 +350,13 @@ class _Protocol(LeavesStalled, Http1Protocol):
         if not self._owes_an_answer:  # else this would be taken for it, or for a part of it
             refusal = self.refusal(status, reason)
             self.transport.write(b"HTTP/1.1 %s\r\nconnection: close\r\n%s" % (head, refusal))
+
+
+class _SlicedProtocol(SlicedReading, _Protocol):
+    @property
+    @override
+    def holds_back(self) -> bool:
+        return self.flow.read_paused
 
 
 class _Shortcut:

@@ -11,6 +11,7 @@ from websockets.frames import CloseCode, Frame
 from websockets.protocol import State
 from websockets.streams import StreamReader
 
+from fumehood.serving.read_share import ReadShare, SlicedReading
 from fumehood.serving.stalled import SLOWEST, LeavesStalled, Pace, nobody
 from fumehood.serving.web import Refusal
 
@@ -184,6 +185,15 @@ def _is_text(data: bytes) -> bool:
     return True
 
 
+class _SlicedProtocol(SlicedReading, SocketProtocol):
+    slice_bytes = 1 << 12  # which may be hundreds of frames
+
+    @property
+    @override
+    def holds_back(self) -> bool:
+        return self.read_paused
+
+
 class _Reader:
     """Reads the frames of a connection, and can let go of the payloads of a message while they come.
 
@@ -214,5 +224,9 @@ def socket_protocol(refusal: Refusal, on_stalled: Callable[[], None] = nobody) -
 
     refusal: answers what is no beginning of a WebSocket. on_stalled: is told of readers that were left.
     """
-    own = {"refusal": staticmethod(refusal), "on_stalled": staticmethod(on_stalled)}
-    return type("_Bounded", (SocketProtocol,), own)
+    own = {
+        "refusal": staticmethod(refusal),
+        "on_stalled": staticmethod(on_stalled),
+        "share": ReadShare(),
+    }
+    return type("_Bounded", (_SlicedProtocol,), own)

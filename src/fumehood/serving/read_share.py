@@ -1,0 +1,127 @@
+"""Divides the event loop's time among connections that always have something to parse; imports the standard library.
+
+uvloop reads up to 256 KB at a time, and up to 8 MB of one connection in one round of the loop, for as long as there is
+something to read. What all that means may take seconds to find out: it may be a million pings.
+"""
+
+import asyncio
+from collections import deque
+from time import perf_counter
+from typing import Protocol, override
+
+SLICE = 1 << 14
+"""Bytes that are parsed at once."""
+
+_SHARE_SECONDS = 0.01  # of parsing, for all connections together, between two rounds of the event loop
+
+
+class Parsing(Protocol):
+    """A connection with bytes that have yet to be parsed."""
+
+    def parse_slice(self) -> bool:
+        """Parse some of them; whether there are more."""
+        ...
+
+
+class ReadShare:
+    """Bytes are parsed in slices. Once the slices of all connections have taken their time, the rest waits for the next
+    round of the event loop, where each connection has one slice at a time.
+
+    spent: seconds of parsing in this round.
+    """
+
+    __slots__ = ("_is_due", "_waiting", "spent")
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+        self._waiting: deque[Parsing] = deque()
+        self._is_due = False
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.spent > _SHARE_SECONDS
+
+    def wait(self, connection: Parsing) -> None:
+        """Have it parse what it holds, when it is its turn."""
+        self._waiting.append(connection)
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        self.spent = 0.0
+        waiting = self._waiting
+        while waiting and not self.is_used_up:
+            connection = waiting.popleft()
+            if connection.parse_slice():
+                waiting.append(connection)
+        self._is_due = bool(waiting)
+        if waiting:
+            asyncio.get_running_loop().call_soon(self._run)
+
+
+def cut(data: bytes, size: int = SLICE) -> list[bytes]:
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+class SlicedReading(asyncio.Protocol):
+    """A part of a server's protocol, before the class that parses: gives it what came in slices, as the share allows.
+
+    slice_bytes: fewer where a byte may mean more work.
+    """
+
+    share: ReadShare
+    slice_bytes = SLICE
+    transport: asyncio.Transport
+    _unparsed: deque[bytes] | None = None
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the protocol itself wants nothing more to be read now."""
+        return False
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        share = self.share
+        if len(data) <= self.slice_bytes and not self._unparsed and not share.is_used_up:
+            began = perf_counter()
+            super().data_received(data)
+            share.spent += perf_counter() - began
+            return
+        if not self._unparsed:
+            self._unparsed = deque()
+            share.wait(self)
+        self._unparsed.extend(cut(data, self.slice_bytes))
+        if not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def parse_slice(self) -> bool:
+        """See `Parsing`."""
+        unparsed = self._unparsed
+        if not unparsed:
+            return False
+        if self.transport.is_closing():
+            unparsed.clear()
+            return False
+        protocol = self.transport.get_protocol()
+        if protocol is not self:  # the connection has become a WebSocket
+            rest = b"".join(unparsed)
+            unparsed.clear()
+            self.transport.resume_reading()
+            if isinstance(protocol, asyncio.Protocol):
+                protocol.data_received(rest)
+            return False
+        began = perf_counter()
+        super().data_received(unparsed.popleft())
+        self.share.spent += perf_counter() - began
+        if unparsed:
+            return True
+        if not self.holds_back and not self.transport.is_closing():
+            self.transport.resume_reading()
+        return False
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._unparsed:
+            self._unparsed.clear()
+        super().connection_lost(exc)
