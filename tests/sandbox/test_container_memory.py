@@ -1,0 +1,58 @@
+"""Containers that were used and deleted leave nothing in the gateway's memory; imports fumehood."""
+
+import gc
+import sqlite3
+from pathlib import Path
+
+from fumehood.interfaces import Caller
+from fumehood.protocol.containers import ContainerSpec
+from fumehood.protocol.sandbox import ExecuteRequest
+from fumehood.sandbox.containers import SandboxContainers
+from fumehood.store.blobs import DiskBlobs
+from fumehood.store.database import Database
+from fumehood.store.referred_blobs import ReferredBlobs
+from fumehood.store.sqlite import SqliteStore
+from fumehood.testing import FakeClock, ScriptedSandboxes, Step
+
+SOMEBODY = Caller("somebody")
+CACHED_BYTES = 16 << 20  # of the file, by all connections together
+
+
+async def _use(containers: SandboxContainers, scripted: ScriptedSandboxes, number: int) -> int:
+    """How many objects there are after so many containers."""
+    for _ in range(number):
+        container = await containers.open(SOMEBODY, containers.reserve(), ContainerSpec())
+        async for _ in container.execute(ExecuteRequest(code="1")):
+            pass
+        await container.collect()
+        container.leave()
+        await containers.delete(SOMEBODY, container.id)
+    scripted.requests.clear()
+    gc.collect()
+    return len(gc.get_objects())
+
+
+async def test_no_object_stays_of_a_deleted_container(tmp_path: Path) -> None:
+    scripted = ScriptedSandboxes(always=[Step("1")])
+    store = await SqliteStore.open(tmp_path / "store.db")
+    blobs = ReferredBlobs(DiskBlobs(tmp_path / "blobs"), store)
+    containers = SandboxContainers(scripted, store, blobs, FakeClock())
+    await _use(containers, scripted, 50)  # what is loaded and cached at first
+    before = await _use(containers, scripted, 50)
+    after = await _use(containers, scripted, 300)
+    assert after - before < 100, "something is kept of each"
+    await containers.close()
+    await store.close()
+
+
+async def test_the_connections_of_a_store_cache_little_of_its_file(tmp_path: Path) -> None:
+    database = await Database.open(tmp_path / "store.db")
+
+    def cached(db: sqlite3.Connection) -> int:
+        (size,) = db.execute("PRAGMA cache_size").fetchone()
+        return -size * 1024  # negative: in KiB
+
+    writer, near = await database.write(cached), await database.glance(cached)
+    assert 0 < writer + 3 * near <= CACHED_BYTES  # the near one, and two that read in threads
+    assert await database.read(cached) == near
+    await database.close()
