@@ -222,3 +222,18 @@ async def test_what_outlives_a_compaction_finds_the_container_again_and_tells_of
         assert "holds no files" in stranger.note
         assert b"cfile" not in b"".join(stranger.items)
         assert await interpreter.tool.remember(SOMEBODY, []) is None
+
+
+async def test_what_outlives_a_compaction_is_small_however_many_files_there_are() -> None:
+    steps = [
+        Step(f"{number}", [WriteFile(f"{number}-{one}.txt", b"1") for one in range(60)])
+        for number in range(4)
+    ]
+    async with scripted(*steps) as interpreter:
+        for number in range(4):
+            await interpreter.run(f"{number}")
+        memory = await interpreter.tool.remember(SOMEBODY, interpreter.segments)
+    assert memory is not None
+    assert "and 190 older ones" in memory.note
+    (item,) = memory.items
+    assert len(msgspec.json.decode(item)["files"]) == 50
