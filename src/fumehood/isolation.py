@@ -66,7 +66,9 @@ class Sandbox(Protocol):
         """
         ...
 
-    async def write(self, path: str, content: bytes | AsyncIterable[bytes]) -> FileEntry:
+    async def write(
+        self, path: str, content: bytes | AsyncIterable[bytes], *, executable: bool = False
+    ) -> FileEntry:
         """Put a file in place, whole or not at all; raises FileRefused, TooLarge."""
         ...
 

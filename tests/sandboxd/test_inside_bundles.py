@@ -41,6 +41,7 @@ async def _gathered(*batches: Sequence[WholeFile]) -> bytes:
 def test_the_jail_has_the_numbers_of_the_protocol() -> None:
     inside = (bundles.SMALL, bundles.FILE.format, bundles.ANSWER.format)
     assert inside == (SMALL, sandbox_bundles.FILE.format, sandbox_bundles.ANSWER.format)
+    assert (bundles.PLAIN, bundles.EXECUTABLE) == (sandbox_bundles.PLAIN, sandbox_bundles.EXECUTABLE)
     assert {name: getattr(bundles, name) for name in Outcome.__members__} == {
         one.name: one.value for one in Outcome
     }
@@ -135,7 +136,7 @@ def test_names_that_disagree(place: Place) -> None:
         (body(("a", b"abc"))[:-1], "cut short"),
         (body(("a", b"abc")) + b"\0", "end as it should"),
         (body(("a", b"abc")) + body(("b", b"")), "end as it should"),
-        (body(("a", b"abc"))[:-7] + b"\2" + bytes(6), "end as it should"),
+        (body(("a", b"abc"))[:-7] + b"\3" + bytes(6), "end as it should"),
         (struct.pack("!BHI", 0, 1, 0) + b"a", "end as it should"),
         (struct.pack("!BHI", 1, 1, (1 << 32) - 1) + b"a", "cut short"),
     ],

@@ -76,6 +76,7 @@ class ContainerFileRecord(msgspec.Struct, frozen=True, kw_only=True):
     id: stays the same while the path does, however often the file is written.
     modified_ns: as its sandbox tells it, 0 where it is in none. changed_ns, inode: the same, 0 where nobody told.
     source: who made it first; what a user gave stays a user's, also when code has changed it.
+    executable: whether it may be run, which new sandboxes of the container are told.
     blob: the copy that outlives its sandbox, empty where there is none.
     """
 
@@ -88,6 +89,7 @@ class ContainerFileRecord(msgspec.Struct, frozen=True, kw_only=True):
     changed_ns: int = 0
     inode: int = 0
     source: FileSource
+    executable: bool = False
     blob: str = ""
 
 

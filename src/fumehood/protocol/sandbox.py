@@ -195,6 +195,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     modified_ns: code may set it to what it likes. changed_ns, inode: these it cannot choose, so that two entries which
         are equal tell of the same content; 0 from servers that do not tell.
+    executable: whether its owner may run it.
     """
 
     path: str
@@ -202,6 +203,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     modified_ns: int
     changed_ns: int = 0
     inode: int = 0
+    executable: bool = False
 
 
 class FileListing(msgspec.Struct, frozen=True, kw_only=True):

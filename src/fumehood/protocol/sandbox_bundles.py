@@ -1,6 +1,8 @@
 """Many small files in one body, on their way into a sandbox and out of it; imports `sandbox_errors`.
 
-    in  = file … end     file = 1 | length of the path (2 bytes) | length of the content (4 bytes) | path | content
+    in  = file … end     file = kind (1 byte) | length of the path (2 bytes) | length of the content (4 bytes)
+                                | path | content
+                         kind = 1, or 2 for a file that may be executed
                          end  = 0 | 0 | 0, of the same widths, and nothing behind it
     out = answer …       answer = outcome (1 byte) | length of the content (4 bytes) | content
 
@@ -16,13 +18,14 @@ from fumehood.protocol.sandbox_errors import FileNotFound, FileRefused, SandboxE
 
 SMALL = 1 << 20  # bytes of one file that travels with others
 
-# A path and its content.
-type WholeFile = tuple[str, bytes]
+# A path and its content, and whether the file may be executed; it may not where nothing is said.
+type WholeFile = tuple[str, bytes] | tuple[str, bytes, bool]
 # What is in a file, or why that is not known.
 type Content = bytes | SandboxError
 
 FILE = struct.Struct("!BHI")
 ANSWER = struct.Struct("!BI")
+PLAIN, EXECUTABLE = 1, 2
 _LONGEST_PATH = 4097  # of which no path is that long, so it is refused as what it is
 _END = bytes(FILE.size)
 
@@ -47,9 +50,10 @@ async def bundled(files: AsyncIterable[Sequence[WholeFile]]) -> AsyncGenerator[b
 
 def _packed(files: Iterable[WholeFile]) -> bytes:
     parts: list[bytes] = []
-    for path, content in files:
+    for path, content, *executable in files:
         name = path.encode("utf-8", "surrogatepass")[:_LONGEST_PATH]
-        parts += (FILE.pack(1, len(name), len(content)), name, content)
+        kind = EXECUTABLE if any(executable) else PLAIN
+        parts += (FILE.pack(kind, len(name), len(content)), name, content)
     return b"".join(parts)
 
 

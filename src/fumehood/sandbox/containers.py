@@ -282,7 +282,7 @@ class SandboxContainers:
         files = [
             file for file in await self._house.store.files(earlier_id) if file.source == "user" and file.blob
         ]
-        wanted = [Given(file.path, Kept(file.blob, file.bytes)) for file in files]
+        wanted = [Given(file.path, Kept(file.blob, file.bytes), file.executable) for file in files]
         try:
             await self._given.place(self._known(record), wanted)
         except NotFound:  # let go of at this very moment

@@ -276,6 +276,7 @@ def _records(
             changed_ns=stamp.changed_ns,
             inode=stamp.inode,
             source="user",
+            executable=one.executable,
             blob=one.kept.name,
         )
         for one in given
@@ -286,7 +287,7 @@ def _kept(taken: Taken) -> Given:
     """Raises what was in the way."""
     file, kept = taken
     if isinstance(kept, Kept):
-        return Given(file.path, kept)
+        return Given(file.path, kept, file.executable)
     raise kept
 
 
@@ -304,7 +305,7 @@ def _settled(
         if path in known:
             there.append(known[path])
         elif path not in taken:
-            missing.append(Given(path, given.kept))
+            missing.append(Given(path, given.kept, given.executable))
         taken[path] = blob
     return there, missing
 

@@ -106,12 +106,12 @@ class Restored:
 
 
 def is_produced(path: str) -> bool:
-    """Whether a file counts as something that code made: neither hidden, nor cached, nor somebody's temporary file.
+    """Whether a file counts as something that code made: neither cached nor somebody's temporary file.
 
     docs/containers.md tells users the rule.
     """
     parts = path.split("/")
-    if len(path) > _LONGEST_PATH or "\0" in path or any(not part or part.startswith(".") for part in parts):
+    if len(path) > _LONGEST_PATH or "\0" in path or any(part in ("", ".", "..") for part in parts):
         return False
     return "__pycache__" not in parts and not path.endswith(("~", ".pyc", ".swp", ".tmp"))
 
@@ -184,7 +184,11 @@ class KeptFiles:
     async def restore(self, container_id: str, sandbox: Sandbox) -> Restored:
         """Put into a fresh sandbox what is kept of the container; raises SandboxError."""
         records = await self._store.files(container_id)
-        kept = [Given(record.path, Kept(record.blob, record.bytes)) for record in records if record.blob]
+        kept = [
+            Given(record.path, Kept(record.blob, record.bytes), record.executable)
+            for record in records
+            if record.blob
+        ]
         handed = await self._transfers.give(sandbox, kept)
         for error in handed.errors:
             logger.warning("A file of %s cannot be put back: %s", container_id, error)
@@ -354,6 +358,7 @@ class _Harvest:
             changed_ns=file.changed_ns,
             inode=file.inode,
             source="assistant" if old is None else old.source,
+            executable=file.executable,
             blob=blob,
         )
 

@@ -211,8 +211,13 @@ class RemoteSandbox:
             "POST", self._path("write"), Written, body=bundled(files), kind=BYTES_TYPE
         )
 
-    async def write(self, path: str, content: bytes | AsyncIterable[bytes]) -> FileEntry:
-        return await self._connection.ask("PUT", self._file(path), FileEntry, body=content, kind=BYTES_TYPE)
+    async def write(
+        self, path: str, content: bytes | AsyncIterable[bytes], *, executable: bool = False
+    ) -> FileEntry:
+        query = {"executable": "true"} if executable else None
+        return await self._connection.ask(
+            "PUT", self._file(path), FileEntry, query=query, body=content, kind=BYTES_TYPE
+        )
 
     async def delete(self, path: str) -> None:
         address = self._file(path)

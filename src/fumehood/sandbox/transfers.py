@@ -61,6 +61,7 @@ class Given:
 
     path: str
     kept: Kept
+    executable: bool = False
 
 
 @dataclass(slots=True)
@@ -199,13 +200,14 @@ class Transfers:
     async def _read(self, small: Sequence[Given], handed: Handed) -> AsyncGenerator[Sequence[WholeFile]]:
         for some in _batches(small):
             contents = await self._blobs.read_all([one.kept.name for one in some])
-            found = [(one.path, content) for one, content in zip(some, contents, strict=True)]
-            handed.gone.update(path for path, content in found if content is None)
-            yield [(path, content) for path, content in found if content is not None]
+            found = list(zip(some, contents, strict=True))
+            handed.gone.update(one.path for one, content in found if content is None)
+            yield [(one.path, content, one.executable) for one, content in found if content is not None]
 
     async def _give_alone(self, sandbox: Sandbox, one: Given, handed: Handed) -> None:
         try:
-            entry = await sandbox.write(one.path, await self._content(one.kept))
+            content = await self._content(one.kept)
+            entry = await sandbox.write(one.path, content, executable=one.executable)
         except KeyError:
             handed.gone.add(one.path)
         except (FileRefused, TooLarge) as error:

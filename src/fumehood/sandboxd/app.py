@@ -289,7 +289,11 @@ class App:
     async def write_file(self, exchange: Exchange) -> None:
         served = self._sandbox(exchange)
         chunks = exchange.chunks(self._service.settings.file_bytes)
-        await exchange.answer_json(await served.write(exchange.parameters["path"], chunks))
+        executable = exchange.query("executable") or "false"
+        if executable not in ("true", "false"):
+            raise RequestRefused("`executable` is true or false.", param="executable")
+        path = exchange.parameters["path"]
+        await exchange.answer_json(await served.write(path, chunks, executable=executable == "true"))
 
     async def read_files(self, exchange: Exchange) -> None:
         served = self._sandbox(exchange)

@@ -222,13 +222,19 @@ class SandboxFiles:
     # ---- in ---------------------------------------------------------------------------------------------------
 
     async def write(
-        self, path: str, content: bytes | AsyncIterable[bytes], *, limit: int | None = None
+        self,
+        path: str,
+        content: bytes | AsyncIterable[bytes],
+        *,
+        executable: bool = False,
+        limit: int | None = None,
     ) -> FileEntry:
         """Put a file in place, whole or not at all, at the sandbox's expense.
 
         Raises FileRefused, and TooLarge for more than `limit` bytes (`file_bytes` if None is given).
         """
-        answer = await self._transfer({"do": "write", "path": path}, path, content, limit)
+        task = {"do": "write", "path": path, "executable": executable}
+        answer = await self._transfer(task, path, content, limit)
         return _shaped({**answer, "path": path}, FileEntry)
 
     async def unpack(
@@ -386,6 +392,7 @@ def _entry(item: files.Found) -> FileEntry:
         modified_ns=item.modified_ns,
         changed_ns=item.changed_ns,
         inode=item.inode,
+        executable=item.executable,
     )
 
 

@@ -187,7 +187,16 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/sandboxes/{id}/files/{path}",
         handler="write_file",
         summary="Put a file in place, whole or not at all; directories are made as needed.",
-        parameters=(_ID, _PATH),
+        parameters=(
+            _ID,
+            _PATH,
+            Parameter(
+                "executable",
+                "query",
+                "Whether the file may be executed.",
+                {"type": "boolean", "default": False},
+            ),
+        ),
         body=BYTES,
         body_optional=True,
         answers={200: FileEntry},

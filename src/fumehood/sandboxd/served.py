@@ -151,9 +151,11 @@ class ServedSandbox:
                 yield answers.feed(piece)
         answers.end()
 
-    async def write(self, path: str, content: bytes | AsyncIterable[bytes]) -> FileEntry:
+    async def write(
+        self, path: str, content: bytes | AsyncIterable[bytes], *, executable: bool = False
+    ) -> FileEntry:
         with self._using():
-            entry = await self.local.files.write(path, content)
+            entry = await self.local.files.write(path, content, executable=executable)
             self._on_bytes("in", entry.size)
             return entry
 

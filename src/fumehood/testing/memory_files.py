@@ -26,6 +26,7 @@ _MOST_REASONS = 20
 class _File:
     content: bytes
     version: int
+    executable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class _Member:
     name: str
     content: bytes | None
     is_directory: bool = False
+    executable: bool = False
 
 
 class MemoryFiles:
@@ -69,14 +71,14 @@ class MemoryFiles:
             raise FileNotFound(f"There is no file {path!r}.", param="path")
         return self._files[path].content
 
-    def write(self, path: str, content: bytes) -> FileEntry:
+    def write(self, path: str, content: bytes, *, executable: bool = False) -> FileEntry:
         self.check_place(path)
         if len(content) > self._limit:
             raise TooLarge(f"{path}: more than {self._limit} bytes", param="path")
         self._version = next(self._versions)
         if path not in self._files:
             self._directories.update(_above(path))
-        self._files[path] = _File(content, self._version)
+        self._files[path] = _File(content, self._version, executable)
         self._deleted.pop(path, None)
         return self._entry(path)
 
@@ -97,7 +99,7 @@ class MemoryFiles:
         before = dict(self._files), dict(self._deleted), self._directories.copy()
         try:
             for path, data in wanted.items():
-                self.write(path, data)
+                self.write(path, data, executable=files[path].executable)
         except SandboxError:
             self._files, self._deleted, self._directories = before
             raise
@@ -121,9 +123,9 @@ class MemoryFiles:
         """As many as can be."""
         entries: list[FileEntry] = []
         reasons: list[str] = []
-        for path, content in files:
+        for path, content, *executable in files:
             try:
-                entries.append(self.write(path, content))
+                entries.append(self.write(path, content, executable=any(executable)))
             except SandboxError as error:
                 reasons.append(error.message)
         return Written(
@@ -147,7 +149,12 @@ class MemoryFiles:
         file = self._files[path]
         written_ns = _EPOCH_NS + file.version
         return FileEntry(
-            path=path, size=len(file.content), modified_ns=written_ns, changed_ns=written_ns, inode=1
+            path=path,
+            size=len(file.content),
+            modified_ns=written_ns,
+            changed_ns=written_ns,
+            inode=1,
+            executable=file.executable,
         )
 
 
@@ -206,7 +213,7 @@ def _zip_members(content: bytes) -> Iterator[_Member]:
             if info.is_dir():
                 yield _Member(name, None, is_directory=True)
             elif kind in (0, stat.S_IFREG):
-                yield _Member(name, archive.read(info))
+                yield _Member(name, archive.read(info), executable=bool(info.external_attr >> 16 & 0o100))
             else:
                 yield _Member(name, None)
 
@@ -221,7 +228,8 @@ def _tar_members(content: bytes, kind: ArchiveFormat) -> Iterator[_Member]:
             name = info.name.removeprefix("./").removesuffix("/")
             if info.isfile():
                 data = archive.extractfile(info)
-                yield _Member(name, b"" if data is None else data.read())
+                content = b"" if data is None else data.read()
+                yield _Member(name, content, executable=bool(info.mode & 0o100))
             elif name not in ("", "."):
                 yield _Member(name, None, is_directory=info.isdir())
 

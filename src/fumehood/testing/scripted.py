@@ -417,10 +417,12 @@ class ScriptedSandbox:
         self._check()
         return self.files.write_all([file async for some in files for file in some])
 
-    async def write(self, path: str, content: bytes | AsyncIterable[bytes]) -> FileEntry:
+    async def write(
+        self, path: str, content: bytes | AsyncIterable[bytes], *, executable: bool = False
+    ) -> FileEntry:
         self._check()
         self.files.check_place(path)
-        return self.files.write(path, await _gathered(content))
+        return self.files.write(path, await _gathered(content), executable=executable)
 
     async def delete(self, path: str) -> None:
         self._check()

@@ -100,6 +100,10 @@ def _unpack_zip(data: int, arriving: Arriving, unpacker: "Unpacker", leave: Leav
         os.close(spool)
 
 
+def _mode(executable: bool) -> int:
+    return 0o755 if executable else 0o644
+
+
 class Unpacker:
     """Takes members, keeps them aside, and puts all of them in place at the end.
 
@@ -129,14 +133,14 @@ class Unpacker:
         parts = self._member(name)
         if not parts:
             raise Refused(f"{shown(name)}: a file without a name")
-        self._settle(parts, lambda: self._save(content, 0o755 if executable else 0o644))
+        self._settle(parts, lambda: self._save(content, _mode(executable)))
 
-    def plain_file(self, raw: bytes, content: Iterator[bytes]) -> None:
+    def plain_file(self, raw: bytes, content: Iterator[bytes], *, executable: bool = False) -> None:
         """A file of exactly that name, as if it were written alone; where that would be refused, it alone is."""
         self._count(len(raw))
         try:
             parts = files.checked(raw.decode(errors="surrogateescape")).split(b"/")
-            number = self._save(content, 0o644)
+            number = self._save(content, _mode(executable))
             self._settle(parts, lambda: number)
         except (OSError, files.UnsafePath, Refused) as error:
             self._refuse(raw, 1, _refusal(error))

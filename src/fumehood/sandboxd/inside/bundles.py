@@ -19,6 +19,7 @@ from fumehood.sandboxd.inside.tars import Exact
 SMALL = 1 << 20
 FILE = struct.Struct("!BHI")
 ANSWER = struct.Struct("!BI")
+PLAIN, EXECUTABLE = 1, 2
 CONTENT, NOT_THERE, REFUSED, TOO_LARGE = range(4)
 
 _AT_ONCE = 256 * 1024
@@ -32,9 +33,10 @@ def receive(data: int, source: int, *, token: str, bounds: Bounds, leave: Leave)
     arriving = Arriving(source, leave)
     stream = Exact(arriving.pieces())
     try:
-        while (header := FILE.unpack(stream.exactly(FILE.size)))[0] == 1:
-            _, length, size = header
-            unpacker.plain_file(stream.exactly(length), stream.content(size))
+        while (header := FILE.unpack(stream.exactly(FILE.size)))[0] in (PLAIN, EXECUTABLE):
+            kind, length, size = header
+            name = stream.exactly(length)
+            unpacker.plain_file(name, stream.content(size), executable=kind == EXECUTABLE)
         if any(header) or stream.some(1):
             raise Refused("the stream does not end as it should")
         leave.settle(arriving.received)

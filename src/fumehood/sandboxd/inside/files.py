@@ -28,7 +28,7 @@ class UnsafePath(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A regular file; the last three tell a change that size and modification time, which code may set, do not."""
+    """A regular file. Code may set size and modification time; changed_ns, inode and blocks tell a change too."""
 
     path: str
     size: int
@@ -36,10 +36,19 @@ class Found:
     changed_ns: int
     inode: int
     blocks: int
+    executable: bool
 
     @classmethod
     def of(cls, path: str, about: os.stat_result) -> "Found":
-        return cls(path, about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino, about.st_blocks)
+        return cls(
+            path,
+            about.st_size,
+            about.st_mtime_ns,
+            about.st_ctime_ns,
+            about.st_ino,
+            about.st_blocks,
+            bool(about.st_mode & stat.S_IXUSR),
+        )
 
 
 def checked(path: str) -> bytes:

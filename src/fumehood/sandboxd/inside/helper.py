@@ -57,12 +57,15 @@ class _Task:
         task, data = self._task, self._data
         match task["do"]:
             case "write":
-                found = staging.write(data, task["path"], self._source, task["token"], leave)
+                found = staging.write(
+                    data, task["path"], self._source, task["token"], leave, executable=task["executable"]
+                )
                 return {
                     "size": found.size,
                     "modified_ns": found.modified_ns,
                     "changed_ns": found.changed_ns,
                     "inode": found.inode,
+                    "executable": found.executable,
                 }
             case "unpack":
                 return self._unpack(leave)

@@ -23,12 +23,12 @@ def staging_name(token: str) -> bytes:
     return f"{RESERVED}{token}".encode()
 
 
-def write(data: int, path: str, source: int, token: str, leave: Leave) -> Found:
+def write(data: int, path: str, source: int, token: str, leave: Leave, *, executable: bool = False) -> Found:
     """Put everything that comes from `source` at `path`, replacing what is there; parents are made."""
     raw = checked(path)
     _check_target(data, raw)
     name = staging_name(token)
-    target = syscalls.openat2(data, name, _NEW, 0o644, resolve=BENEATH)
+    target = syscalls.openat2(data, name, _NEW, 0o755 if executable else 0o644, resolve=BENEATH)
     try:
         received = save(target, received_from(source), leave)
         leave.settle(received)
