@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,11 +24,36 @@ def test_the_beginning_and_the_end_are_kept(pieces: list[str], limit: int) -> No
     if len(whole) <= limit:
         assert kept.text() == whole
     else:
-        head, left_out, tail = kept.text("<{left_out}>").partition(f"\n<{len(whole) - limit}>\n")
+        widest = len(f"\n<{len(whole)}>\n")
+        room = limit if widest > limit // 2 else limit - widest
+        text = kept.text("<{left_out}>")
+        head, left_out, tail = text.partition(f"\n<{len(whole) - room}>\n")
         assert left_out
         assert whole.startswith(head)
         assert whole.endswith(tail)
-        assert len(head) + len(tail) == limit
+        assert len(head) + len(tail) == room
+        assert len(text) <= limit or room == limit
+
+
+@pytest.mark.parametrize("character", ["x", "ü", "\N{SNOWMAN}", "\N{GRINNING FACE}"])
+@pytest.mark.parametrize("more", [-1, 0, 1, 7, 100_000])
+@pytest.mark.parametrize("limits", [OutputLimits(), OutputLimits(kept_characters=100)])
+def test_logs_keep_to_their_cap(limits: OutputLimits, more: int, character: str) -> None:
+    cap = limits.kept_characters
+    output = CodeOutput(limits)
+    written = character * (cap + more)
+    for start in range(0, len(written), 40_001):
+        output.take(Stdout(written[start : start + 40_001]))
+    for part in (output.logs, output.stdout):
+        text = part.text()
+        assert len(text) <= cap
+        if more <= 0:
+            assert text == written
+        else:
+            shown = text.count(character)
+            assert f"\n[… {len(written) - shown:,} characters left out …]\n" in text
+            assert shown > cap // 2 - 1
+    assert output.truncated == (more > 0)
 
 
 def test_lines_of_their_own() -> None:

@@ -75,11 +75,18 @@ class HeadAndTail:
         self.add(text if self._ends_line else f"\n{text}")
 
     def text(self, explanation: str = "[… {left_out:,} characters left out …]") -> str:
+        """At most as many characters as the limit, with the explanation in the place of what is left out.
+
+        Where that would take more than half of them, as only very low limits have it, it comes on top.
+        """
         head, tail = "".join(self._head), "".join(self._tail)
         if not self.truncated:
             return head + tail
-        left_out = self._total - self._limit
-        return f"{head}\n{explanation.format(left_out=left_out)}\n{tail[-self._tail_limit :]}"
+        widest = len(explanation.format(left_out=self._total)) + 2
+        room = self._limit if widest > self._limit // 2 else self._limit - widest
+        head, tail = head[: room // 2], tail[-(room - room // 2) :]
+        marker = explanation.format(left_out=self._total - room)
+        return f"{head}\n{marker}\n{tail}"
 
 
 class CodeOutput:

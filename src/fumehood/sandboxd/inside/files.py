@@ -36,7 +36,7 @@ class Found:
     changed_ns: int
     inode: int
     blocks: int
-    executable: bool
+    executable: bool = False
 
     @classmethod
     def of(cls, path: str, about: os.stat_result) -> "Found":
