@@ -36,7 +36,7 @@ def test_this_machine_isolates() -> None:
     for name in (
         "kernel",
         "user namespaces",
-        "bubblewrap",
+        "overlayfs",
         "/proc",
         "system-call filter",
         "Landlock",

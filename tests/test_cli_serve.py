@@ -140,7 +140,7 @@ def test_a_port_that_is_taken() -> None:
 
 def test_where_code_cannot_be_isolated_nobody_is_served(tmp_path: Path) -> None:
     nowhere = tmp_path / "settings.toml"
-    nowhere.write_text('bubblewrap = "/bin/false"\n')
+    nowhere.write_text('mode = "pod"\nguest_socket = "/nonexistent/guest.sock"\n')
     done = run("--port", "0", environment={f"{SETTINGS}SANDBOX_CONFIG": str(nowhere)}, cwd=tmp_path)
     assert done.code == 125
     assert "`fumehood doctor` says what to do." in done.said

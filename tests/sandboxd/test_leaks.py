@@ -110,7 +110,7 @@ def test_sandboxes_leave_nothing(who: Who, counter: Counter, count: int) -> None
 class Chaos:
     """Rounds of one action and one death at a random moment; supervisors are followed by others."""
 
-    ROLES = ("supervisor", "bwrap", "warden", "zygote", "init", "interpreter", "helper")
+    ROLES = ("supervisor", "jail", "warden", "zygote", "init", "interpreter", "helper")
     ACTIONS = ("create", "execute", "upload", "destroy")
 
     def __init__(self, who: Who, counter: Counter, seed: int, **settings: Any) -> None:
@@ -176,7 +176,7 @@ class Chaos:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.random.choice(victims), signal.SIGKILL)
                     self.killed[role] += 1
-                    self.zygotes_lost += role in ("bwrap", "warden", "zygote")
+                    self.zygotes_lost += role in ("jail", "warden", "zygote")
                 return
 
     def _answer(self, action: str, waiting: Running) -> bool:

@@ -19,7 +19,6 @@ from fumehood.sandboxd import cgroups, seccomp, supervisor
 from fumehood.sandboxd.cgroups import CgroupUnavailable
 from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.inside import filters, jail, landlock
-from fumehood.sandboxd.runtime import discover_bubblewrap
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.supervisor import Supervisor
@@ -176,8 +175,7 @@ async def test_degraded_removes_trees_of_any_depth() -> None:
 def _code_container(socket: Path) -> Generator[subprocess.Popen[bytes]]:
     """A neighbouring container as far as this matters: another user, another PID namespace, its own /mnt/data."""
     command = [
-        *(str(discover_bubblewrap().path), "--dev-bind", "/", "/", "--tmpfs", "/mnt", "--dir", "/mnt/data"),
-        *("--unshare-pid", "--proc", "/proc", "--die-with-parent"),
+        *(sys.executable, str(_PROJECT / "tests/support/code_container.py")),
         *(sys.executable, "-m", "fumehood.sandboxd.inside.guest", str(socket)),
     ]
     if os.geteuid() == 0:
@@ -345,15 +343,3 @@ async def test_a_damaged_filter_starts_nothing(monkeypatch: pytest.MonkeyPatch) 
     async with Supervisor(settings(preload=())) as broken:
         with pytest.raises(supervisor.SandboxStartFailed, match="seccomp"):
             await broken.create()
-
-
-async def test_a_bubblewrap_that_fails_is_quoted(tmp_path: Path) -> None:
-    fake = tmp_path / "bwrap"
-    fake.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo bubblewrap 0.9.9 && exit\necho "no namespaces here" >&2\nexit 1\n'
-    )
-    fake.chmod(0o755)
-    tmp_path.chmod(0o755)  # as root it is run by a user who must reach it
-    with pytest.raises(IsolationUnavailable, match="no namespaces here"):
-        async with Supervisor(settings(bubblewrap=fake, preload=())):
-            pass

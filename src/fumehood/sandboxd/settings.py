@@ -35,7 +35,6 @@ class Settings:
     start_timeout: seconds until a zygote or a sandbox that has not started counts as failed.
     uid_base: as root, the first of the users that sandboxes run as.
     preload: packages imported before any fork, where they are installed.
-    bubblewrap: use this executable.
     guest_socket: mode `pod`: where the container that runs the code listens.
     packages: whether callers and code may have further packages installed.
     index_url: where these come from; None means FUMEHOOD_INDEX_URL, UV_DEFAULT_INDEX, UV_INDEX_URL or PIP_INDEX_URL
@@ -99,7 +98,6 @@ class Settings:
     start_timeout: float = 60.0
     uid_base: int = 2_000_000_000
     preload: tuple[str, ...] = ("numpy", "pandas", "pyarrow", "matplotlib")
-    bubblewrap: Path | None = None
     guest_socket: Path | None = None
     packages: bool = True
     index_url: str | None = None

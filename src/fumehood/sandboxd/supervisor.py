@@ -130,7 +130,7 @@ class Supervisor:
         """Get ready to install packages; where that cannot be, whoever asks for some is told why."""
         if not self._settings.packages:
             return
-        if launch.bubblewrap is None:
+        if not launch.namespaces:
             self._no_packages = NO_JAIL.format(mode=self._settings.mode)
             return
         users = self._places.users
@@ -140,7 +140,6 @@ class Supervisor:
                 self._settings,
                 store,
                 runtime=launch.runtime,
-                bubblewrap=launch.bubblewrap,
                 uid=None if users is None else users.installer,
                 tree=self._places.tree,
             )

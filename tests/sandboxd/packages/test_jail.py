@@ -14,7 +14,7 @@ from fumehood.protocol.sandbox import SandboxSpec
 from fumehood.sandboxd.packages.index import Index
 from fumehood.sandboxd.packages.jail import InstallJail, TookTooLong
 from fumehood.sandboxd.packages.store import Store
-from fumehood.sandboxd.runtime import discover_bubblewrap, discover_runtime
+from fumehood.sandboxd.runtime import discover_runtime
 from fumehood.sandboxd.supervisor import Supervisor
 from tests.support.index import Index as PackageIndex
 from tests.support.index import wheel
@@ -38,7 +38,6 @@ async def jail(tmp_path: Path) -> AsyncIterator[InstallJail]:
         os.chown(output, uid, uid)
     yield InstallJail(
         runtime=discover_runtime(),
-        bubblewrap=discover_bubblewrap(),
         uv=Path("/bin/sh").resolve(),
         index=Index.find(f"https://somebody:{_SECRET}@127.0.0.1:1/simple", None, {}),
         cache=store.cache(uid),
@@ -74,6 +73,9 @@ async def test_it_has_no_rights_and_no_neighbours(jail: InstallJail) -> None:
     assert "CapEff:\t0000000000000000" in said
     assert "CapBnd:\t0000000000000000" in said or os.geteuid() != 0
     assert "NoNewPrivs:\t1" in said
+    assert "unshare failed" in said
+    assert "max_user_namespaces" not in said
+    assert "mount: /tmp" in said
     assert str(os.getpid()) not in said.split("\n")
 
 
@@ -85,7 +87,7 @@ async def test_it_writes_to_its_cache_and_output_only(jail: InstallJail) -> None
     )
     place = jail.cache.parents[2]
     wrote = [line for line in said.splitlines() if line.startswith("wrote")]
-    assert not {"wrote /in", "wrote /usr", "wrote /opt/python"} & set(wrote)
+    assert wrote == []
     assert not [path for path in place.rglob("x") if path.parent not in (jail.cache, place / "out")]
     assert (jail.cache / "x").exists()
     assert (jail.cache / "big").stat().st_size <= 1 << 20

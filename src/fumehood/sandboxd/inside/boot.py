@@ -1,31 +1,25 @@
-"""First program in the jail: lays out the sandbox's files, becomes the warden; imports only siblings.
+"""Lays out the files that the zygote and every sandbox see, then becomes the warden; imports only siblings.
 
-bubblewrap has laid the host's trees out under their own names in a private root. They reach the sandbox as
-read-only overlays instead of plain binds, for two reasons: a mask in front hides what does not belong there
-(everything that is installed beside the sandbox's own packages), and mountinfo then shows neutral names
-rather than where the operator keeps things.
+The host's trees are on the stage of `roots`. They reach sandboxes as read-only overlays instead of plain binds, for
+two reasons: a mask in front hides what does not belong there (everything that is installed beside the sandbox's own
+packages), and mountinfo then shows neutral names rather than where the operator keeps things.
 """
 
 import errno
-import json
 import os
-import sys
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from fumehood.sandboxd.inside import layout, syscalls
+from fumehood.sandboxd.inside import layout, roots, syscalls
+from fumehood.sandboxd.inside.roots import NEW
 
-_NEW = "/new"
-_MASKS = "/masks"
-_FRONT = "/front"
-_BYTECODE = "/bytecode"  # of the packages, where their installer wrote none
-_FRONT_SOURCE = "/guest/fumehood/sandboxd/inside/front"  # what we put among the sandbox's packages
+_MASKS = "masks"
+_FRONT = "front"
+_BYTECODE = "bytecode"  # of the packages, where their installer wrote none
 _PIP = "#!{python}\nimport sys\n\nfrom pip import main\n\nsys.exit(main())\n"
 _START_WARDEN = (
     "import sys; sys.path.insert(0, {guest!r}); "
     "from fumehood.sandboxd.inside import warden; warden.main({fd})"
 )
-
 # Why an overlay is refused, where the kernel's own words do not say it.
 _REASONS = {
     errno.EPERM: " (overlays in user namespaces need Linux 5.11 or later)",
@@ -45,44 +39,30 @@ _ETC = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Trees:
-    """What bubblewrap laid out: `python` is None when the interpreter is the distribution's own."""
+class Trees(NamedTuple):
+    """What is on the stage besides `usr` and `guest`, the directory of this package's `inside`.
+
+    has_python: the interpreter is not the distribution's own, and `python` is its prefix.
+    packages: names of directories of packages, and what is shown of each.
+    roots: how the host spells /lib, /bin and the like: a link into /usr, or None for a directory, `root-lib`.
+    """
 
     version: str  # "3.12"
     library: str  # the name of the standard library's directory, "python3.12"
     executable: str  # the interpreter's file name
-    python: str | None
-    packages: list[tuple[str, list[str]]]  # directories of packages, and what is shown of each
-    roots: dict[str, str | None]  # "/lib64" -> target of the link, or None for a real directory
-    certificates: str | None
-    layers: str | None = None  # the store of further packages
-
-    @classmethod
-    def decode(cls, body: str) -> "Trees":
-        return cls(**json.loads(body))
+    has_python: bool
+    packages: list[tuple[str, list[str]]]
+    roots: dict[str, str | None]
 
 
-def main(body: str, control_fd: int) -> NoReturn:
-    trees = Trees.decode(body)
-    os.umask(0o022)
-    os.mkdir(_NEW)
-    os.mkdir(_MASKS)
-    syscalls.mount("sandbox", _NEW, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=0755,size=64m")
-    try:
-        _lay_out(trees)
-    except OSError as error:
-        sys.exit(f"The files of sandboxes could not be laid out: {error}")
-    os.chdir(_NEW)
-    syscalls.pivot_root(".", ".")
-    syscalls.unmount(".", syscalls.MNT_DETACH)
-    os.chdir("/")
+def exec_warden(control_fd: int, environ: dict[str, str]) -> NoReturn:
+    """Become the warden, in a fresh address space with this environment and nothing else."""
     python = f"{layout.ENVIRONMENT}/bin/python"
     source = _START_WARDEN.format(guest=layout.GUEST, fd=control_fd)
-    os.execv(python, [python, "-c", source])
+    os.execve(python, [python, "-c", source], environ)
 
 
-def _lay_out(trees: Trees) -> None:
+def lay_out(trees: Trees) -> None:
     """Build the new root; raises OSError if any part of it fails, since each part also hides something."""
     directories = (
         *("/etc", "/opt", "/proc", "/dev", "/mnt", "/home", layout.STAGING),
@@ -90,27 +70,25 @@ def _lay_out(trees: Trees) -> None:
         *(layout.CACHE, layout.PACKAGES, layout.LAYERS),
     )
     for path in directories:
-        os.makedirs(_NEW + path, exist_ok=True)
-    _overlay("/usr", [("/usr", {"/local", "/src", *_system_packages()})])
+        os.makedirs(NEW + path, exist_ok=True)
+    os.mkdir(_MASKS)
+    _overlay("/usr", [("usr", {"/local", "/src", *_system_packages()})])
     for name, link in trees.roots.items():
         if link is not None:
-            os.symlink(link, _NEW + name)
+            os.symlink(link, NEW + name)
         else:
-            _overlay(name, [(name, set())])
-    if trees.python is not None:
-        _overlay(layout.PYTHON, [(trees.python, _beside_python(trees, trees.python))])
+            _overlay(name, [(f"root-{name[1:]}", set())])
+    if trees.has_python:
+        _overlay(layout.PYTHON, [("python", _beside_python(trees))])
     _environment(trees)
-    guest = "/fumehood/sandboxd/inside"
-    _overlay(layout.GUEST + guest, [("/guest" + guest, set())])
-    _etc(trees)
+    _overlay(f"{layout.GUEST}/fumehood/sandboxd/inside", [("guest", set())])
+    _etc()
     _first_process()
-    _devices()
-    if trees.layers is not None:
-        # As bubblewrap bound it, read-only; the zygote takes it out of every sandbox's sight.
-        syscalls.mount(trees.layers, _NEW + layout.LAYERS, None, syscalls.MS_BIND)
-    syscalls.mount(
-        "proc", _NEW + "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC
-    )
+    roots.add_devices()
+    if os.path.isdir("layers"):
+        # Read-only; the warden takes it out of every sandbox's sight.
+        roots.bind("layers", layout.LAYERS)
+    roots.add_proc()
 
 
 def _system_packages() -> set[str]:
@@ -118,16 +96,16 @@ def _system_packages() -> set[str]:
     return {
         f"/{library}/{name}/{packages}"
         for library in ("lib", "lib64")
-        if os.path.isdir(f"/usr/{library}") and not os.path.islink(f"/usr/{library}")
-        for name in os.listdir(f"/usr/{library}")
+        if os.path.isdir(f"usr/{library}") and not os.path.islink(f"usr/{library}")
+        for name in os.listdir(f"usr/{library}")
         if name.startswith("python")
         for packages in ("site-packages", "dist-packages")
     }
 
 
-def _beside_python(trees: Trees, prefix: str) -> set[str]:
+def _beside_python(trees: Trees) -> set[str]:
     """What lies in the interpreter's prefix and is not the interpreter."""
-    library = trees.library
+    prefix, library = "python", trees.library
     hidden = {f"/{name}" for name in os.listdir(prefix) if name not in ("bin", "lib", "lib64")}
     hidden |= {f"/bin/{name}" for name in os.listdir(f"{prefix}/bin") if name != trees.executable}
     for name in os.listdir(f"{prefix}/lib"):
@@ -142,21 +120,21 @@ def _beside_python(trees: Trees, prefix: str) -> set[str]:
 
 def _environment(trees: Trees) -> None:
     """A virtual environment with the sandbox's packages, so that subprocesses see them as well."""
-    home = f"{layout.PYTHON}/bin" if trees.python is not None else "/usr/bin"
-    binaries = f"{_NEW}{layout.ENVIRONMENT}/bin"
+    home = f"{layout.PYTHON}/bin" if trees.has_python else "/usr/bin"
+    binaries = f"{NEW}{layout.ENVIRONMENT}/bin"
     os.makedirs(binaries)
     for name in ("python", "python3", f"python{trees.version}"):
         os.symlink(f"{home}/{trees.executable}", f"{binaries}/{name}")
-    with open(f"{_NEW}{layout.ENVIRONMENT}/pyvenv.cfg", "w") as file:
+    with open(f"{NEW}{layout.ENVIRONMENT}/pyvenv.cfg", "w") as file:
         file.write(f"home = {home}\ninclude-system-site-packages = false\nversion = {trees.version}\n")
     for name in ("pip", "pip3"):
         with open(f"{binaries}/{name}", "w") as file:
             file.write(_PIP.format(python=f"{layout.ENVIRONMENT}/bin/python"))
             os.fchmod(file.fileno(), 0o755)
-    _copy_files(_FRONT_SOURCE, _FRONT)
+    _copy_files("guest/front", _FRONT)  # what we put among the sandbox's packages
     shown = [
-        (path, {f"/{name}" for name in os.listdir(path) if name not in keep} | {"/pip"})
-        for path, keep in trees.packages
+        (tree, {f"/{name}" for name in os.listdir(tree) if name not in keep} | {"/pip"})
+        for tree, keep in trees.packages
     ]
     fronts = (_FRONT, _BYTECODE) if os.path.isdir(_BYTECODE) else (_FRONT,)
     _overlay(f"{layout.ENVIRONMENT}/lib/{trees.library}/site-packages", shown, fronts=fronts)
@@ -179,18 +157,15 @@ def _overlay(target: str, trees: list[tuple[str, set[str]]], *, fronts: tuple[st
 
     There is no other way: a plain bind would show what is hidden, and the host's paths in mountinfo.
     """
-    os.makedirs(_NEW + target, exist_ok=True)
+    os.makedirs(NEW + target, exist_ok=True)
     layers = list(fronts)
     for tree, hidden in trees:
         layers += [_mask(tree, hidden), tree]
     if len(layers) == 1:
-        layers.append(_mask("/", set()))  # an overlay has two layers at least
+        layers.append(_mask("usr", set()))  # an overlay has two layers at least
     flags = syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
-    # Relative names: what is given here is what mountinfo shows.
-    os.chdir("/")
-    lower = ":".join(path[1:] for path in layers)
-    try:
-        syscalls.mount("sandbox", _NEW + target, "overlay", flags, f"lowerdir={lower}")
+    try:  # with relative names: what is given here is what mountinfo shows
+        syscalls.mount("sandbox", NEW + target, "overlay", flags, f"lowerdir={':'.join(layers)}")
     except OSError as error:
         raise OSError(
             error.errno, f"{target}: {error.strerror}{_REASONS.get(error.errno or 0, '')}"
@@ -208,53 +183,31 @@ def _mask(tree: str, hidden: set[str]) -> str:
     return mask
 
 
-def _etc(trees: Trees) -> None:
+def _etc() -> None:
     for name, text in _ETC.items():
-        with open(f"{_NEW}/etc/{name}", "w") as file:
+        with open(f"{NEW}/etc/{name}", "w") as file:
             file.write(text)
-    if os.path.isdir("/alternatives"):  # Debian's awk, editor, … are links through here
-        os.mkdir(f"{_NEW}/etc/alternatives")
-        for entry in os.scandir("/alternatives"):
+    if os.path.isdir("alternatives"):  # Debian's awk, editor, … are links through here
+        os.mkdir(f"{NEW}/etc/alternatives")
+        for entry in os.scandir("alternatives"):
             if entry.is_symlink() and os.readlink(entry.path).startswith("/usr/"):
-                os.symlink(os.readlink(entry.path), f"{_NEW}/etc/alternatives/{entry.name}")
-    if trees.certificates is not None:
-        with open(trees.certificates, "rb") as source:
+                os.symlink(os.readlink(entry.path), f"{NEW}/etc/alternatives/{entry.name}")
+    if os.path.isfile("certificates"):
+        with open("certificates", "rb") as source:
             bundle = source.read()
-        os.makedirs(f"{_NEW}/etc/ssl/certs")
-        with open(f"{_NEW}/etc/ssl/certs/ca-certificates.crt", "wb") as file:
+        os.makedirs(f"{NEW}/etc/ssl/certs")
+        with open(f"{NEW}/etc/ssl/certs/ca-certificates.crt", "wb") as file:
             file.write(bundle)
-        os.symlink("certs/ca-certificates.crt", f"{_NEW}/etc/ssl/cert.pem")
+        os.symlink("certs/ca-certificates.crt", f"{NEW}/etc/ssl/cert.pem")
 
 
 def _first_process() -> None:
     """Where it can be executed, whatever became of its mode when this package was installed."""
     try:
-        with open(f"/guest/fumehood/sandboxd/inside/first.{os.uname().machine}", "rb") as source:
+        with open(f"guest/first.{os.uname().machine}", "rb") as source:
             program = source.read()
     except FileNotFoundError:
         return
-    with open(_NEW + layout.FIRST, "wb") as file:
+    with open(NEW + layout.FIRST, "wb") as file:
         file.write(program)
         os.fchmod(file.fileno(), 0o755)
-
-
-def _devices() -> None:
-    """The harmless devices only; no terminals: their number is limited for the whole host."""
-    for path in layout.DEVICES:
-        with open(_NEW + path, "w"):
-            pass
-        syscalls.mount(path, _NEW + path, None, syscalls.MS_BIND)
-        # The node is the host's own: read-only still lets data through, but its times and mode stay.
-        flags = syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NOEXEC
-        syscalls.mount(path, _NEW + path, None, syscalls.MS_REMOUNT | syscalls.MS_BIND | flags)
-    for name, target in (
-        ("fd", "self/fd"),
-        ("stdin", "self/fd/0"),
-        ("stdout", "self/fd/1"),
-        ("stderr", "self/fd/2"),
-    ):
-        os.symlink(f"/proc/{target}", f"{_NEW}/dev/{name}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))

@@ -19,10 +19,12 @@ MS_REMOUNT = 32
 MS_BIND = 4096
 MS_MOVE = 8192
 MS_REC = 16384
+MS_PRIVATE = 1 << 18
 MNT_DETACH = 2
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
+PR_SET_NAME = 15
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_CAP_AMBIENT = 47
@@ -138,6 +140,12 @@ def set_hostname(name: str) -> None:
 def prctl(option: int, value: int = 0, third: int = 0) -> None:
     if _libc.prctl(option, value, third, 0, 0) < 0:
         raise _failed(f"prctl {option}")
+
+
+def set_process_name(name: str) -> None:
+    """What `ps` shows, until this process executes something; at most 15 bytes."""
+    buffer = ctypes.create_string_buffer(name.encode())
+    prctl(PR_SET_NAME, ctypes.addressof(buffer))
 
 
 def drop_all_capabilities() -> None:

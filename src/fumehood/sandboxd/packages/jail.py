@@ -7,10 +7,8 @@ should uv itself be tricked, it finds a cache, an output directory and no rights
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import signal
-import sys
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +16,16 @@ from typing import Any
 
 from fumehood.sandboxd.cgroups import Cgroup, CgroupLimits, CgroupTree
 from fumehood.sandboxd.inside import layout
-from fumehood.sandboxd.launching import bubblewrap_place, root_entries
+from fumehood.sandboxd.launching import (
+    outer_jail_command,
+    root_entries,
+    send_configuration,
+    system_places,
+)
+from fumehood.sandboxd.outer_jail import FAILED
 from fumehood.sandboxd.packages.index import Index
-from fumehood.sandboxd.runtime import Bubblewrap, Runtime
+from fumehood.sandboxd.runtime import Runtime
 
-_OUTER_JAIL = Path(__file__).parent.parent / "outer_jail.py"
 _ETC = ("resolv.conf", "hosts", "nsswitch.conf", "host.conf", "gai.conf")
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 _MEMORY = 2 << 30
@@ -70,7 +73,6 @@ class InstallJail:
     """
 
     runtime: Runtime
-    bubblewrap: Bubblewrap
     uv: Path
     index: Index
     cache: Path
@@ -95,15 +97,15 @@ class InstallJail:
         Raises TookTooLong, TookTooMuch, and OSError where the jail cannot be made.
         """
         read, write = os.pipe()
-        with os.fdopen(read, "rb", buffering=0) as gate, os.fdopen(write, "wb", buffering=0) as opener:
-            config = self._config(gate.fileno(), arguments, inputs, output)
+        with os.fdopen(read, "rb", buffering=0) as pipe, os.fdopen(write, "wb", buffering=0) as sender:
+            config = self._config(arguments, inputs, output)
             async with self._cgroup() as cgroup:
                 # In the loop's own thread: the kernel ends the jail when the thread that started it ends.
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", str(_OUTER_JAIL), json.dumps(config)),
+                    *outer_jail_command(pipe.fileno()),
                     env={**_ENVIRON, **self.index.environment()},
                     cwd="/",
-                    pass_fds=(gate.fileno(),),
+                    pass_fds=(pipe.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
@@ -112,7 +114,7 @@ class InstallJail:
                 try:
                     if cgroup is not None:
                         cgroup.add(process.pid)
-                    opener.write(b"1")
+                    send_configuration(sender, config)
                     return await self._follow(process)
                 finally:
                     await _end(process)
@@ -132,7 +134,7 @@ class InstallJail:
         if watch.done() and not watch.cancelled():
             raise TookTooMuch
         said = stderr.decode(errors="replace")
-        if code and ("Traceback (most" in said or said.startswith("bwrap:")):  # not uv's words
+        if code and ("Traceback (most" in said or said.startswith(FAILED)):  # not uv's words
             raise OSError(f"the install jail did not start: {said.strip().splitlines()[-1][:300]}")
         return Finished(code, stdout.decode(errors="replace"), said)
 
@@ -159,74 +161,53 @@ class InstallJail:
         finally:
             await asyncio.to_thread(cgroup.remove)
 
-    def _config(
-        self, gate: int, arguments: Sequence[str], inputs: Path, output: Path | None
-    ) -> dict[str, Any]:
-        """For outer_jail.py: what is staged, as root before the rights are dropped, and bubblewrap's arguments."""
-        bubblewrap, program = bubblewrap_place(self.bubblewrap)
-        places = {"bubblewrap": bubblewrap, "uv": str(self.uv), "cache": str(self.cache), "in": str(inputs)}
-        jail: list[str | list[str]] = [
-            *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"),
-            *("--die-with-parent", "--cap-drop", "ALL", "--uid", str(layout.USER_ID)),
-            *("--gid", str(layout.USER_ID), "--hostname", "install", "--ro-bind", "/usr", "/usr"),
-        ]
-        for name, link in root_entries().items():
-            jail += ["--ro-bind", name, name] if link is None else ["--symlink", link, name]
-        jail += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/"]
-        jail += [
-            "--ro-bind",
-            ["uv", ""],
-            "/uv",
-            "--bind",
-            ["cache", ""],
-            "/cache",
-            "--ro-bind",
-            ["in", ""],
-            "/in",
-        ]
-        jail += self._python(places)
-        jail += self._network(places)
+    def _config(self, arguments: Sequence[str], inputs: Path, output: Path | None) -> dict[str, Any]:
+        """For outer_jail.py: trees and files of the host, by name, and where they are in the jail."""
+        roots = root_entries()
+        places = {"uv": str(self.uv), "cache": str(self.cache), "in": str(inputs), **system_places()}
+        binds = {"uv": "/uv", "cache": "/cache", "in": "/in", "usr": "/usr"}
+        binds |= {f"root-{name[1:]}": name for name, link in roots.items() if link is None}
+        home, environ = "/usr/bin", dict[str, str]()
+        if self.runtime.prefix is not None:
+            places["python"], binds["python"] = str(self.runtime.prefix), layout.PYTHON
+            home = f"{layout.PYTHON}/bin"
+            if self.runtime.has_shared_library:
+                environ["LD_LIBRARY_PATH"] = f"{layout.PYTHON}/lib"
+        places["pyvenv"], binds["pyvenv"] = str(inputs / "pyvenv.cfg"), f"{layout.ENVIRONMENT}/pyvenv.cfg"
         if output is not None:
-            places["out"] = str(output)
-            jail += ["--bind", ["out", ""], layout.PACKAGES]
+            places["out"], binds["out"] = str(output), layout.PACKAGES
         if self.index.find_links is not None:
-            places["links"] = str(self.index.find_links)
-            jail += ["--ro-bind", ["links", ""], "/links"]
+            places["links"], binds["links"] = str(self.index.find_links), "/links"
+        self._add_network(places, binds, environ)
         return {
-            "gate": gate,
+            "kind": "program",
+            "parent": os.getpid(),
+            "unshared": None,
             "drop_to": self.uid,
-            "bubblewrap": program,
+            "user": layout.USER_ID,
+            "hostname": "install",
             "places": places,
+            "writable": ["cache", "out"],
+            "binds": binds,
+            "directories": [f"{layout.ENVIRONMENT}/lib/{self.runtime.library}/site-packages"],
+            "links": {
+                **{name: link for name, link in roots.items() if link is not None},
+                self.python: f"{home}/{self.runtime.executable.name}",
+            },
+            "environ": environ,
             "file_bytes": self.most_bytes,
-            "arguments": [*jail, "--", "/uv", *arguments],
+            "arguments": ["/uv", *arguments],
         }
 
-    def _python(self, places: dict[str, str]) -> "list[str | list[str]]":
-        home = "/usr/bin"
-        arguments: list[str | list[str]] = []
-        if self.runtime.prefix is not None:
-            places["python"] = str(self.runtime.prefix)
-            home = f"{layout.PYTHON}/bin"
-            arguments += ["--ro-bind", ["python", ""], layout.PYTHON]
-            if self.runtime.has_shared_library:
-                arguments += ["--setenv", "LD_LIBRARY_PATH", f"{layout.PYTHON}/lib"]
-        arguments += ["--dir", f"{layout.ENVIRONMENT}/lib/{self.runtime.library}/site-packages"]
-        arguments += ["--symlink", f"{home}/{self.runtime.executable.name}", self.python]
-        return [*arguments, "--ro-bind", ["in", "/pyvenv.cfg"], f"{layout.ENVIRONMENT}/pyvenv.cfg"]
-
-    def _network(self, places: dict[str, str]) -> "list[str | list[str]]":
+    def _add_network(self, places: dict[str, str], binds: dict[str, str], environ: dict[str, str]) -> None:
         """Name look-ups and certificates."""
-        arguments: list[str | list[str]] = []
         for name in _ETC:
             if os.path.isfile(f"/etc/{name}"):
-                places[f"etc-{name}"] = os.path.realpath(f"/etc/{name}")
-                arguments += ["--ro-bind", [f"etc-{name}", ""], f"/etc/{name}"]
+                places[f"etc-{name}"], binds[f"etc-{name}"] = os.path.realpath(f"/etc/{name}"), f"/etc/{name}"
         chosen = os.environ.get("SSL_CERT_FILE") or self.runtime.certificates
         if chosen and os.path.isfile(chosen):
-            places["certificates"] = os.path.realpath(chosen)
-            arguments += ["--ro-bind", ["certificates", ""], _CERTIFICATES]
-            arguments += ["--setenv", "SSL_CERT_FILE", _CERTIFICATES]
-        return arguments
+            places["certificates"], binds["certificates"] = os.path.realpath(chosen), _CERTIFICATES
+            environ["SSL_CERT_FILE"] = _CERTIFICATES
 
 
 async def _read(stream: asyncio.StreamReader) -> bytes:
@@ -238,7 +219,7 @@ async def _read(stream: asyncio.StreamReader) -> bytes:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Nothing of the jail runs afterwards: its processes end with bubblewrap."""
+    """Nothing of the jail runs afterwards: its processes end with the one that was started."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGKILL)

@@ -12,7 +12,7 @@ from fumehood.sandboxd.packages.installer import Installer
 from fumehood.sandboxd.packages.jail import InstallJail
 from fumehood.sandboxd.packages.resolving import Resolver
 from fumehood.sandboxd.packages.store import Store
-from fumehood.sandboxd.runtime import Bubblewrap, Runtime, RuntimeUnavailable, sandbox_distributions
+from fumehood.sandboxd.runtime import Runtime, RuntimeUnavailable, sandbox_distributions
 from fumehood.sandboxd.settings import Settings
 
 
@@ -41,14 +41,12 @@ def open_installer(
     store: Store,
     *,
     runtime: Runtime,
-    bubblewrap: Bubblewrap,
     uid: int | None,
     tree: CgroupTree | None,
 ) -> Installer:
     """uid: as root, the kernel user of install jails; raises RuntimeUnavailable, OSError."""
     jail = InstallJail(
         runtime=runtime,
-        bubblewrap=bubblewrap,
         uv=_find_uv(),
         index=Index.find(settings.index_url, settings.find_links),
         cache=store.cache(uid),
