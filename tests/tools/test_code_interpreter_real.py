@@ -72,6 +72,7 @@ async def test_a_plot_with_matplotlib(make: Make) -> None:
 import matplotlib.pyplot as plt
 plt.plot([1, 2, 3])
 plt.savefig('saved.png')
+plt.title('changed')
 plt.show()
 print('plotted')
 """
@@ -90,6 +91,39 @@ print('plotted')
     after = await interpreter.run("import os\nsorted(os.listdir('/mnt/data'))")
     assert after.logs == "['figure.png', 'saved.png']"
     assert after.result.files == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "plt.savefig('saved.png')\nplt.show()",
+        "plt.savefig('saved.png')",
+        "plt.savefig('saved.png', dpi=200)\nplt.gcf()",
+        "plt.gcf().savefig('saved.jpg')\nplt.show()",
+        "plt.imshow(np.random.rand(900, 900, 3))\nplt.savefig('saved.png', dpi=300)",
+    ],
+    ids=["shown", "left open", "last expression", "jpeg", "large"],
+)
+async def test_an_unchanged_figure_that_was_saved_is_delivered_once(make: Make, code: str) -> None:
+    code = f"import numpy as np, matplotlib.pyplot as plt\nplt.plot([1, 2, 3])\n{code}"
+    called = await make().run(code, takes_images=True)
+    (image,) = [output for output in called.item.outputs or [] if isinstance(output, Image)]
+    (file,) = called.execution.files
+    assert file.filename.startswith("saved.")
+    assert "figure." not in called.told
+    if "imshow" in code:
+        assert image.url.endswith(f"/files/{file.file_id}/content")
+    else:
+        assert called.result.exchange.images == (image.url,)
+
+
+async def test_figures_that_are_saved_under_one_name_are_all_shown(make: Make) -> None:
+    called = await make().run(
+        "import matplotlib.pyplot as plt\nfor n in (1, 2, 3):\n"
+        "    plt.figure(); plt.plot([n, 2 * n, 0]); plt.title(str(n)); plt.savefig('same.png'); plt.show()"
+    )
+    images = [output.url for output in called.item.outputs or [] if isinstance(output, Image)]
+    assert len(set(images)) == len(images) == 3
 
 
 async def test_tables_and_expressions_as_in_a_notebook(make: Make) -> None:

@@ -161,7 +161,7 @@ class Gatherer:
         if mime is None:
             return
         if len(content) > self._inline_bytes:
-            written[record.id] = _PictureFile(file, None)
+            written[record.blob or record.id] = _PictureFile(file, None)
         else:
             written[_digest(content)] = _PictureFile(file, Picture(mime, content))
 

@@ -6,6 +6,7 @@ numpy, pandas, matplotlib and IPython are never imported here: what a program ha
 import base64
 import builtins
 import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -13,6 +14,7 @@ import io
 import itertools
 import json
 import json.encoder
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -24,6 +26,8 @@ globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
 
 _PYPLOT = "matplotlib.pyplot"
 _ORDER = "_fumehood_order"
+_SAVED = "_fumehood_saved"
+_PICTURES = {"image/png": b"\x89PNG\r\n\x1a\n", "image/jpeg": b"\xff\xd8\xff"}
 # In IPython's order of names; a picture that has a PNG form needs no JPEG one.
 _METHODS = {
     "text/html": "_repr_html_",
@@ -166,7 +170,7 @@ class Displays:
         try:
             for manager in managers:
                 bundle = _picture(manager.canvas.figure)
-                if "image/png" in bundle:
+                if len(bundle) > 1:  # there is something to be seen
                     self._send(bundle)
         finally:
             if managers:
@@ -196,6 +200,15 @@ class Displays:
             """Show all open figures and close them."""
             self.show_figures()
 
+        figure_class: Any = sys.modules["matplotlib.figure"].Figure
+        save = figure_class.savefig
+
+        @functools.wraps(save)
+        def savefig(figure: Any, fname: Any, *args: Any, **kwargs: Any) -> None:
+            save(figure, fname, *args, **kwargs)
+            _note_saved(figure, fname)
+
+        figure_class.savefig = savefig
         manager_class.__init__ = init
         manager_class.show = show_one
         cast(Any, pyplot).show = show
@@ -231,8 +244,38 @@ def close_figures() -> None:
         gcf.figs.clear()
 
 
+def _note_saved(figure: Any, name: object) -> None:
+    """Remember the file that shows a figure as it is now; `stale` becomes true with its next change."""
+    with contextlib.suppress(Exception):
+        path = os.path.abspath(cast(str, name))
+        setattr(figure, _SAVED, (path, _stamp(os.stat(path))))
+        figure.stale = False
+
+
+def _stamp(about: os.stat_result) -> tuple[int, int, int]:
+    return about.st_ino, about.st_ctime_ns, about.st_size
+
+
+def _saved_picture(figure: Any) -> Bundle:
+    """The picture that was saved of a figure, if neither has changed since: then it is not drawn once more, and whoever
+    compares finds that the two are one.
+    """
+    with contextlib.suppress(Exception):
+        path, stamp = getattr(figure, _SAVED)
+        if figure.stale or stamp != _stamp(os.stat(path)) or stamp[2] > bounds.DISPLAY_LIMIT // 2:
+            return {}
+        with open(path, "rb") as file:
+            content = file.read()
+        for kind, start in _PICTURES.items():
+            if content.startswith(start):
+                return {kind: base64.b64encode(content).decode()}
+    return {}
+
+
 def _picture(figure: Any) -> Bundle:
     bundle = {"text/plain": repr(figure)}
+    if saved := _saved_picture(figure):
+        return bundle | saved
     if figure.axes or figure.lines or figure.texts or figure.images or figure.patches:
         buffer = io.BytesIO()
         face = figure.get_facecolor()
