@@ -1,5 +1,6 @@
 """The installations that tests in this directory use, made in the background; imports pytest and tests.support."""
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -20,6 +21,12 @@ from tests.support.wheels import (
 )
 
 _AT_ONCE = 2
+
+
+def pytest_report_header() -> str | None:
+    if os.geteuid() == 0:
+        return None
+    return "wheel: not root, so installations for root are not tested"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
