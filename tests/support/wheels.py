@@ -20,6 +20,11 @@ PYTHONS = ("3.12", "3.13")
 _SETUP = str(ROOT / "tools" / "setup.sh")
 _WHEELS = ROOT / ".wheels"
 _SECONDS = 900
+# An ordinary user has no cgroup of his own: for `exec` and `doctor`, and for `serve`.
+_WITHOUT_CGROUP = {
+    "FUMEHOOD_LIMITS": "best-effort",
+    "FUMEHOOD_PROVIDERS__CODE_INTERPRETER__SETTINGS__SANDBOX_LIMITS": "best-effort",
+}
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,7 @@ class Installation:
             "XDG_CACHE_HOME": str(self.home / "cache"),
             "FUMEHOOD_PACKAGES_DIR": str(self.home / "packages"),
             "SECRET_OF_THE_HOST": "canary-4711",
-            **({"FUMEHOOD_LIMITS": "best-effort"} if self.kind.ordinary else {}),
+            **(_WITHOUT_CGROUP if self.kind.ordinary else {}),
         }
 
     def command(self, *arguments: str, **variables: str) -> list[str]:
