@@ -74,6 +74,8 @@ def test_a_call_that_fails_by_the_helper_of_the_sdk(house: House, package: str) 
     assert "error" not in told
     assert told["text"] == squares.LOST
     assert "response.code_interpreter_call.completed" in told["types"]  # at another one it would throw
+    assert "response.code_interpreter_call.failed" not in told["types"]
+    assert told["done"] == told["final"] == "failed"
 
 
 @pytest.mark.parametrize("client", FAILING, ids="-".join)

@@ -72,6 +72,18 @@ def test_history(house: House, form: Callable[[Response], list[Any]], past: str)
     squares.check(house.model, [past])
 
 
+def test_a_call_that_fails_by_the_helper_of_the_sdk(house: House) -> None:
+    """Python's helper passes on events that it does not know."""
+    house.model.script(*squares.lost_sandbox())
+    with house.client.responses.stream(model="scripted", input="Square", tools=[INTERPRETER]) as stream:
+        types = [event.type for event in stream]
+        final: Any = stream.get_final_response()
+    assert "response.code_interpreter_call.failed" in types
+    assert "response.code_interpreter_call.completed" not in types
+    assert [item.status for item in final.output if item.type == "code_interpreter_call"] == ["failed"]
+    assert final.output_text == squares.LOST
+
+
 def test_items_of_tools_that_are_not_ours(house: House) -> None:
     """A conversation that began elsewhere goes on here."""
     squares.script(house.model, 0)

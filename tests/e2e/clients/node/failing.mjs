@@ -5,6 +5,7 @@ const { default: OpenAI } = await import(name);
 
 const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0, timeout: 60_000 });
 const tools = [{ type: "code_interpreter", container: { type: "auto" } }];
+const isCall = (item) => item.type === "code_interpreter_call";
 const told = { text: "", types: [] };
 try {
   const request = { model: "scripted", input: "Square", tools, stream: true };
@@ -12,7 +13,9 @@ try {
   for await (const event of stream) {
     if (event.type === "response.output_text.delta") told.text += event.delta;
     told.types.push(event.type);
+    if (event.type === "response.output_item.done" && isCall(event.item)) told.done = event.item.status;
   }
+  if (helper) told.final = (await stream.finalResponse()).output.find(isCall).status;
 } catch (error) {
   told.error = error.message;
 }
