@@ -90,7 +90,7 @@ def scripted() -> ScriptedSandboxes:
         "changes out.txt": [WriteFile("out.txt", b"changed")],
         "deletes out.txt": [DeleteFile("out.txt")],
         "prints out.txt": [_print_out],
-        "writes hidden files": [
+        "writes hidden and temporary files": [
             WriteFile(name, b"x") for name in (".hidden", "__pycache__/x.pyc", "backup~", "half.tmp")
         ],
     }

@@ -51,8 +51,9 @@ async def test_where_there_is_none_python_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = Path(launching.__file__).parent
-    shutil.copytree(here, tmp_path / "sandboxd", ignore=shutil.ignore_patterns("first.*", "__pycache__"))
-    monkeypatch.setattr(launching, "_HERE", tmp_path / "sandboxd")
+    copy = tmp_path / "fumehood" / "sandboxd"
+    shutil.copytree(here, copy, ignore=shutil.ignore_patterns("first.*", "__pycache__"))
+    monkeypatch.setattr(launching, "_HERE", copy)
     async with Supervisor(settings(preload=())) as supervisor:
         for _ in range(5):
             sandbox = await supervisor.create()

@@ -135,8 +135,9 @@ async def main() -> None:
     settings: dict[str, Any] = parser.parse_args().settings
     if "preload" in settings:
         settings["preload"] = tuple(settings["preload"])
-    if "disk_dir" in settings:
-        settings["disk_dir"] = Path(settings["disk_dir"])
+    for name in ("disk_dir", "packages_dir"):
+        if name in settings:
+            settings[name] = Path(settings[name])
     try:
         async with Supervisor(Settings(**settings)) as supervisor:
             driver = Driver(supervisor, "-".join(["heap", os.environ.get("FUMEHOOD_TEST_SECRET", "none")]))

@@ -114,7 +114,7 @@ b
                                     "filename": "t.csv",
                                     "path": "/mnt/data/t.csv",
                                     "bytes": 3,
-                                    "mime_type": "text/csv; charset=utf-8",
+                                    "mime_type": "text/csv",
                                     "sha256": "17f8af97ad4a7f7639a4c9171d5185cbafb85462877a4746c21bdb0a4f940ca0",
                                     "content": None,
                                 }

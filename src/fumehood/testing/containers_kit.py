@@ -241,9 +241,10 @@ class FilesKit:
         await subject.run_for_files(one, "writes out.txt", "deletes out.txt")
         assert await subject.content(other.id, record.id) == b"made"
 
-    async def test_hidden_and_temporary_files_do_not_count(self, subject: Subject) -> None:
+    async def test_hidden_files_count_and_temporary_ones_do_not(self, subject: Subject) -> None:
         container = await subject.open()
-        assert await subject.run_for_files(container, "writes hidden files") == {}
+        found = await subject.run_for_files(container, "writes hidden and temporary files")
+        assert list(found) == [".hidden"]
 
     async def test_what_is_saved_is_a_file_of_the_container(self, subject: Subject) -> None:
         container = await subject.open()

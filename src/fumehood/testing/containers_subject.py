@@ -18,7 +18,7 @@ type Program = Literal[
     "changes out.txt",
     "deletes out.txt",
     "prints out.txt",
-    "writes hidden files",
+    "writes hidden and temporary files",
 ]
 
 PYTHON_PROGRAMS: Mapping[Program, str] = {
@@ -29,7 +29,7 @@ PYTHON_PROGRAMS: Mapping[Program, str] = {
     "changes out.txt": "open('out.txt', 'w').write('changed')\nNone",
     "deletes out.txt": "import os\nos.remove('out.txt')",
     "prints out.txt": "print(open('out.txt').read())",
-    "writes hidden files": (
+    "writes hidden and temporary files": (
         "import os\nos.makedirs('__pycache__', exist_ok=True)\n"
         "for name in ('.hidden', '__pycache__/x.pyc', 'backup~', 'half.tmp'): open(name, 'w').write('x')"
     ),

@@ -38,17 +38,23 @@ def _driver(index: Index, directory: Path, who: str = "root") -> Driver:
 
 
 def _jails_of(pid: int) -> list[int]:
-    """The install jails that a supervisor has started."""
+    """The processes of the install jails that a supervisor has started: uv, and the one that waits for it."""
     found: list[int] = []
     for entry in os.scandir("/proc"):
-        try:
-            fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-            command = Path(entry.path, "cmdline").read_bytes()
-        except (OSError, ValueError):
+        if not entry.name.isdecimal():
             continue
-        if fields and fields[1] == str(pid) and b"\0/uv\0" in command:
-            found.append(int(entry.name))
+        try:
+            command = Path(entry.path, "cmdline").read_bytes()
+            parent = _parent_of(int(entry.name))
+            if command.startswith(b"/uv\0") and _parent_of(parent) == pid:
+                found += [int(entry.name), parent]
+        except OSError:
+            continue
     return found
+
+
+def _parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _wait_until(what: Callable[[], object]) -> None:
