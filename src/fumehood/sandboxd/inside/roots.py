@@ -52,7 +52,7 @@ def _clone(path: str) -> int:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        why = "something is mounted below it, which an ordinary user cannot leave out"
+        why = "something is mounted below it, which only root can leave out: unmount it, or run Fumehood as root"
         raise OSError(error.errno, f"{error.strerror} ({why})") from error
 
 
