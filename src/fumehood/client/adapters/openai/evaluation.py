@@ -204,7 +204,10 @@ class Evaluation[Out]:
         self._check_limits(f"the tool {name!r}")
         tool = by_name(self.rendered.tools).get(name)
         output = self.executor.run(
-            None if isinstance(tool, ProviderTool) else tool, name, call.get("arguments"), call_id
+            None if isinstance(tool, ProviderTool) else tool,
+            name,
+            call.get("arguments"),
+            call_id if isinstance(call_id, str) else None,
         )
         return {"type": "function_call_output", "call_id": call_id, "output": output}
 
