@@ -14,6 +14,7 @@ import json
 import os
 import resource
 import signal
+import stat
 from collections.abc import Generator
 from typing import Any, NoReturn
 
@@ -90,7 +91,8 @@ def _stage(places: dict[str, str]) -> dict[str, str]:
     staged: dict[str, str] = {}
     for name, tree in trees.items():
         staged[name] = f"{stage}/{name}"
-        roots.make_place(staged[name], is_directory=os.path.isdir(places[name]))
+        # What was opened is asked: by now the stage may cover where it lies.
+        roots.make_place(staged[name], is_directory=stat.S_ISDIR(os.fstat(tree).st_mode))
         syscalls.attach_mount(tree, staged[name])
         os.close(tree)
     return staged
