@@ -81,10 +81,10 @@ def prepare(runtime: Runtime, cache: Path) -> Path | None:
     uncompiled = find_uncompiled(runtime)
     if not uncompiled:
         return None
-    base = cache / "bytecode"
     try:
-        base.mkdir(mode=0o755, parents=True, exist_ok=True)
-        base = base.resolve(strict=True)
+        cache.mkdir(mode=0o755, parents=True, exist_ok=True)
+        base = cache.resolve(strict=True) / "bytecode"  # itself no link: what is old in it is removed
+        base.mkdir(mode=0o755, exist_ok=True)
         check_trusted(base)
         tree = base / _key(runtime)
         if not tree.is_dir():
@@ -93,7 +93,8 @@ def prepare(runtime: Runtime, cache: Path) -> Path | None:
                     _make(uncompiled, runtime, base, tree)
                     _remove_unused(base, tree)
         check_trusted(tree)
-        os.utime(tree)
+        with contextlib.suppress(OSError):  # it is root's, or on a read-only file system
+            os.utime(tree)
     except (OSError, subprocess.SubprocessError) as error:
         raise BytecodeUnavailable(str(error)) from error
     return tree
@@ -176,5 +177,7 @@ def _make(uncompiled: list[tuple[Path, list[str]]], runtime: Runtime, base: Path
 def _remove_unused(base: Path, tree: Path) -> None:
     """Those that no start has used for a month; one that is still in use then costs speed only."""
     for other in base.iterdir():
-        if other != tree and other.is_dir() and other.stat().st_mtime < time.time() - _KEPT_SECONDS:
+        about = other.lstat()
+        is_tree = stat.S_ISDIR(about.st_mode) and len(other.name) == len(tree.name)
+        if is_tree and other != tree and about.st_mtime < time.time() - _KEPT_SECONDS:
             shutil.rmtree(other, ignore_errors=True)
