@@ -207,7 +207,8 @@ class Egress:
 
     @property
     def _is_ready(self) -> bool:
-        return self._ready is not None and self._ready.done() and self._ready.exception() is None
+        ready = self._ready  # cancelled where the start took too long
+        return ready is not None and ready.done() and not ready.cancelled() and ready.exception() is None
 
     async def _wait_until_ready(self) -> None:
         """Raises SandboxStartFailed."""
@@ -278,8 +279,9 @@ class Egress:
             case orders.Problem():
                 logger.log(report.level, "%s", _printable(report.text))
             case orders.Ready():
-                if self._ready is not None and not self._ready.done():
-                    self._ready.set_result(None)
+                if self._ready is None or self._ready.done():
+                    return  # it says so once: each time all doors would be sent, and held until it reads them
+                self._ready.set_result(None)
                 for access in self._doors.values():
                     self._open(access)
 
