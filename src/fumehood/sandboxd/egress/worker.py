@@ -132,10 +132,20 @@ def confine(user: int | None) -> None:
 def _restrict_files() -> None:
     """By Landlock, where the kernel has it. Before the user is another one, who could not open all these places."""
     syscalls.prctl(capabilities.PR_SET_NO_NEW_PRIVS, 1)
-    readable = {*_READABLE, *sys.path, sys.prefix, sys.base_prefix}
+    readable = {*_READABLE, *_used_paths(), sys.prefix, sys.base_prefix}
     readable |= {str(Path("/etc/resolv.conf").resolve().parent)}
     readable |= {os.environ[name] for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if name in os.environ}
     landlock.restrict(read_only=readable, read_write=(), devices=("/dev/null", "/dev/urandom"))
+
+
+def _used_paths() -> set[str]:
+    """Where modules came from. `python -m` puts the working directory on the path, which may be a home, or `/`."""
+    found: set[str] = set()
+    for name, module in sys.modules.items():
+        if isinstance(file := getattr(module, "__file__", None), str):
+            levels = name.count(".") + hasattr(module, "__path__")
+            found.add(str(Path(file).parent.joinpath(*[".."] * levels)))
+    return {os.path.normpath(path) for path in found} & set(sys.path)
 
 
 async def _work(
