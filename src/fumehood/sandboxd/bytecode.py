@@ -26,6 +26,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from fumehood.sandboxd.inside import layout
+from fumehood.sandboxd.packages.store import make_directories
 from fumehood.sandboxd.runtime import PackageDirectory, Runtime
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def prepare(runtime: Runtime, cache: Path) -> Path | None:
     if not uncompiled:
         return None
     try:
-        cache.mkdir(mode=0o755, parents=True, exist_ok=True)
+        make_directories(cache)
         base = cache.resolve(strict=True) / "bytecode"  # itself no link: what is old in it is removed
         base.mkdir(mode=0o755, exist_ok=True)
         check_trusted(base)

@@ -23,8 +23,8 @@ def open_store(settings: Settings) -> Store:
 
 
 def packages_directory(settings: Settings) -> Path:
-    """Where installed packages and bytecode are kept."""
-    return settings.packages_dir or _default_directory()
+    """Where installed packages and bytecode are kept; absolute, since jails are made in another directory."""
+    return (settings.packages_dir or _default_directory()).absolute()
 
 
 def _default_directory() -> Path:

@@ -82,7 +82,7 @@ class Store:
 
     def open(self) -> None:
         """Make the directories, and take away what a killed supervisor left."""
-        self.path.mkdir(mode=0o755, parents=True, exist_ok=True)
+        make_directories(self.path)
         about = self.path.stat()
         if about.st_uid != os.geteuid() or about.st_mode & 0o022:
             raise IsolationUnavailable(
@@ -249,6 +249,13 @@ class Store:
         temporary = self.path / f"{name}.{secrets.token_hex(4)}.new"
         temporary.write_bytes(msgspec.json.encode(content))
         os.rename(temporary, self.path / name)
+
+
+def make_directories(path: Path) -> None:
+    """With its parents; those that are made here nobody else can write, whatever the umask would allow."""
+    if not path.is_dir():
+        make_directories(path.parent)
+        path.mkdir(mode=0o755, exist_ok=True)
 
 
 @contextlib.contextmanager
