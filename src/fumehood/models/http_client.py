@@ -280,8 +280,14 @@ class _Connection(asyncio.Protocol):
             self._unparsed.clear()
         if self._unparsed:
             began = perf_counter()
-            self._parse(self._unparsed.popleft())
-            self._share.spent += perf_counter() - began
+            try:
+                self._parse(self._unparsed.popleft())
+            except BaseException:  # as the event loop does where it calls
+                self._unparsed.clear()
+                self._fail(Broken())
+                raise
+            finally:
+                self._share.spent += perf_counter() - began
         if self._unparsed:
             return True
         if self._lost is not None:

@@ -19,7 +19,7 @@ class Parsing(Protocol):
     """A connection with bytes that have yet to be parsed."""
 
     def parse_slice(self) -> bool:
-        """Parse some of them; whether there are more."""
+        """Parse some of them; whether there are more. One that raises has ended its connection."""
         ...
 
 
@@ -51,13 +51,15 @@ class ReadShare:
     def _run(self) -> None:
         self.spent = 0.0
         waiting = self._waiting
-        while waiting and not self.is_used_up:
-            connection = waiting.popleft()
-            if connection.parse_slice():
-                waiting.append(connection)
-        self._is_due = bool(waiting)
-        if waiting:
-            asyncio.get_running_loop().call_soon(self._run)
+        try:
+            while waiting and not self.is_used_up:
+                connection = waiting.popleft()
+                if connection.parse_slice():
+                    waiting.append(connection)
+        finally:  # what one of them raises must not keep the others waiting
+            self._is_due = bool(waiting)
+            if waiting:
+                asyncio.get_running_loop().call_soon(self._run)
 
 
 def cut(data: bytes, size: int = SLICE) -> list[bytes]:
@@ -79,6 +81,11 @@ class SlicedReading(asyncio.Protocol):
     def holds_back(self) -> bool:
         """Whether the protocol itself wants nothing more to be read now."""
         return False
+
+    @property
+    def has_unparsed(self) -> bool:
+        """Whether nothing more may be read until something is parsed; then that goes on by itself."""
+        return bool(self._unparsed)
 
     @override
     def data_received(self, data: bytes) -> None:
@@ -112,8 +119,14 @@ class SlicedReading(asyncio.Protocol):
                 protocol.data_received(rest)
             return False
         began = perf_counter()
-        super().data_received(unparsed.popleft())
-        self.share.spent += perf_counter() - began
+        try:
+            super().data_received(unparsed.popleft())
+        except BaseException:  # as the event loop does where it calls
+            unparsed.clear()
+            self.transport.abort()
+            raise
+        finally:
+            self.share.spent += perf_counter() - began
         if unparsed:
             return True
         if not self.holds_back and not self.transport.is_closing():

@@ -10,6 +10,7 @@ from typing import Any, cast, override
 
 import uvicorn
 from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from fumehood.serving.descriptors import DescriptorLimit
@@ -353,10 +354,30 @@ class _Protocol(LeavesStalled, Http1Protocol):
 
 
 class _SlicedProtocol(SlicedReading, _Protocol):
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.flow = _SlicedFlow(self)
+
     @property
     @override
     def holds_back(self) -> bool:
         return self.flow.read_paused
+
+
+class _SlicedFlow(FlowControl):
+    """Reads nothing more while something of what came before is still to be parsed."""
+
+    def __init__(self, protocol: _SlicedProtocol) -> None:
+        super().__init__(protocol.transport)
+        self._protocol = protocol
+
+    @override
+    def resume_reading(self) -> None:
+        if self._protocol.has_unparsed:
+            self.read_paused = False
+        else:
+            super().resume_reading()
 
 
 class _Shortcut:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Generator
 from typing import Any, cast, override
 
-from uvicorn._types import ASGISendEvent
+from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
 from websockets.protocol import State
@@ -192,6 +192,13 @@ class _SlicedProtocol(SlicedReading, SocketProtocol):
     @override
     def holds_back(self) -> bool:
         return self.read_paused
+
+    @override
+    async def receive(self) -> ASGIReceiveEvent:
+        message = await super().receive()
+        if self.has_unparsed and not self.transport.is_closing():
+            self.transport.pause_reading()  # that has been resumed
+        return message
 
 
 class _Reader:
