@@ -1,6 +1,7 @@
 """How many values a document has; imports `fumehood.protocol`."""
 
 import json
+import resource
 
 import pytest
 
@@ -32,3 +33,17 @@ def test_a_long_document_is_counted_in_steps() -> None:
     assert has_too_many_values(text, most=1)
     assert has_too_many_values(b"[" + b"1," * 1_500_000 + b"1]", most=1_499_999)
     assert not has_too_many_values(b"[" + b"1," * 1_500_000 + b"1]", most=1_500_000)
+
+
+def test_escapes_in_a_long_text_take_no_memory() -> None:
+    text = json.dumps(["1,2\n" * 2_000_000, "\\", 1]).encode()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert not has_too_many_values(text, most=2)
+    assert has_too_many_values(text, most=1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+
+
+@pytest.mark.parametrize("document", [b'[1,"' + b"a" * 99 + b"\\", b'[1,"\\'])
+def test_a_text_that_breaks_off_is_the_last(document: bytes) -> None:
+    assert has_too_many_values(document + b',,,,"', most=0)
+    assert not has_too_many_values(document + b",,,,", most=1)

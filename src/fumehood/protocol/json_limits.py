@@ -10,7 +10,8 @@ import re
 MOST_VALUES = 500_000
 
 _STEP = 1 << 20
-_REST_OF_STRING = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+# Possessive: what it could go back to would take far more memory than the text.
+_INSIDE_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 
 
 def has_too_many_values(document: bytes, most: int = MOST_VALUES) -> bool:
@@ -33,8 +34,18 @@ def _count_values(document: bytes, most: int) -> int:
             place += _STEP
         if quote < 0:
             break
-        string = _REST_OF_STRING.match(document, quote + 1)
-        if string is None:  # it breaks off, which the decoder will say
-            break
-        place = string.end()
+        place = _find_end_of_string(document, quote + 1)
     return found
+
+
+def _find_end_of_string(document: bytes, place: int) -> int:
+    """What comes after the string that `place` is in; the end, where it breaks off, which the decoder will say."""
+    while place < len(document):
+        inside = _INSIDE_STRING.match(document, place, place + _STEP)
+        end = place if inside is None else inside.end()
+        if document[end : end + 1] == b'"':
+            return end + 1
+        if end == place:  # a backslash, and nothing after it
+            break
+        place = end
+    return len(document)
