@@ -13,7 +13,7 @@ from fumehood.gateway.exchange import Exchange
 from fumehood.protocol.errors import InvalidRequest
 from fumehood.protocol.folding import INCLUDABLE
 from fumehood.protocol.json_limits import MOST_VALUES, has_too_many_values
-from fumehood.protocol.passed_fields import SAMPLING_FIELDS, check_size, request_type
+from fumehood.protocol.passed_fields import SAMPLING_FIELDS, check_passed, request_type
 from fumehood.protocol.responses import CreateResponse, ReasoningConfig
 from fumehood.serving.browsers import decode_header, is_json, media_type
 from fumehood.serving.json_bodies import explain_json_fault
@@ -60,7 +60,7 @@ class RequestReader:
         if request.reasoning is not None:
             _check_effort(request.reasoning)
         if passed := request.passed:
-            check_size(passed)
+            check_passed(passed)
         return request
 
 

@@ -82,9 +82,26 @@ _DECIDED_HERE = (
     # Which code the model server loads.
     *("logits_processors", "custom_logit_processor"),
 )
+# What servers give their template in the same way as `chat_template_kwargs`, which some let override it: vLLM does.
+_TEMPLATE_ARGUMENTS = "chat_template_kwargs"
+_DECIDED_FOR_TEMPLATES = frozenset(
+    (
+        *(
+            "chat_template",
+            "conversation",
+            "messages",
+            "tools",
+            "add_generation_prompt",
+            "continue_final_message",
+        ),
+        *("tokenize", "tokenizer_kwargs", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
+        *("padding", "truncation", "max_length"),
+    )
+)
 # Of all that are sent, together: a grammar or a schema may be long.
 _LARGEST = 256 << 10
 _ABSENT = Raw(b"")
+_objects = msgspec.json.Decoder(dict[str, Raw])
 
 
 def decided_here() -> frozenset[str]:
@@ -124,8 +141,28 @@ def request_type(names: Iterable[str]) -> type[CreateResponse]:
     return cast("type[CreateResponse]", kind)
 
 
-def check_size(passed: dict[str, Raw]) -> None:
+def check_passed(passed: dict[str, Raw]) -> None:
     """Raises InvalidRequest."""
+    _check_size(passed)
+    if _TEMPLATE_ARGUMENTS in passed:
+        _check_template_arguments(passed[_TEMPLATE_ARGUMENTS])
+
+
+def _check_template_arguments(arguments: Raw) -> None:
+    try:
+        names = _objects.decode(arguments)
+    except msgspec.ValidationError:
+        return  # no object, as the server will say
+    for name in names:
+        if name in _DECIDED_FOR_TEMPLATES:
+            raise InvalidRequest(
+                f"'{_TEMPLATE_ARGUMENTS}' cannot have '{name}': the server decides about it.",
+                param=_TEMPLATE_ARGUMENTS,
+                code="invalid_value",
+            )
+
+
+def _check_size(passed: dict[str, Raw]) -> None:
     sizes = {name: len(raw) for name, raw in passed.items()}
     if sum(sizes.values()) > _LARGEST:
         largest = max(sizes, key=lambda name: sizes[name])
