@@ -174,6 +174,33 @@ def test_a_link_in_its_place_is_not_used(site: Path, cache: Path, tmp_path: Path
         bytecode.prepare(_runtime(site), cache)
 
 
+def test_a_link_in_place_of_all_trees_is_not_followed(site: Path, cache: Path, tmp_path: Path) -> None:
+    """Whoever plants one must not have old directories of somebody else removed."""
+    old = tmp_path / "somebody" / "Documents"
+    old.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    (cache / "bytecode").symlink_to(tmp_path / "somebody")
+    with pytest.raises(BytecodeUnavailable, match="is not a directory"):
+        bytecode.prepare(_runtime(site), cache)
+    assert old.is_dir()
+
+
+def test_only_trees_of_bytecode_are_removed(site: Path, cache: Path) -> None:
+    other = cache / "bytecode" / "something-else"
+    other.mkdir(parents=True)
+    os.utime(other, (0, 0))
+    assert bytecode.prepare(_runtime(site), cache) is not None
+    assert other.is_dir()
+
+
+def test_a_generous_umask_makes_no_place_that_others_can_write(site: Path, tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        assert bytecode.prepare(_runtime(site), tmp_path / "cache" / "fumehood" / "packages") is not None
+    finally:
+        os.umask(before)
+
+
 def test_a_place_that_cannot_be_written_is_said(site: Path, cache: Path) -> None:
     (cache / "bytecode").write_text("a file")
     with pytest.raises(BytecodeUnavailable, match="File exists"):

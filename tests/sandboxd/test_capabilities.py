@@ -27,6 +27,22 @@ DOMAIN = "data.test"
 PATIENCE = 90
 
 
+@pytest.mark.parametrize(
+    ("options", "hides"),
+    [
+        ("rw,nosuid,nodev,noexec,relatime", False),
+        ("rw,hidepid=invisible", False),
+        ("rw,gid=27,hidepid=invisible", True),
+        ("rw,gid=27,hidepid=2", True),
+        ("rw,gid=27", False),
+        ("rw,hidepid=ptraceable", True),
+    ],
+)
+def test_where_proc_hides_processes_from_root(options: str, hides: bool) -> None:
+    mounts = f"sysfs /sys sysfs rw 0 0\nproc /proc proc {options} 0 0\n"
+    assert capabilities.hides_processes(mounts) == hides
+
+
 class Running:
     """A server as a command starts it."""
 

@@ -222,3 +222,21 @@ def test_what_is_mounted_below_usr_is_not_shown(tmp_path: Path, ordinary: bool) 
         assert "something is mounted below it" in done.stderr
     else:
         assert (done.stdout, done.returncode) == ("False True\n", 0), done.stderr
+
+
+@pytest.mark.root
+def test_what_the_stage_covers_can_be_part_of_the_jail() -> None:
+    source = (
+        "import os; os.mkdir('/mnt/tree'); open('/mnt/file', 'w').close(); "
+        "from fumehood.sandboxd import outer_jail; "
+        "staged = outer_jail._stage({'tree': '/mnt/tree', 'file': '/mnt/file'}); "
+        "print(os.path.isdir(staged['tree']), os.path.isfile(staged['file']))"
+    )
+    mount = "mount --make-rprivate / && mount -t tmpfs none /mnt"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", source],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.returncode) == ("True True\n", 0), done.stderr

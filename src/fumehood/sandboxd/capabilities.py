@@ -20,6 +20,7 @@ KILL = 5
 SETGID = 6
 SETUID = 7
 SETPCAP = 8
+SYS_PTRACE = 19
 SYS_ADMIN = 21
 
 SUPERVISOR = (
@@ -83,11 +84,14 @@ def limit_supervisor() -> None:
     if os.geteuid() != 0:
         return
     bounded = _has(SETPCAP)
+    kept = SUPERVISOR
+    if hides_processes(Path("/proc/self/mounts").read_text(errors="replace")):
+        kept = (*SUPERVISOR, SYS_PTRACE)  # else /proc would not show it the processes that it starts
     try:
-        keep_capabilities(SUPERVISOR)
+        keep_capabilities(kept)
     except OSError as error:
         raise _cannot_limit(str(error)) from error
-    beyond = ~_mask(SUPERVISOR)
+    beyond = ~_mask(kept)
     for thread in os.listdir("/proc/self/task"):
         sets = read_capabilities(f"self/task/{thread}")
         if not bounded:
@@ -99,6 +103,23 @@ def limit_supervisor() -> None:
             "CAP_SETPCAP is missing: programs that this server starts as root may have all capabilities of its "
             "container."
         )
+
+
+def hides_processes(mounts: str) -> bool:
+    """Whether /proc hides the processes of other users from root without SYS_PTRACE, by the text of /proc/self/mounts.
+
+    `hidepid` exempts the group `gid`, which is root's unless the mount names another one; `ptraceable` exempts none.
+    """
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 4 or fields[1] != "/proc" or fields[2] != "proc":
+            continue
+        parted = (option.partition("=") for option in fields[3].split(","))
+        options = {name: value for name, _, value in parted}
+        hidden = options.get("hidepid", "off")
+        if hidden in ("ptraceable", "4") or (hidden not in ("off", "0") and options.get("gid", "0") != "0"):
+            return True
+    return False
 
 
 def _cannot_limit(why: str) -> IsolationUnavailable:

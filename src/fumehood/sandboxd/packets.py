@@ -48,6 +48,11 @@ class Packets:
             self._loop.add_writer(self._sock.fileno(), self._writable)
         self._waiting.append((body, [os.dup(fd) for fd in fds or []]))
 
+    @property
+    def waiting(self) -> int:
+        """How many packets the peer has not had room for yet."""
+        return len(self._waiting)
+
     def _send_now(self, body: bytes, fds: list[int]) -> bool:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:

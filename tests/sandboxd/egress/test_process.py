@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fumehood.protocol.sandbox import DomainSecret
-from fumehood.sandboxd.egress import orders
+from fumehood.protocol.sandbox import DomainSecret, NetworkAllowlist
+from fumehood.protocol.sandbox_errors import SandboxStartFailed
+from fumehood.sandboxd.egress import control, orders
 from fumehood.sandboxd.egress.control import Egress, ProxyProcess
 from fumehood.sandboxd.supervisor import Supervisor
 from tests.sandboxd.egress.conftest import PLAIN, SECURE, Net, net_settings, proxied, raw
@@ -259,3 +260,85 @@ async def test_what_a_lying_proxy_says_is_one_line_of_the_log(
     assert "\nforged" not in caplog.text
     await egress.close()
     liar.ours.close()
+
+
+async def test_a_proxy_that_is_ready_again_and_again_is_sent_its_doors_once(authority: Authority) -> None:
+    liar = _Liar()
+    egress = Egress(net_settings(authority), start=liar.start)
+    egress.start(12345)
+    grant = await egress.grant(NetworkAllowlist(allowed_domains=["plain.test"]))
+    assert grant is not None
+    assert liar.ours is not None
+    access = egress.access(grant)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        access.open(os.dup(listener.fileno()), "somebody")
+    assert b'"open"' in liar.ours.recv(1 << 16)
+    for _ in range(20):
+        liar.ours.send(orders.encode(orders.Ready()))
+    liar.ours.send(orders.encode(orders.Status(connections=7)))
+    async with asyncio.timeout(20):
+        while egress.connections != 7:
+            await asyncio.sleep(0.01)
+    access.close()
+    assert b'"close"' in liar.ours.recv(1 << 16)  # and nothing in between
+    await egress.close()
+    liar.ours.close()
+
+
+async def test_a_proxy_that_does_not_read_is_ended(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    liar = _Liar()
+    egress = Egress(net_settings(authority), start=liar.start)
+    egress.start(12345)
+    grant = await egress.grant(NetworkAllowlist(allowed_domains=["plain.test"]))
+    assert grant is not None
+    first, before = liar.process, len(os.listdir("/proc/self/fd"))
+    assert first is not None
+    assert liar.ours is not None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for number in range(3000):
+            access = egress.access(grant)
+            access.open(os.dup(listener.fileno()), f"sandbox {number}")
+            access.close()
+            if "has stopped reading" in caplog.text:
+                break
+    assert len(os.listdir("/proc/self/fd")) < before + 3000
+    async with asyncio.timeout(20):
+        while first.poll() is None:
+            await asyncio.sleep(0.01)
+    assert first.returncode == -signal.SIGKILL
+    await egress.close()
+    liar.ours.close()
+
+
+async def test_a_start_that_took_too_long_is_followed_by_another(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_START_SECONDS", 0.2)
+    starts: list[socket.socket] = []
+
+    async def start_silent(configuration: orders.Configuration) -> ProxyProcess:
+        del configuration
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        starts.append(theirs)
+        return ProxyProcess(mine)
+
+    egress = Egress(net_settings(authority), start=start_silent)
+    egress.start(12345)
+    for number in (1, 2):
+        with pytest.raises(SandboxStartFailed, match="does not run"):
+            await egress.grant(NetworkAllowlist(allowed_domains=["plain.test"]))
+        assert len(starts) == number
+    await egress.close()
+    for theirs in starts:
+        theirs.close()
+
+
+async def test_the_proxy_may_not_read_a_working_directory_that_is_on_the_path() -> None:
+    source = (
+        "import sys; sys.path.insert(0, '/'); from fumehood.sandboxd.egress import worker; "
+        "print('/' in worker._used_paths(), bool(worker._used_paths()))"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout == "False True\n"

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _START_SECONDS = 30.0
 _LAST_WORDS = 4096  # bytes
+_MOST_WAITING = 256  # orders that the proxy has not read
 _PASSED_ON = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 # Its modules come from where ours do, whatever the environment says.
 _PROGRAM = (
@@ -79,11 +80,15 @@ class ProxyProcess:
     async def end(self) -> None:
         """Kill it, and with it all its connections; wait until it is gone."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGKILL)
+            self.kill()
             await asyncio.to_thread(self._process.wait)
         if self._stderr is not None:
             self._stderr.close()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGKILL)
 
     def last_words(self) -> str:
         """The last line that it said on standard error."""
@@ -220,7 +225,7 @@ class Egress:
                 await asyncio.shield(starting)
         except (TimeoutError, OSError) as error:
             raise SandboxStartFailed(
-                f"The egress proxy does not run: {error or 'it took too long to start'}."
+                f"The egress proxy does not run: {str(error) or 'it took too long to start'}."
             ) from error
 
     def _begin(self) -> asyncio.Task[None]:
@@ -265,8 +270,8 @@ class Egress:
             report = orders.decode_report(body)
         except msgspec.MsgspecError:
             logger.error("The egress proxy sent what it never should; it is ended.")
-            if self._process is not None and self._process.pid is not None:
-                os.kill(self._process.pid, signal.SIGKILL)
+            if self._process is not None:
+                self._process.kill()
             return
         match report:
             case orders.Event():
@@ -337,6 +342,13 @@ class Egress:
         if self._packets is not None and access.listener is not None:
             with memory_file(orders.encode(access.describe())) as described:
                 self._packets.send(orders.encode(orders.Open(access.number)), [described, access.listener])
+            self._check_reading(self._packets)
+
+    def _check_reading(self, packets: Packets) -> None:
+        """End a proxy that does not read its orders: those that wait hold descriptors and secrets."""
+        if packets.waiting > _MOST_WAITING and self._process is not None:
+            logger.error("The egress proxy has stopped reading, and is ended.")
+            self._process.kill()
 
     def _report(self, event: orders.Event) -> None:
         access = self._doors.get(event.number)
