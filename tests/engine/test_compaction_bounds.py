@@ -22,6 +22,7 @@ from fumehood.engine.compaction_budget import (
 from fumehood.engine.tokens import estimate, tokens_of
 from fumehood.interfaces import Caller, Memory, Take
 from fumehood.protocol.conversation import Entry, Segment
+from fumehood.protocol.errors import ModelRateLimited
 from fumehood.protocol.items import Compaction
 from fumehood.protocol.models import AnyModelEvent, ModelProfile, ModelRequest, Text
 from fumehood.protocol.responses import CreateResponse, Usage
@@ -369,6 +370,19 @@ async def test_a_model_that_sums_up_nothing_is_asked_once_in_a_response(
     assert sum(map(is_summary, model.requests)) == 1
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "was not compacted" in line
+
+
+async def test_a_model_that_was_busy_is_asked_for_a_summary_again() -> None:
+    tool = ScriptedTool(always=[Answer("x" * 8000)])
+    async with ScriptedModel(
+        calls("scripted", {}), ModelRateLimited("busy"), calls("scripted", {}), says("Short."), says("Done.")
+    ) as model:
+        response = await Engine(model, [tool]).block(
+            input="Do it", tools=[{"type": "scripted"}], context_management=MANAGED
+        )
+    assert response.status == "completed"
+    assert sum(map(is_summary, model.requests)) == 2
+    assert sum(isinstance(item, Compaction) for item in response.output) == 1
 
 
 async def test_usage_that_is_larger_than_estimated_is_what_counts() -> None:

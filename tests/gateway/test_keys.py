@@ -2,7 +2,10 @@
 
 import asyncio
 import logging
+import sqlite3
 from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,7 @@ from fumehood.gateway.request_log import Field
 from fumehood.interfaces import Caller
 from fumehood.protocol.errors import NotAuthenticated, Unavailable
 from fumehood.protocol.keys import SCOPES, KeyLimits
+from fumehood.store.sqlite import SqliteStore
 from fumehood.testing import FakeClock, MemoryStore
 from tests.support.gateway import serving_gateway
 from tests.support.tenants import Party, put_key
@@ -106,6 +110,27 @@ async def test_changes_are_seen_within_the_time() -> None:
         with pytest.raises(NotAuthenticated):
             holders.identify(bearer(secret), b"")
         assert not holders.open  # the last key is gone, and nobody comes in
+
+
+async def test_a_damaged_key_neither_opens_the_server_nor_keeps_others_from_being_revoked(
+    tmp_path: Path,
+) -> None:
+    store, clock = await SqliteStore.open(tmp_path / "store.db"), FakeClock()
+    await put_key(store)
+    (damaged,) = await store.keys()
+    with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as connection:
+        connection.execute("UPDATE keys SET record = x'7b22ff' WHERE id = ?", (damaged.id,))
+    async with KeyHolders(store, clock, Everybody()) as holders:
+        assert not holders.open
+        secret = await put_key(store)
+        assert await holders.refresh()
+        assert holders.identify(bearer(secret), b"").key
+        (other,) = await store.keys()
+        await store.revoke_key(other.id, clock.now())
+        assert await holders.refresh()
+        with pytest.raises(NotAuthenticated):
+            holders.identify(bearer(secret), b"")
+    await store.close()
 
 
 async def test_a_new_key_is_good_at_once_and_strangers_do_not_ask_the_database() -> None:

@@ -29,6 +29,7 @@ from fumehood.interfaces import CallContext, Clock, Fenced, Lease, ModelBackend,
 from fumehood.protocol.conversation import Entry, Segment, followed
 from fumehood.protocol.errors import (
     ApiError,
+    ModelRateLimited,
     ModelUnreachable,
     NotStored,
     ServerFault,
@@ -320,7 +321,8 @@ class Loop:
             )
         except ApiError as error:
             logger.warning("response %s was not compacted: %s", self._prepared.response.id, error)
-            self._too_long = None  # asked again, the model would say the same
+            if not isinstance(error, ModelRateLimited | ModelUnreachable | Unavailable):
+                self._too_long = None  # asked again, the model would say the same
             return
         index, item = self._output.place(), compacted.item
         self._output.emit([ItemAdded(output_index=index, item=item), ItemDone(output_index=index, item=item)])
@@ -379,6 +381,7 @@ class Loop:
         except Exception as error:
             self.failure = _why_not_kept(error)
             self.is_lost = self.lease is None
+            self.failure.may_have_run = bool(self._output.items)
             expected = isinstance(error, ApiError | Fenced)
             logger.warning("response %s was not kept: %s", response.id, error, exc_info=not expected)
             response = self._closing("failed")

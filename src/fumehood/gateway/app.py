@@ -31,7 +31,6 @@ from fumehood.protocol.errors import (
     InvalidRequest,
     NotAuthenticated,
     NotFound,
-    NotStored,
     ServerFault,
     Unavailable,
 )
@@ -247,7 +246,7 @@ class Gateway:
             exchange.extra.append((b"allow", error.allowed.encode()))
         elif isinstance(error, NotAuthenticated):
             exchange.extra.append((b"www-authenticate", b"Bearer"))
-        elif isinstance(error, NotStored) or (isinstance(error, Conflict) and error.retry_after is None):
+        elif error.may_have_run or (isinstance(error, Conflict) and error.retry_after is None):
             exchange.extra.append((b"x-should-retry", b"false"))  # OpenAI's SDKs would repeat it
         await exchange.refuse(error)
 

@@ -160,7 +160,9 @@ class KeyHolders:
             if key.revoked_at is None
         }
         self._revision = revision
-        if keys:  # also when all were revoked: a server that was closed once does not open by itself
+        if (
+            revision
+        ):  # also when all were revoked, or none can be read: what was closed does not open by itself
             self._everybody = None
         return True
 

@@ -23,7 +23,6 @@ from fumehood.protocol.errors import (
     ApiError,
     Conflict,
     InvalidRequest,
-    NotStored,
     RateLimited,
     ServerFault,
     to_detail,
@@ -201,7 +200,7 @@ class Repeats:
             response = await joint.record(run, asked)
         except ApiError as error:
             # A blocking one that raises has made nothing, unless it could not be stored.
-            if not asked.request.stream and not isinstance(error, NotStored):
+            if not asked.request.stream and not error.may_have_run:
                 joint.ran = False
                 await self._release(joint, asked)
             raise

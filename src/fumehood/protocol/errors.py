@@ -30,7 +30,10 @@ import msgspec
 
 
 class ApiError(Exception):
-    """`param` names the parameter at fault, `retry_after` the seconds after which trying again may help."""
+    """`param` names the parameter at fault, `retry_after` the seconds after which trying again may help.
+
+    may_have_run: whether code may have run for the request, so that nobody should repeat it without being asked.
+    """
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -49,6 +52,7 @@ class ApiError(Exception):
         self.param = param
         self.wire_code = code if code is not None else self.code
         self.retry_after = retry_after
+        self.may_have_run = False
 
 
 class InvalidRequest(ApiError):

@@ -475,10 +475,11 @@ def revoke_key(db: sqlite3.Connection, key_id: str, now: float) -> bool:
 
 def keys(db: sqlite3.Connection) -> list[ApiKey]:
     found = db.execute("SELECT id, record, revoked_at FROM keys ORDER BY created_at, id")
-    return [
-        msgspec.structs.replace(decode(_keys, record, "keys", key_id), revoked_at=revoked)
-        for key_id, record, revoked in found
-    ]
+    keys: list[ApiKey] = []
+    for key_id, record, revoked in found:
+        with suppress(DamagedRow):  # it is logged, and must not keep the others from being revoked
+            keys.append(msgspec.structs.replace(decode(_keys, record, "keys", key_id), revoked_at=revoked))
+    return keys
 
 
 def keys_revision(db: sqlite3.Connection) -> int:

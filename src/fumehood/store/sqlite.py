@@ -19,7 +19,7 @@ from fumehood.figures import StoreFigures
 from fumehood.interfaces import Amount, Fenced, IdempotencyClaim, Lease
 from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.conversation import Entry, Segment
-from fumehood.protocol.errors import Unavailable
+from fumehood.protocol.errors import StorageCorrupted, Unavailable
 from fumehood.protocol.files import FileRecord
 from fumehood.protocol.keys import ApiKey
 from fumehood.protocol.listing import Window
@@ -170,7 +170,7 @@ class SqliteStore:
             ended = await self._database.write(work, remember, ending.weight, about=f"response {response_id}")
         except sqlite3.IntegrityError:  # there is one of that id
             raise Fenced(response_id) from None
-        except Unavailable:
+        except (Unavailable, StorageCorrupted):
             if beginning is not None:
                 self._write_soon(response_id, beginning)
             raise
