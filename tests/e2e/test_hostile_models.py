@@ -93,7 +93,10 @@ def ask_all(running: Served, models: list[str], *, stream: bool) -> tuple[dict[s
     return askers, probe
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "blocking"])
+@pytest.mark.parametrize(
+    "stream",
+    [pytest.param(True, id="streamed"), pytest.param(False, id="blocking", marks=pytest.mark.slow)],
+)
 def test_nobody_waits_for_servers_that_send_without_end(running: Served, stream: bool) -> None:
     askers, probe = ask_all(running, [*HOSTILE, *HOSTILE_RESPONSES], stream=stream)
     assert len(askers) >= 10

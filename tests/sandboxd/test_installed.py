@@ -74,7 +74,7 @@ def _users() -> list[Any]:
         return [pytest.param((False, None), id="this user")]
     return [
         pytest.param((False, 0), id="root"),
-        pytest.param((True, 0), id="ordinary user, root's packages"),
+        pytest.param((True, 0), id="ordinary user, root's packages", marks=pytest.mark.slow),
         pytest.param((True, ORDINARY), id="ordinary user, own packages"),
     ]
 

@@ -136,7 +136,7 @@ UPGRADE = (
 
 @pytest.mark.parametrize(
     ("first", "flood"),
-    [(b"", (GET * 2 + POST) * 300), (UPGRADE, (frame(1, b"x") + frame(9, bytes(100)) * 40) * 4000)],
+    [(b"", (GET * 2 + POST) * 300), (UPGRADE, (frame(1, b"x") + frame(9, bytes(100)) * 40) * 600)],
     ids=["pipelined requests", "messages among pings"],
 )
 async def test_what_waits_to_be_parsed_is_bounded(
