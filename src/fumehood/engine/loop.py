@@ -31,7 +31,6 @@ from fumehood.protocol.errors import (
     ApiError,
     ModelRateLimited,
     ModelUnreachable,
-    NotStored,
     ServerFault,
     StorageUnavailable,
     Unavailable,
@@ -455,7 +454,7 @@ def _is_in(spec: FunctionSpec, toolbox: Toolbox) -> bool:
 
 def _why_not_kept(error: Exception) -> ApiError:
     if isinstance(error, StorageUnavailable):
-        return NotStored(
+        return StorageUnavailable(
             f"The response was made and could not be stored: {error.message} Its code may have run.",
             retry_after=error.retry_after,
         )

@@ -13,7 +13,6 @@ ApiError                          `status`, `type`, `code`, `param` and `message
 │   └── StorageCorrupted     500  something that is stored cannot be read
 ├── Unavailable              503  something that the gateway needs is not there now
 │   └── StorageUnavailable   503  nothing can be written now, e.g. because the disk is full
-│       └── NotStored        503  a response was made, and could not be written
 └── ModelError               502  a model server refused, failed or lied
     ├── ModelRefused         400  it refused the request: too long, unknown parameter, content
     ├── ModelRateLimited     429  it is busy
@@ -111,10 +110,6 @@ class StorageCorrupted(ServerFault):
 
 class StorageUnavailable(Unavailable):
     code = "storage_unavailable"
-
-
-class NotStored(StorageUnavailable):
-    """Code may have run for it: clients should not repeat the request by themselves."""
 
 
 class ModelError(ApiError):

@@ -30,7 +30,8 @@ class Index:
     ) -> "Index":
         url = url or next((environ[name] for name in _VARIABLES if environ.get(name)), None)
         names = [name for proxy in _PROXIES for name in (proxy, proxy.lower())]
-        return cls(url, find_links, tuple((name, environ[name]) for name in names if environ.get(name)))
+        links = find_links and find_links.absolute()  # jails are made in another directory
+        return cls(url, links, tuple((name, environ[name]) for name in names if environ.get(name)))
 
     @property
     def identity(self) -> str:
