@@ -69,6 +69,8 @@ class Website:
         try:
             with contextlib.suppress(OSError, h11.ProtocolError, EOFError, asyncio.CancelledError):
                 await (self.handler or self._talk)(reader, writer)
+                writer.transport.set_write_buffer_limits(0)
+                await writer.drain()  # `abort` drops what is still in the buffer
         finally:
             self._tasks.discard(task)
             self.open_now -= 1
