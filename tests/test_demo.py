@@ -38,6 +38,7 @@ def test_demo_goes_as_it_should() -> None:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_demo_of_a_user_who_may_neither_bound_memory_nor_write_here() -> None:
     helper = ROOT / "tests/support/ordinary_user.py"
     printed = run(sys.executable, helper, "--", sys.executable, ROOT / "examples/demo.py")

@@ -75,7 +75,7 @@ def _users() -> list[Any]:
     return [
         pytest.param((False, 0), id="root"),
         pytest.param((True, 0), id="ordinary user, root's packages", marks=pytest.mark.slow),
-        pytest.param((True, ORDINARY), id="ordinary user, own packages"),
+        pytest.param((True, ORDINARY), id="ordinary user, own packages", marks=pytest.mark.slow),
     ]
 
 

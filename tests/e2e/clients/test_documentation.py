@@ -43,6 +43,7 @@ def here(house: House, code: str) -> str:
     return code.replace(ADDRESS, house.served.url).replace("qwen3", "scripted")
 
 
+@pytest.mark.slow
 def test_python(house: House) -> None:
     """All in one process, since what they import takes longer than what they do."""
     codes = examples("python")
